@@ -1,0 +1,40 @@
+# `make reproduce-amoebanet` and `make test` set themselves up: one virtual environment, made once.
+# Override where it lives and what makes it:  make test VENV=/path/to/venv PYTHON=python3.12
+VENV ?= .venv
+PYTHON ?= python3
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: help setup test lint benchmark reproduce-amoebanet clean
+
+help:
+	@echo "make reproduce-amoebanet  run the AmoebaNet-D experiments here (ARGS='--scale small --steps 5')"
+	@echo "make test                 run the tests"
+	@echo "make lint                 ruff and mypy"
+	@echo "make benchmark            cost of the machinery per task, beside a plain loop"
+	@echo "make clean                remove the virtual environment and caches"
+
+setup: $(READY)
+
+$(READY): setup.cfg pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[test]'
+	@touch $@
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+benchmark: $(READY)
+	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only $(ARGS)
+
+reproduce-amoebanet: $(READY)
+	$(BIN)/python -m reproduce run amoebanet-speed amoebanet-memory $(ARGS)
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -1,0 +1,1 @@
+"""Measure the library: the papers' models, and suites that time the pipeline on them."""

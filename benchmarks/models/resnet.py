@@ -1,0 +1,137 @@
+"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, each bottleneck's identity a skip.
+
+The layers are torchvision's own, in its order, under its names joined by `_` (`layer1_0_conv1`), so that
+weights and eval-mode outputs are the same to the bit. Two things change: an in-place ReLU becomes a plain
+one, and what a bottleneck adds at its end is stashed at its start.
+
+Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor, nn
+
+from benchmarks.models.sizes import check_size
+from torchgpipe.skip import Namespace, pop, skippable, stash
+
+if TYPE_CHECKING:
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+__all__ = ["AddIdentity", "StashIdentity", "from_torchvision", "resnet101"]
+
+
+@skippable(stash=["identity"])
+class StashIdentity(nn.Module):
+    """Pass a bottleneck's input on, and keep it for the bottleneck's end."""
+
+    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
+
+    def forward(self, image: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("identity", image)
+        return image
+
+
+@skippable(pop=["identity"])
+class AddIdentity(nn.Module):
+    """Add what the bottleneck began with, downsampled where size or channels have changed since."""
+
+    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
+
+    def __init__(self, downsample: nn.Module | None) -> None:
+        super().__init__()
+        self.downsample = nn.Identity() if downsample is None else downsample
+
+    def forward(self, image: Tensor) -> Generator[pop, Tensor, Tensor]:
+        identity = yield pop("identity")
+        total: Tensor = image + self.downsample(identity)
+        return total
+
+
+Layers = Iterator[tuple[str, nn.Module]]
+
+
+def bottleneck_layers(block: Bottleneck) -> Layers:
+    """Yield a bottleneck's eleven layers with their names."""
+    identity = Namespace()
+    yield "identity", StashIdentity().isolate(identity)
+    yield "conv1", block.conv1
+    yield "bn1", block.bn1
+    yield "relu1", nn.ReLU()
+    yield "conv2", block.conv2
+    yield "bn2", block.bn2
+    yield "relu2", nn.ReLU()
+    yield "conv3", block.conv3
+    yield "bn3", block.bn3
+    yield "add", AddIdentity(block.downsample).isolate(identity)
+    yield "relu3", nn.ReLU()
+
+
+def layers(model: ResNet) -> Layers:
+    """Yield every layer of the flat model with its name, in order."""
+    yield "conv1", model.conv1
+    yield "bn1", model.bn1
+    yield "relu", nn.ReLU()
+    yield "maxpool", model.maxpool
+    for stage in ("layer1", "layer2", "layer3", "layer4"):
+        for index, block in model.get_submodule(stage).named_children():
+            for name, layer in bottleneck_layers(cast("Bottleneck", block)):
+                yield f"{stage}_{index}_{name}", layer
+    yield "avgpool", model.avgpool
+    yield "flatten", nn.Flatten()
+    yield "fc", model.fc
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision's ResNets, only when asked for one: the other models must work without torchvision.
+
+    Raises:
+        ImportError: torchvision is missing, or broken, for example made for another PyTorch; in one line.
+    """
+    try:
+        return importlib.import_module("torchvision.models.resnet")
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ImportError(
+            f"ResNet-101 needs torchvision, which cannot be imported here ({cause}): "
+            "install the release that goes with your PyTorch, by 'pip install torch torchvision'"
+        ) from error
+
+
+def from_torchvision(model: ResNet) -> nn.Sequential:
+    """Regroup a torchvision ResNet of bottlenecks (50, 101, 152, wide, ResNeXt) as a flat sequence.
+
+    The layers are shared with `model`, not copied: training one trains the other.
+    Shapes: those of `model`, (N, 3, H, W) to (N, num_classes).
+
+    Raises:
+        ImportError: torchvision is missing or broken.
+        TypeError: not a torchvision ResNet, or one of basic blocks (18, 34).
+    """
+    resnet = import_torchvision()
+    if not isinstance(model, resnet.ResNet):
+        raise TypeError(f"model must be a torchvision ResNet, got {type(model).__name__}: see resnet101()")
+    if not isinstance(model.layer1[0], resnet.Bottleneck):
+        raise TypeError(
+            f"model must be a ResNet of Bottleneck blocks, got one of {type(model.layer1[0]).__name__}: "
+            "use resnet50, resnet101 or resnet152"
+        )
+    return nn.Sequential(OrderedDict(layers(model)))
+
+
+def resnet101(num_classes: int = 1000) -> nn.Sequential:
+    """Build ResNet-101 with random weights, the same as torchvision's after the same seed.
+
+    Shapes: (N, 3, 224, 224), or any other height and width of at least 32, to (N, num_classes).
+
+    Raises:
+        ImportError: torchvision is missing or broken.
+        TypeError, ValueError: `num_classes` is not an int, or below 1.
+    """
+    check_size("num_classes", num_classes)
+    return from_torchvision(import_torchvision().resnet101(num_classes=num_classes))

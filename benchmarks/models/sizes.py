@@ -1,0 +1,25 @@
+"""Check a model's sizes before any layer is built, so that a wrong one is told in the caller's own words."""
+
+from __future__ import annotations
+
+__all__ = ["check_size"]
+
+
+def check_size(name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = "") -> None:
+    """Raise in one line unless `value` is a whole number, at least `least` and divisible by `multiple_of`.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: too small or not divisible; the message names the nearest size that is allowed.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number (int), got {value!r}")
+
+    smallest = -(-least // multiple_of) * multiple_of
+    if value >= smallest and value % multiple_of == 0:
+        return
+
+    rule = f"at least {smallest}" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
+    reason = f" ({why})" if why else ""
+    nearest = max(smallest, round(value / multiple_of) * multiple_of)
+    raise ValueError(f"{name} must be {rule}{reason}, got {value}: use {nearest}, for example")

@@ -1,0 +1,16 @@
+"""Hold every experiment by name. An experiment is data: a new one is a new table here, and no code elsewhere."""
+
+from __future__ import annotations
+
+from reproduce.experiments import amoebanet
+from reproduce.experiments.row import Experiment, Optimizer, Row, Scale
+
+__all__ = ["EXPERIMENTS", "Experiment", "Optimizer", "Row", "Scale"]
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (
+        amoebanet.SPEED,
+        amoebanet.MEMORY,
+    )
+}

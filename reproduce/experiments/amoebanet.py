@@ -1,0 +1,141 @@
+"""List the experiments on AmoebaNet-D (L, D): speed over partitions and micro-batches, and memory over sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from reproduce.experiments.row import Experiment, Optimizer, Row, Scale
+
+__all__ = ["MEMORY", "SPEED"]
+
+GiB = 2**30
+P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
+
+BASE = Row(
+    model="AmoebaNet-D",
+    size=(18, 256),
+    input_shape=(3, 224, 224),
+    batch_size=64,
+    optimizer=Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0),
+    loss="cross_entropy",
+)
+
+# --- speed -----------------------------------------------------------------------------------------------------
+
+PARTITIONS = (2, 4, 8)
+CHUNKS = (1, 4, 32)
+
+# name, n, m, batch size, balance, checkpoint, as published
+PUBLISHED_SPEED = (
+    ("n2m1", 2, 1, 96, (7, 17), "always"),
+    ("n2m4", 2, 4, 256, (9, 15), "except_last"),
+    ("n2m32", 2, 32, 1280, (9, 15), "except_last"),
+    ("n4m1", 4, 1, 160, (3, 4, 5, 12), "always"),
+    ("n4m4", 4, 4, 360, (3, 6, 7, 8), "except_last"),
+    ("n4m32", 4, 32, 1152, (3, 6, 7, 8), "except_last"),
+    ("n8m1", 8, 1, 196, (2, 2, 2, 2, 2, 3, 4, 7), "always"),
+    ("n8m4", 8, 4, 480, (2, 2, 2, 3, 3, 4, 4, 4), "except_last"),
+    ("n8m32", 8, 32, 1280, (2, 2, 2, 3, 3, 4, 4, 4), "except_last"),
+)
+
+Balances = Mapping[int, tuple[int, ...] | None]
+
+BALANCES: Balances = {1: (24,), **{n: balance for _, n, _, _, balance, _ in PUBLISHED_SPEED}}
+PROFILED: Balances = {n: None for n in (1, *PARTITIONS)}
+
+
+def as_published() -> tuple[Row, ...]:
+    """List the published rows. Their batch sizes differ, and so do their checkpoint modes."""
+    return tuple(
+        replace(BASE, name=name, configuration="as published", partitions=n, chunks=m, batch_size=batch_size,
+                balance=balance, checkpoint=checkpoint, over=f"n{n}m1", published=name)
+        for name, n, m, batch_size, balance, checkpoint in PUBLISHED_SPEED
+    )  # fmt: skip
+
+
+def at_equal_batch(base: Row, balances: Balances) -> tuple[Row, ...]:
+    """List naive model parallelism, checkpoint-only and GPipe, all at `base`'s batch size."""
+    naive = [
+        replace(base, name=f"naive n{n}", configuration="naive", partitions=n, chunks=1, checkpoint="never",
+                balance=balances[n], over=f"naive n{n}", published=f"n{n}m1")
+        for n in PARTITIONS
+    ]  # fmt: skip
+    checkpoint_only = [
+        replace(base, name=f"checkpoint-only m{m}", configuration="checkpoint-only", partitions=1, chunks=m,
+                checkpoint="always", balance=balances[1], over=naive[0].name)
+        for m in CHUNKS
+    ]  # fmt: skip
+    gpipe = [
+        replace(base, name=f"GPipe n{n}m{m}", configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last",
+                balance=balances[n], over=f"naive n{n}", published=f"n{n}m{m}")
+        for n in PARTITIONS
+        for m in CHUNKS
+    ]  # fmt: skip
+    return (*naive, *checkpoint_only, *gpipe)
+
+
+SPEED = Experiment(
+    name="amoebanet-speed",
+    title="AmoebaNet-D: speed over n partitions and m micro-batches",
+    measures="speed",
+    table="tg-amoebanetd-speed",
+    scales=(
+        Scale(
+            name="paper",
+            rows=(*at_equal_batch(BASE, BALANCES), *as_published()),
+            memory=P40_MEMORY,
+            cuda=True,
+            steps=20,
+            warmup=2,
+        ),
+        Scale(
+            name="small",
+            rows=at_equal_batch(replace(BASE, size=(18, 32), batch_size=32), PROFILED),
+            memory=1 * GiB,
+            cuda=False,
+            steps=10,
+            warmup=1,
+            seconds=300,
+        ),
+    ),
+)
+
+# --- memory ----------------------------------------------------------------------------------------------------
+
+RMSPROP = Optimizer(name="RMSprop", options={"foreach": False}, state=1)
+
+# name, (L, D) at the paper's scale and at the small one, balance, as published
+PUBLISHED_MEMORY = (
+    ("baseline", (18, 208), (18, 32), None),
+    ("pipeline-1", (18, 416), (18, 64), (24,)),
+    ("pipeline-2", (18, 544), (18, 80), (16, 8)),
+    ("pipeline-4", (36, 544), (36, 80), (16, 12, 7, 7)),
+    ("pipeline-8", (72, 512), (72, 80), (23, 16, 11, 6, 6, 5, 5, 6)),
+)
+
+
+def memory_rows(batch_size: int, *, small: bool) -> tuple[Row, ...]:
+    """List plain training and pipelines of n partitions, each with a larger model, in micro-batches of one."""
+    base = replace(BASE, batch_size=batch_size, optimizer=RMSPROP, configuration="pipeline")
+    rows = []
+    for name, paper_size, small_size, balance in PUBLISHED_MEMORY:
+        row = replace(base, name=name, size=small_size if small else paper_size, published=name)
+        if balance is None:
+            rows.append(replace(row, configuration="baseline"))
+        else:
+            rows.append(replace(row, partitions=len(balance), chunks=batch_size, checkpoint="except_last",
+                                balance=None if small else balance))  # fmt: skip
+    return tuple(rows)
+
+
+MEMORY = Experiment(
+    name="amoebanet-memory",
+    title="AmoebaNet-D: parameters and memory over model size",
+    measures="memory",
+    table="tg-amoebanetd-memory",
+    scales=(
+        Scale(name="paper", rows=memory_rows(128, small=False), memory=P40_MEMORY, cuda=True, steps=2),
+        Scale(name="small", rows=memory_rows(32, small=True), memory=1 * GiB, cuda=False, steps=2),
+    ),
+)

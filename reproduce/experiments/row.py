@@ -1,0 +1,121 @@
+"""Describe experiments as data: rows to run, scales that choose their sizes, experiments that hold both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from reproduce.decode import Json
+
+__all__ = ["Experiment", "Optimizer", "Row", "Scale"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Name an optimizer of `torch.optim` and its options; `state` counts the values it keeps per parameter."""
+
+    name: str
+    options: Mapping[str, float | bool]
+    state: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Configure one training run, whole.
+
+    `partitions=None` is plain training on one device, without a pipeline. `balance=None` asks for one that is
+    profiled on the spot. `over` names the row of the same table that the speed-up is taken over,
+    `published` the row of the experiment's published table that this one reproduces.
+    """
+
+    name: str = ""
+    configuration: str = ""
+    model: str
+    size: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    batch_size: int
+    partitions: int | None = None
+    chunks: int | None = None
+    checkpoint: str | None = None
+    balance: tuple[int, ...] | None = None
+    optimizer: Optimizer
+    loss: str
+    over: str | None = None
+    published: str | None = None
+
+    @property
+    def devices(self) -> int:
+        """Count the devices that the row needs."""
+        return self.partitions or 1
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Give the largest micro-batch's size, as `torch.chunk` splits; None without a pipeline."""
+        return None if self.chunks is None else math.ceil(self.batch_size / self.chunks)
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Count the micro-batches that exist: fewer than `chunks` where the batch does not yield so many."""
+        size = self.micro_batch_size
+        return None if size is None else math.ceil(self.batch_size / size)
+
+    def work(self) -> float:
+        """Guess the cost of a step, to no unit: good for telling the time left, and for nothing else."""
+        return self.batch_size * math.prod(self.size) * (1.3 if self.checkpoint in ("always", "except_last") else 1)
+
+    def config(self, size_names: tuple[str, ...]) -> dict[str, Json]:
+        """Return the row as a record's `config`, under the names of the published tables."""
+        return {
+            "configuration": self.configuration,
+            "model": self.model,
+            **dict(zip(size_names, self.size, strict=True)),
+            "input_shape": list(self.input_shape),
+            "batch_size": self.batch_size,
+            "chunks": self.chunks,
+            "micro_batches_effective": self.micro_batches,
+            "micro_batch_size": self.micro_batch_size,
+            "partitions": self.partitions,
+            "balance": None if self.balance is None else list(self.balance),
+            "checkpoint": self.checkpoint,
+            "optimizer": self.optimizer.name,
+            **self.optimizer.options,
+            "loss": self.loss,
+            "dtype": "float32",
+            "dataset": "fake",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Choose an experiment's sizes, and say what they ask of a machine.
+
+    `steps` are measured per row after `warmup` that are not; where `seconds` is given, a measurement stops
+    after that time, but not before `least_steps`. `memory` is what one device must have, in bytes;
+    `cuda` whether only CUDA devices will do.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    memory: int
+    cuda: bool
+    steps: int
+    warmup: int = 0
+    least_steps: int = 5
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Name an experiment: what it measures, which published table it reproduces, and its scales."""
+
+    name: str
+    title: str
+    measures: Literal["speed", "memory"]
+    table: str
+    scales: tuple[Scale, ...]
+
+    def scale(self, name: str) -> Scale:
+        """Return the scale called `name`; KeyError where there is none."""
+        return {scale.name: scale for scale in self.scales}[name]

@@ -1,0 +1,35 @@
+"""Put an exception that ended a row into a status and one line: out of memory is a result, all else a failure."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+__all__ = ["Failure", "explain"]
+
+
+class Failure(NamedTuple):
+    """Say how a row ended that did not succeed. It keeps no exception, and so no frame and no tensor, alive."""
+
+    status: Literal["out of memory", "failed"]
+    reason: str
+
+
+def explain(error: Exception) -> Failure:
+    """Return what to write into a record about `error`."""
+    if is_out_of_memory(error):
+        return Failure("out of memory", "out of memory")
+    said = str(error).strip().splitlines()
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return Failure("failed", f"{type(error).__name__}{': ' + said[0] if said else ''}{place}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that a device, or the machine, has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

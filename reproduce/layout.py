@@ -1,0 +1,41 @@
+"""Lay tables out for a terminal of 80 columns and for Markdown."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tabulate import tabulate
+
+__all__ = ["WIDTH", "Table"]
+
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Table:
+    """Hold a table's cells as text. A line break in a heading or a cell is kept on a terminal only."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = field(default_factory=tuple)
+    left: int = 1  # how many columns, from the first, are words and stand on the left
+
+    def text(self) -> str:
+        """Return the table for a terminal."""
+        body = self._tabulate(self.rows, self.headings, "simple")
+        notes = [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in self.notes]
+        return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *([""] if notes else []), *notes])
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        flat = [[cell.replace("\n", " ") for cell in row] for row in (self.headings, *self.rows)]
+        body = self._tabulate(flat[1:], flat[0], "github")
+        return "\n".join([f"## {self.title}", "", body, "", *(f"- {note}" for note in self.notes)])
+
+    def _tabulate(self, rows: Sequence[Sequence[str]], headings: Sequence[str], style: str) -> str:
+        align = ["left" if i < self.left else "right" for i in range(len(headings))]
+        text = tabulate(rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True)
+        return "\n".join(line.rstrip() for line in text.splitlines())

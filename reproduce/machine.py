@@ -1,0 +1,121 @@
+"""Describe the machine and the software that a record was made with. What cannot be found out is None."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from reproduce.devices import cores
+from reproduce.record import Git, Gpu, Machine
+
+__all__ = ["ROOT", "git", "load_average", "machine", "versions"]
+
+ROOT = Path(__file__).resolve().parent.parent  # of the checkout
+PACKAGES = ("torch", "torchvision", "torchgpipe", "click", "tabulate")
+
+
+def machine() -> Machine:
+    """Return what the machine consists of."""
+    return Machine(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=_cpu_model(),
+        cores=cores(),
+        cores_installed=os.cpu_count() or 1,
+        memory=_memory(),
+        gpus=_gpus(),
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, of the packages in use and of the libraries below them."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    if found["torchgpipe"] is None:  # run from a checkout
+        import torchgpipe
+
+        found["torchgpipe"] = torchgpipe.__version__
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
+def git(root: Path = ROOT) -> Git | None:
+    """Return the checkout's revision, and whether a tracked file differs from it; None outside a checkout."""
+    revision = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    if revision is None or changes is None:
+        return None
+    return Git(revision=revision.strip(), dirty=bool(changes.strip()))
+
+
+def load_average() -> list[float] | None:
+    """Return the load averages over 1, 5 and 15 minutes."""
+    try:
+        return list(os.getloadavg())
+    except (OSError, AttributeError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    sysctl = _output("sysctl", "-n", "machdep.cpu.brand_string")
+    return (sysctl or platform.processor() or platform.machine() or "unknown").strip()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _gpus() -> list[Gpu]:
+    if not torch.cuda.is_available():
+        return []
+    told = _nvidia_smi()
+    found = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        driver, clock, power = told.get(str(properties.uuid), (None, None, None))
+        found.append(Gpu(properties.name, properties.total_memory, driver, clock, power))
+    return found
+
+
+def _nvidia_smi() -> dict[str, tuple[str | None, float | None, float | None]]:
+    """Return driver, highest clock in MHz and power limit in W of each GPU, by the GPU's UUID."""
+    query = "--query-gpu=uuid,driver_version,clocks.max.sm,power.limit"
+    found = {}
+    for line in (_output("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4:
+            uuid, driver, clock, power = fields
+            found[uuid.removeprefix("GPU-")] = (driver, _number(clock), _number(power))
+    return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,204 @@
+"""Keep results in one typed, versioned file format: measured here, or published by others.
+
+A record is a JSON file that says everything needed to read it later. Its requirements:
+
+- what is in it is as measured or as published; ratios and medians are worked out by whoever reads it;
+- it is replaced atomically, so that a kill at any moment leaves the old file or the new one;
+- a foreign or broken file is refused with one line that says what is wrong where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from reproduce.decode import DecodeError, Json, decode
+
+__all__ = ["FORMAT", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run", "load", "save",
+           "write_atomically"]  # fmt: skip
+
+FORMAT = "torchgpipe-reproduce"
+VERSION = 1
+
+Status = Literal["measured", "published", "predicted", "out of memory", "needs devices", "failed", "not run"]
+
+
+class RecordError(Exception):
+    """Tell in one line why a file is no record that this program can read or write."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hold how one row of an experiment ended."""
+
+    experiment: str  # or the published table's id
+    row: str
+    status: Status
+    scale: str | None = None
+    device: str | None = None  # 'cpu', 'cuda' or 'meta'
+    config: dict[str, Json] = field(default_factory=dict)
+    over: str | None = None  # the row that its speed-up is taken over
+    published: str | None = None  # the published row that it reproduces
+    reason: str | None = None  # of a status that is not a success
+    values: dict[str, Json] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Describe one CUDA device: memory in bytes, clocks in MHz, power limit in W where the driver tells."""
+
+    name: str
+    memory: int
+    driver: str | None = None
+    max_clock: float | None = None
+    power_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Describe the machine: memory in bytes, `cores` those that this process may use."""
+
+    system: str
+    cpu: str
+    cores: int
+    cores_installed: int
+    memory: int | None
+    gpus: list[Gpu] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Git:
+    """Name the source: `dirty` when a tracked file differed from the revision."""
+
+    revision: str
+    dirty: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """Describe one run of the program: times in UTC, `load` the 1, 5 and 15 minutes' average at its start."""
+
+    state: Literal["running", "finished", "interrupted"]
+    command: list[str]
+    seed: int
+    started: str
+    ended: str | None
+    device: str
+    devices: int
+    threads_per_device: int | None
+    machine: Machine
+    versions: dict[str, str | None]
+    git: Git | None
+    load: list[float] | None
+    settings: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Hold one run's results, or one published table's."""
+
+    name: str
+    title: str
+    kind: Literal["measured", "published", "predicted"]
+    unit: dict[str, str]
+    results: list[Result]
+    scale: str | None = None
+    run: Run | None = None
+    source: dict[str, Json] | None = None
+    hardware: dict[str, Json] | None = None
+    software: dict[str, Json] | None = None
+    columns: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    discrepancies: list[Result] = field(default_factory=list)
+
+
+def save(record: Record, path: Path) -> None:
+    """Write `record` to `path` atomically.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
+    write_atomically(path, _format({"format": FORMAT, "version": VERSION, **_fields(record)}) + "\n")
+
+
+def _fields(value: Json) -> Json:
+    """Return a dataclass as a dict, without the fields that are at their defaults."""
+    if isinstance(value, list):
+        return [_fields(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {}
+    for known in dataclasses.fields(value):
+        item = getattr(value, known.name)
+        default = known.default if known.default_factory is dataclasses.MISSING else known.default_factory()
+        if item != default:
+            fields[known.name] = _fields(item)
+    return fields
+
+
+def _format(value: Json, indent: str = "") -> str:
+    """Write JSON for people and for `diff`: a line for each thing, but a plain list of values on one."""
+    deeper = indent + " "
+    if isinstance(value, dict) and value:
+        lines = [f"{json.dumps(key)}: {_format(item, deeper)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(deeper + line for line in lines) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        return "[\n" + ",\n".join(deeper + _format(item, deeper) for item in value) + f"\n{indent}]"
+    return json.dumps(value, allow_nan=False)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file at `path` by one with `text`; whatever happens, the old file or the new one is there.
+
+    Raises:
+        RecordError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def load(path: Path) -> Record:
+    """Read the record at `path`.
+
+    Raises:
+        RecordError: no such file, not JSON, not a record, of another version, or broken somewhere.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+    except ValueError as error:
+        raise RecordError(f"{path}: {error}") from error
+
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise RecordError(f"{path}: not a record (its \"format\" is not \"{FORMAT}\")")
+    version = data.pop("version", None)
+    if version != VERSION:
+        raise RecordError(f"{path}: record version {version!r}; this program reads version {VERSION}")
+    try:
+        return decode(Record, data)
+    except DecodeError as error:
+        raise RecordError(f"{path}: {error}") from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

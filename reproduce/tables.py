@@ -1,0 +1,58 @@
+"""Make tables from records: what was measured, with what was published beside it, and how far the two compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reproduce.experiments import EXPERIMENTS
+from reproduce.layout import Table
+from reproduce.memory_tables import memory_tables
+from reproduce.record import Record, Result
+from reproduce.speed_table import speed_tables
+
+__all__ = ["document", "tables"]
+
+MAKERS: dict[str, Any] = {"speed": speed_tables, "memory": memory_tables}
+
+
+def tables(record: Record) -> list[Table]:
+    """Return the tables of every experiment in the record."""
+    by_experiment: dict[str, list[Result]] = {}
+    for result in record.results:
+        by_experiment.setdefault(result.experiment, []).append(result)
+    made: list[Table] = []
+    for name, results in by_experiment.items():
+        if name in EXPERIMENTS:
+            made.extend(MAKERS[EXPERIMENTS[name].measures](EXPERIMENTS[name], results))
+    return made
+
+
+def document(record: Record) -> str:
+    """Return the record as a Markdown page: its tables, and the circumstances they were made under."""
+    parts = [f"# {record.title}"]
+    if record.run is not None:
+        parts.append("\n".join(f"- {fact}" for fact in facts(record)))
+    parts.extend(table.markdown() for table in tables(record))
+    return "\n\n".join(parts) + "\n"
+
+
+def facts(record: Record) -> Sequence[str]:
+    """Return what there is to know about a run, a line each."""
+    run = record.run
+    assert run is not None
+    machine = run.machine
+    threads = "" if run.threads_per_device is None else f" of {run.threads_per_device} thread(s)"
+    gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
+    memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB of memory"
+    revision = "none" if run.git is None else run.git.revision[:12] + (" with changes" if run.git.dirty else "")
+    found = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
+    load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
+    return [
+        f"scale `{record.scale}` on {run.devices} {run.device.upper()} device(s){threads}",
+        f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}",
+        f"versions: {found}; git revision {revision}",
+        f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
+        f"command: `{' '.join(run.command)}`",
+        f"record: `{record.name}.json`",
+    ]

@@ -1,0 +1,318 @@
+"""`balance_by_time` and `balance_by_size`: any model works, stays as it was, and misuse is told."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance import balance_by_size, balance_by_time
+from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip.scope import current_scope
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+BALANCES: dict[str, Callable[..., list[int]]] = {
+    "time": lambda *args, **kwargs: balance_by_time(*args, timeout=0.02, **kwargs),
+    "size": lambda *args, **kwargs: balance_by_size(*args, chunks=2, **kwargs),
+}
+either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+class Step(nn.Module):
+    """Count forwards outside of the buffers, and replace a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.seen = self.seen + x.detach().sum(0)
+        return x
+
+
+@skippable(stash=["a", "none"])
+class Stash(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("a", self.linear(x))
+        yield stash("none", None)
+        return self.linear(x)
+
+
+@skippable(pop=["a", "none"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        a = yield pop("a")
+        assert (yield pop("none")) is None
+        return x + a.relu_()
+
+
+def skips() -> nn.Sequential:
+    """A skip over three layers, around one within a layer."""
+    outer, inner = Namespace(), Namespace()
+    stashes, pops = [Stash(), Stash()], [Pop(), Pop()]
+    for layers in (stashes, pops):
+        for layer, namespace in zip(layers, (outer, inner), strict=True):
+            layer.isolate(namespace)  # type: ignore[operator]
+    return nn.Sequential(stashes[0], nn.Sequential(stashes[1], pops[1]), nn.Linear(4, 4), pops[0])
+
+
+def weight_norm() -> nn.Sequential:
+    layer = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    layer(torch.rand(1, 4))  # leaves a weight that has a graph
+    return nn.Sequential(layer, nn.ReLU())
+
+
+def recurrent() -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(nn.LSTM(4, 4), Function(lambda out: out[0])), nn.Linear(4, 4))
+
+
+def swap(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[1], pair[0]
+
+
+X = torch.rand(6, 4)
+X_GRAD = torch.rand(6, 4, requires_grad=True)
+Sequential, Linear = nn.Sequential, nn.Linear
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
+    "plain": (lambda: Sequential(Linear(4, 4), Linear(4, 4)), X),
+    "input requires grad": (lambda: Sequential(Linear(4, 4), nn.Tanh()), X_GRAD),
+    "batch norm": (lambda: Sequential(Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)), X),
+    "dropout": (lambda: Sequential(nn.Dropout(), Linear(4, 4)), X_GRAD),
+    "in place": (lambda: Sequential(nn.ReLU(inplace=True), Linear(4, 4)), X),
+    "in place on a leaf": (lambda: Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)), X_GRAD),
+    "frozen": (lambda: Sequential(Linear(4, 4), nn.ReLU(), Linear(4, 4)).requires_grad_(False), X),
+    "half frozen": (lambda: Sequential(Linear(4, 4).requires_grad_(False), Linear(4, 4)), X),
+    "integers in": (lambda: Sequential(nn.Embedding(5, 4), Linear(4, 4)), torch.randint(5, (6,))),
+    "integers out": (lambda: Sequential(Linear(4, 4), Function(lambda x: x.argmax(1))), X),
+    "detached": (lambda: Sequential(Linear(4, 4), Function(Tensor.detach), Linear(4, 4)), X),
+    "tuple": (lambda: Sequential(Function(swap), Function(swap), Function(swap)), (X_GRAD, X)),
+    "skips": (skips, X),
+    "one layer twice": (lambda: Sequential(*[Linear(4, 4)] * 2), X),
+    "state of its own": (lambda: Sequential(Step(), Linear(4, 4), Step()), X),
+    "weight norm": (weight_norm, X),
+    "recurrent": (recurrent, X),
+    "double": (lambda: Sequential(Linear(4, 4), nn.Tanh()).double(), X.double()),
+}
+
+
+def whole(module: nn.Module) -> None:
+    """Leave every part in training."""
+
+
+def evaluating(module: nn.Module) -> None:
+    module.eval()
+
+
+def partly_evaluating(module: nn.Module) -> None:
+    next(module.children()).eval()
+
+
+def state(module: nn.Module, sample: Any) -> list[Any]:
+    """Everything that profiling could change, as it is now."""
+    modules, parameters = list(module.modules()), list(module.parameters())
+    samples = (sample,) if isinstance(sample, Tensor) else sample
+    return [
+        copy.deepcopy(list(module.state_dict().values())),
+        [id(x) for x in (*parameters, *module.buffers())],
+        [None if x.grad is None else x.grad.clone() for x in (*parameters, *samples)],
+        [x.requires_grad for x in (*parameters, *samples)],
+        [x.detach().clone() for x in samples],
+        [(m.training, type(m), getattr(m, "steps", None)) for m in modules],
+        [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])],
+        [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dict(current_scope())],
+    ]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+@either
+@on_devices
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+@pytest.mark.parametrize("mode", [whole, evaluating, partly_evaluating])
+@pytest.mark.parametrize("build, sample", MODELS.values(), ids=MODELS)
+def test_model_stays_as_it_was(
+    build: Callable[[], nn.Sequential],
+    sample: Any,
+    mode: Callable[[nn.Module], None],
+    device: str,
+    balance_by: Callable[..., list[int]],
+) -> None:
+    model = build()
+    mode(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter) if parameter.requires_grad else None
+    before = state(model, sample)
+    balance = balance_by(2, model, sample, device=device)
+    assert len(balance) == 2 and min(balance) >= 1 and sum(balance) == len(model)
+    assert same(before, state(model, sample))
+
+
+@either
+def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
+    model = nn.Sequential(nn.LazyLinear(1000), nn.LazyLinear(1000), nn.LazyLinear(1))
+    assert sum(balance_by(2, model, X)) == 3
+    assert [type(layer) for layer in model] == [nn.LazyLinear] * 3
+
+
+@either
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_gradients_are_recorded_whatever_the_callers_mode(
+    context: Callable[[], AbstractContextManager[None]], balance_by: Callable[..., list[int]]
+) -> None:
+    recorded = []
+
+    def look(x: Tensor) -> Tensor:
+        recorded.append(x.requires_grad and torch.is_grad_enabled() and not x.is_inference())
+        return x
+
+    with context():
+        model = nn.Sequential(Linear(4, 4), Function(look))
+        sample = torch.rand(6, 4)
+        before = state(model, sample)
+        balance_by(1, model, sample)
+        assert same(before, state(model, sample))
+    assert recorded and all(recorded)
+
+
+@either
+@pytest.mark.parametrize(
+    "mode, training",
+    [(whole, [{True}, {True}]), (evaluating, [{True}, {True}]), (partly_evaluating, [{False}, {True}])],
+)
+def test_layers_run_in_training_mode_but_frozen_parts_stay_frozen(
+    mode: Callable[[nn.Module], None], training: list[set[bool]], balance_by: Callable[..., list[int]]
+) -> None:
+    modes: dict[str, set[bool]] = {"first": set(), "second": set()}
+
+    class Mode(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: Tensor) -> Tensor:
+            modes[self.name].add(self.training)
+            return x
+
+    model = nn.Sequential(Mode("first"), Mode("second"))
+    mode(model)
+    balance_by(1, model, X)
+    assert list(modes.values()) == training
+
+
+@either
+def test_one_copied_layer_at_a_time(balance_by: Callable[..., list[int]]) -> None:
+    copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            copies.add(self)
+            assert len(copies) == 1
+            return self.linear(x)
+
+    balance_by(2, nn.Sequential(*(Counted() for _ in range(4))), X)
+    assert not copies
+
+
+@either
+def test_error_in_a_layer_arrives_and_leaves_nothing_behind(balance_by: Callable[..., list[int]]) -> None:
+    def fail(x: Tensor) -> Tensor:
+        torch.rand(1)
+        raise ZeroDivisionError("in layer")
+
+    model = skips()
+    model[2] = Function(fail)
+    before = state(model, X)
+    with pytest.raises(ZeroDivisionError, match="in layer"):
+        balance_by(2, model, X)
+    assert same(before, state(model, X))
+
+
+def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available, device in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        seen: list[torch.device] = []
+        for name in ("profile_times", "profile_sizes"):
+            monkeypatch.setattr(f"torchgpipe.balance.{name}", lambda *args, seen=seen: [seen.append(args[-1]), 1.0][1:])
+        balance_by_time(1, nn.Sequential(nn.ReLU()), X)
+        balance_by_size(1, nn.Sequential(nn.ReLU()), X)
+        assert seen == [torch.device(device)] * 2
+
+
+class Locked(nn.ReLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+RELUS = nn.Sequential(nn.ReLU(), nn.ReLU())
+# Arguments of both, the error, and what its one line says.
+MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
+    ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer"),
+    ((1.5, RELUS, X), TypeError, "partitions must be an int, got 1.5"),
+    ((1, nn.ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
+    ((1, nn.Sequential(), X), ValueError, "cannot fill 1 partitions with 0 layer"),
+    ((1, RELUS, [X]), TypeError, "must be a tensor or a tuple of tensors, but got list"),
+    ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
+    ((1, nn.Sequential(Pop()), X), TypeError, "pops 'a', which no earlier layer stashes"),
+    ((1, nn.Sequential(nn.ReLU(), Locked()), X), TypeError, r"layer 1 \(Locked\) cannot be copied .*lock"),
+    ((1, nn.Sequential(nn.ReLU(), Function(lambda x: [x])), X), TypeError, "the output of layer 1 must be a tensor or"),
+]
+
+
+@either
+@pytest.mark.parametrize("arguments, error, message", MISUSE)
+def test_misuse(
+    arguments: tuple[Any, ...], error: type[Exception], message: str, balance_by: Callable[..., list[int]]
+) -> None:
+    with pytest.raises(error, match=message):
+        balance_by(*arguments, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: balance_by_time(1, RELUS, X, timeout=-1.0), "timeout must be .* got -1.0"),
+        (lambda: balance_by_time(1, RELUS, X, timeout=float("nan")), "timeout must be .* got nan"),
+        (lambda: balance_by_time(1, RELUS, X, device="meta"), "nothing takes time on device 'meta'"),
+        (lambda: balance_by_size(1, RELUS, X, chunks=0), "chunks must be a positive int, got 0"),
+        (lambda: balance_by_size(1, RELUS, X, chunks=2.0), "chunks must be a positive int, got 2.0"),  # type: ignore[arg-type]
+        (lambda: balance_by_size(1, RELUS, X, param_scale=-1.0), "param_scale must be .* got -1.0"),
+        (lambda: balance_by_size(1, RELUS, X, param_scale=float("nan")), "param_scale must be .* got nan"),
+        (lambda: balance_by_size(1, RELUS, (X, X[:1]), chunks=2), "one batch size"),
+    ],
+)
+def test_misuse_of_one(call: Callable[[], list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

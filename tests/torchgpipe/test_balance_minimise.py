@@ -1,0 +1,146 @@
+"""The minimiser of the heaviest partition: exact, never an empty partition, even where it may choose."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchgpipe.balance.minimise import minimise_heaviest
+
+
+def heaviest(costs: Sequence[float], balance: Sequence[int]) -> Fraction:
+    """Add up the heaviest partition without rounding."""
+    rest = [Fraction(cost) for cost in costs]
+    sums = []
+    for size in balance:
+        sums.append(sum(rest[:size], start=Fraction(0)))
+        rest = rest[size:]
+    assert not rest
+    return max(sums)
+
+
+def least_heaviest(costs: Sequence[float], partitions: int) -> Fraction:
+    """Try every last cut, for every number of layers and partitions: slow and plainly right."""
+    zero = Fraction(0)
+    exact = [Fraction(cost) for cost in costs]
+    best = [sum(exact[:stop], start=zero) for stop in range(len(costs) + 1)]
+    for count in range(2, partitions + 1):
+        # Fewer layers than partitions have no balance, and no cut above ever looks at them.
+        best = [
+            min((max(best[cut], sum(exact[cut:stop], zero)) for cut in range(count - 1, stop)), default=zero)
+            for stop in range(len(costs) + 1)
+        ]
+    return best[-1]
+
+
+# costs, partitions, balance
+CASES: list[tuple[list[float], int, list[int]]] = [
+    ([7], 1, [1]),
+    ([1, 2, 3, 4, 5, 6], 1, [6]),
+    ([1, 2, 3, 4, 5, 6], 2, [4, 2]),
+    ([1, 2, 3, 4, 5, 6], 6, [1] * 6),
+    # A rule that cuts at the average, 4, would make a partition of 8.
+    ([1, 4, 4, 1, 1, 1], 3, [2, 1, 3]),
+    # One layer decides; what is left is shared out.
+    ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
+    ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
+    ([1] * 7, 4, [1, 2, 2, 2]),
+    # Layers without cost are shared out by number, also when there is nothing else.
+    ([0] * 6, 3, [2, 2, 2]),
+    ([0] * 7, 3, [2, 2, 3]),
+    ([0, 0, 0, 5, 0, 0, 0], 7, [1] * 7),
+    ([5, 0, 0, 0, 5], 2, [2, 3]),
+    # 0.1 + 0.2 > 0.3 in floats, so a partition of both is the heavier one.
+    ([0.1, 0.2, 0.3], 2, [2, 1]),
+    # Adding these as floats loses the ones.
+    ([1e16, 1.0, 1.0, 1e16], 2, [2, 2]),
+    ([5e-324, 5e-324, 1e308], 2, [2, 1]),
+    ([Fraction(1, 3), Fraction(1, 3), Fraction(2, 3)], 2, [2, 1]),
+]
+
+
+@pytest.mark.parametrize("costs, partitions, balance", CASES)
+def test_balance(costs: list[float], partitions: int, balance: list[int]) -> None:
+    assert minimise_heaviest(costs, partitions) == balance
+    assert heaviest(costs, balance) == least_heaviest(costs, partitions)
+
+
+COSTS = st.one_of(
+    st.integers(0, 5),
+    st.integers(0, 10**6),
+    st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0]),
+    st.floats(0, allow_nan=False, allow_infinity=False),
+)
+
+
+@given(st.data())
+def test_no_balance_is_lighter(data: st.DataObject) -> None:
+    costs = data.draw(st.lists(COSTS, min_size=1, max_size=12))
+    partitions = data.draw(st.integers(1, len(costs)))
+    balance = minimise_heaviest(costs, partitions)
+    assert len(balance) == partitions
+    assert min(balance) >= 1
+    assert heaviest(costs, balance) == least_heaviest(costs, partitions)
+
+
+@given(st.lists(COSTS, min_size=1, max_size=40))
+def test_more_partitions_are_never_heavier(costs: list[float]) -> None:
+    sums = [heaviest(costs, minimise_heaviest(costs, n)) for n in range(1, len(costs) + 1)]
+    assert all(more <= fewer for fewer, more in pairwise(sums))
+    assert sums[-1] == max(map(Fraction, costs))
+
+
+@given(st.integers(1, 200), st.data())
+def test_equal_layers_are_shared_out_by_number(layers: int, data: st.DataObject) -> None:
+    partitions = data.draw(st.integers(1, layers))
+    cost = data.draw(st.sampled_from([0, 1, 0.1]))
+    balance = minimise_heaviest([cost] * layers, partitions)
+    assert {*balance} <= {layers // partitions, -(-layers // partitions)}
+
+
+def partitions_lighter_than(costs: Sequence[float], bound: Fraction) -> float:
+    """Count the partitions that greedy filling needs to keep each strictly under the bound."""
+    parts, filled = 1, Fraction(0)
+    for cost in map(Fraction, costs):
+        if cost >= bound:
+            return math.inf
+        if filled + cost >= bound:
+            parts, filled = parts + 1, Fraction(0)
+        filled += cost
+    return parts
+
+
+@pytest.mark.parametrize("decades", [0, 1, 12, 300], ids="decades={}".format)
+def test_thousands_of_layers(decades: int) -> None:
+    """The largest size promised."""
+    generator = random.Random(decades)
+    costs = [generator.random() * 10.0 ** generator.uniform(-decades, decades) for _ in range(5000)]
+    balance = minimise_heaviest(costs, 64)
+    assert len(balance) == 64 and min(balance) >= 1
+    assert partitions_lighter_than(costs, heaviest(costs, balance)) > 64
+
+
+@pytest.mark.parametrize(
+    "costs, partitions, error, message",
+    [
+        ([1, 2], 0, ValueError, "partitions must be at least 1, got 0"),
+        ([1, 2], -1, ValueError, "partitions must be at least 1, got -1"),
+        ([1, 2], 1.0, TypeError, "partitions must be an int, got 1.0"),
+        ([1, 2], True, TypeError, "partitions must be an int, got True"),
+        ([1, 2], 3, ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
+        ([], 1, ValueError, "cannot fill 1 partitions with 0 layer"),
+        ([1, -2], 1, ValueError, "not negative, got -2 for layer 1"),
+        ([math.nan, 1], 1, ValueError, "not negative, got nan for layer 0"),
+        ([1, 1, math.inf], 1, ValueError, "finite and not negative, got inf for layer 2"),
+    ],
+)
+def test_misuse(costs: list[float], partitions: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        minimise_heaviest(costs, partitions)

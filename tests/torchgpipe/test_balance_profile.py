@@ -1,0 +1,292 @@
+"""Profiles: what a layer's time and bytes are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance import balance_by_size, balance_by_time, profile
+from torchgpipe.skip import pop, skippable, stash
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+KiB = 256  # numbers of float32
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    now: float = 0.0
+    history: list[str]
+
+    def spend(self, seconds: float, what: str) -> None:
+        self.now += seconds
+        self.history.append(what)
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    CLOCK.now, CLOCK.history = 0.0, []
+    yield CLOCK
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "perf_counter", lambda: CLOCK.now)
+
+
+class SpendInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, what: str) -> Tensor:
+        ctx.spend = seconds, what
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        CLOCK.spend(*ctx.spend)
+        return grads[0], None, None
+
+
+class Spend(nn.Module):
+    """Spend seconds of the clock in forward and in backward; a copy's first run is slower."""
+
+    def __init__(self, forward: float, backward: float = 0.0, *, name: str = "", first: float = 1000.0) -> None:
+        super().__init__()
+        self.seconds = forward, backward
+        self.name = name
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK.spend(self.first + self.seconds[0], f"{self.name} forward")
+        self.first = 0.0
+        return SpendInBackward.apply(x, self.seconds[1], f"{self.name} backward")
+
+
+X = torch.zeros(2, 2, requires_grad=True)
+
+
+@pytest.mark.parametrize("timeout", [0.0, 1e4, 1e5])
+@pytest.mark.parametrize(
+    "seconds, balance",
+    [
+        ([(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0)], [4, 2]),
+        ([(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (0, 6)], [4, 2]),
+        ([(1, 5), (2, 4), (3, 3), (4, 2), (5, 1), (6, 0)], [3, 3]),
+        ([(1, 9), (1, 0), (1, 0), (5, 1)], [1, 3]),
+    ],
+)
+@pytest.mark.usefixtures("fake_time")
+def test_time_is_that_of_forward_and_backward(
+    seconds: list[tuple[float, float]], balance: list[int], timeout: float
+) -> None:
+    model = nn.Sequential(*(Spend(*each) for each in seconds))
+    assert balance_by_time(2, model, X, timeout=timeout, device="cpu") == balance
+
+
+@pytest.mark.usefixtures("fake_time")
+def test_layers_take_turns_until_the_timeout() -> None:
+    model = nn.Sequential(Spend(1, 2, name="a", first=0), Spend(3, 4, name="b", first=0))
+    balance_by_time(2, model, X, timeout=65.0, device="cpu")
+    runs = [f"{name} {half}" for name in "abab" for _ in range(1 + profile.RUNS_PER_COPY) for half in ("forward", "backward")]
+    # A round takes 40 seconds. The second ends early: a's 4 runs take 12, b's a warm-up and 1 run 14.
+    assert CLOCK.history == runs[: 8 + 8 + 8 + 4]
+    assert CLOCK.now == 66.0
+
+
+@pytest.mark.usefixtures("fake_time")
+def test_one_disturbed_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbed = iter([False, False, True])
+    spend = CLOCK.spend
+    monkeypatch.setattr(CLOCK, "spend", lambda s, what: spend(s + 500 * next(disturbed, False), what))
+    model = nn.Sequential(*(Spend(1, first=0) for _ in range(4)))
+    assert balance_by_time(2, model, torch.zeros(1), timeout=1e3, device="cpu") == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "sample_needs_grad, trainable, backward",
+    [
+        (False, [False, False, False], ""),
+        (False, [False, True, False], "bc"),
+        (False, [True, False, False], "abc"),
+        (True, [False, False, False], "abc"),
+    ],
+)
+@pytest.mark.usefixtures("fake_time")
+def test_backward_runs_where_training_would_run_it(sample_needs_grad: bool, trainable: list[bool], backward: str) -> None:
+    layers = []
+    for name, trains in zip("abc", trainable, strict=True):
+        layers.append(nn.Sequential(nn.Linear(2, 2).requires_grad_(trains), Spend(1, 1, name=name)))
+    balance_by_time(1, nn.Sequential(*layers), torch.zeros(3, 2, requires_grad=sample_needs_grad), timeout=0, device="cpu")
+    assert sorted({what[0] for what in CLOCK.history if "backward" in what}) == list(backward)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_real_time(device: str) -> None:
+    """The one thing that real clocks are sure of: some work takes longer than next to none."""
+
+    class Repeat(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times = times
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = x + 1
+            return x
+
+    model = nn.Sequential(*(Repeat(times) for times in (0, 0, 0, 0, 0, 2000)))
+    assert balance_by_time(2, model, X, timeout=0.1, device=device) == [5, 1]
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------------
+
+
+class Expand(nn.Module):
+    """Multiply by itself, and grow: keeps for backward what it makes."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.repeat(1, self.scale)
+        return (y * y).mean(1, keepdim=True)
+
+
+class Parameters(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum()
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+def test_size_by_activations(device: str) -> None:
+    model = nn.Sequential(*(Expand(scale * KiB) for scale in (1, 2, 3, 4, 5, 6)))
+    sample = torch.rand(64, 1, requires_grad=True)
+    assert balance_by_size(2, model, sample, param_scale=0, device=device) == [4, 2]
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+def test_size_by_parameters(device: str) -> None:
+    model = nn.Sequential(*(Parameters(scale * KiB) for scale in (1, 2, 3, 4, 5, 6)))
+    sample = torch.rand(1, 1)
+    assert balance_by_size(2, model, sample, param_scale=100, device=device) == [4, 2]
+
+
+@pytest.mark.parametrize(
+    "chunks, param_scale, balance",
+    [
+        # 6 activations of 64 KiB at most against 1 parameter of 32 KiB.
+        (1, 1.0, [3, 4]),
+        (64, 1.0, [6, 1]),
+        (1, 64.0, [6, 1]),
+    ],
+)
+def test_chunks_and_param_scale_weigh_one_against_the_other(chunks: int, param_scale: float, balance: list[int]) -> None:
+    model = nn.Sequential(*(Expand(KiB) for _ in range(6)), Parameters(32 * KiB))
+    sample = torch.rand(64, 1, requires_grad=True)
+    assert balance_by_size(2, model, sample, chunks=chunks, param_scale=param_scale, device="cpu") == balance
+
+
+def kept_bytes(layer: nn.Module, sample: Any, chunks: int = 1, device: str = "cpu") -> float:
+    (size,) = profile.profile_sizes(nn.Sequential(layer), sample, chunks, 0, torch.device(device))
+    return size
+
+
+class Returns(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+# What a layer does to a (4, 8) input, whether the input requires grad, and how many times its bytes are kept.
+KEPT: dict[str, tuple[nn.Module, bool, float]] = {
+    "nothing made": (nn.Identity(), True, 0),
+    "a view": (nn.Flatten(), True, 0),
+    "in place": (nn.ReLU(inplace=True), True, 0),
+    "output": (Returns(lambda x: x + 1), True, 1),
+    "output saved for backward, once": (Returns(torch.exp), True, 1),
+    "input saved, output only handed on": (Returns(torch.sin), True, 1),
+    "input saved twice": (Returns(lambda x: x * x), True, 1),
+    "between": (Returns(lambda x: (x + 1).exp().sin()), True, 2),
+    "between, without gradient": (Returns(lambda x: (x + 1).exp().sin()), False, 1),
+    "parameters and buffers not": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False)), False, 2 + 2 / 4),
+    "views of one storage": (Returns(lambda x: tuple((x + 1).unbind())), True, 1),
+    "a part keeps the whole": (Returns(lambda x: (x + 1)[:1]), True, 1),
+    "integers": (Returns(lambda x: x.argsort()), False, 2),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("layer, requires_grad, times", KEPT.values(), ids=KEPT)
+def test_kept_bytes(layer: nn.Module, requires_grad: bool, times: float, device: str) -> None:
+    sample = torch.rand(4, 8, requires_grad=requires_grad)
+    assert kept_bytes(layer, sample, device=device) == times * sample.nbytes
+
+
+@pytest.mark.parametrize("batch, chunks, rows", [(8, 1, 8), (8, 2, 4), (8, 8, 1), (13, 8, 2), (3, 8, 1)])
+def test_size_is_that_of_one_micro_batch(batch: int, chunks: int, rows: int) -> None:
+    assert kept_bytes(nn.Sigmoid(), torch.rand(batch, 5), chunks) == rows * 5 * 4
+
+
+def test_stashed_tensors_count_where_they_are_made() -> None:
+    @skippable(stash=["skip"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x + 1)
+            return x
+
+    @skippable(pop=["skip"])
+    class Pop(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            return skip
+
+    sample = torch.rand(4, 8)
+    sizes = profile.profile_sizes(nn.Sequential(Stash(), Pop()), sample, 1, 0, torch.device("cpu"))
+    assert sizes == [sample.nbytes, 0]
+
+
+# --- CUDA, as far as it shows without one --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Write down, in order, what is called."""
+    calls: list[str] = []
+
+    def note(name: str, answer: Any = None) -> Callable[..., Any]:
+        return lambda *args: (calls.append(name), answer)[1]
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", note("synchronize"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", note("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", note("allocated", 30))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", note("peak", 72))
+    monkeypatch.setattr(profile, "perf_counter", note("clock", 0.0))
+    monkeypatch.setattr(CLOCK, "spend", lambda seconds, what: calls.append(what))
+    return calls
+
+
+def test_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
+    rehearsal = profile._Rehearsal(Spend(0, name="a"), X, {})
+    profile._time(rehearsal, torch.device("cuda"))
+    read = ["synchronize", "clock"]
+    assert calls == [*read, "a forward", *read, *read, "a backward", *read]
+
+
+def test_peak_is_that_of_forward_after_a_warm_up(calls: list[str]) -> None:
+    rehearsal = profile._Rehearsal(Spend(0, name="a"), X, {})
+    assert profile._peak_bytes(rehearsal, torch.device("cuda")) == 72 - 30
+    assert calls == ["a forward", "reset", "allocated", "a forward", "peak"]

@@ -1,0 +1,415 @@
+"""Deferred batch normalization: micro-batch by micro-batch, it ends where `nn.BatchNorm` ends on the mini-batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.checkpoint import checkpointing, recomputing
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+convert = DeferredBatchNorm.convert_deferred_batch_norm
+
+
+def batch(*shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw a mini-batch whose samples drift, so that micro-batches differ in mean and variance."""
+    generator = torch.Generator().manual_seed(seed)
+    drift = torch.linspace(0.5, 2, shape[0], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * drift + mean * drift).to(dtype)
+
+
+def statistics(layer: nn.Module) -> list[Tensor]:
+    return [x.double() for x in layer.buffers()]
+
+
+def assert_same_statistics(deferred: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(statistics(deferred), statistics(plain), **tolerance)
+
+
+def run(layer: nn.Module, parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([layer(part) for part in parts])
+
+
+# Layer, and the shape of a mini-batch.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: nn.BatchNorm1d(3), (14, 3)),
+    "1d over time": (lambda: nn.BatchNorm1d(3), (14, 3, 5)),
+    "2d": (lambda: nn.BatchNorm2d(3), (14, 3, 4, 5)),
+    "3d": (lambda: nn.BatchNorm3d(3), (14, 3, 2, 4, 5)),
+    "high momentum": (lambda: nn.BatchNorm2d(3, momentum=0.9), (14, 3, 4, 5)),
+    "momentum 0": (lambda: nn.BatchNorm2d(3, momentum=0.0), (14, 3, 4, 5)),
+    "cumulative average": (lambda: nn.BatchNorm2d(3, momentum=None), (14, 3, 4, 5)),
+    "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (14, 3, 4, 5)),
+    "no running statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (14, 3, 4, 5)),
+    "neither": (lambda: nn.BatchNorm1d(3, affine=False, track_running_stats=False), (14, 3)),
+    "other eps": (lambda: nn.BatchNorm2d(3, eps=0.1), (14, 3, 4, 5)),
+    "double": (lambda: nn.BatchNorm2d(3, dtype=torch.float64), (14, 3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunks", [1, 2, 4, 5])
+@pytest.mark.parametrize("build, shape", LAYERS.values(), ids=LAYERS)
+def test_statistics_of_the_mini_batch(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], chunks: int, device: str
+) -> None:
+    plain = build().to(device)
+    deferred = convert(copy.deepcopy(plain), chunks)
+    dtype = next((x.dtype for x in plain.state_dict().values()), torch.float32)
+    for seed in range(3):
+        x = batch(*shape, seed=seed, dtype=dtype).to(device)
+        parts = x.chunk(chunks)
+        before = statistics(deferred)
+        outputs = [deferred(part) for part in parts[:-1]]
+        # Nothing moves before the last micro-batch.
+        torch.testing.assert_close(statistics(deferred), before, rtol=0, atol=0)
+        outputs.append(deferred(parts[-1]))
+        plain(x)
+        assert_same_statistics(deferred, plain)
+        # A micro-batch is normalized by its own statistics.
+        for part, output in zip(parts, outputs, strict=True):
+            torch.testing.assert_close(output, build().to(device)(part))
+    torch.testing.assert_close(deferred.eval()(x), plain.eval()(x))
+
+
+@pytest.mark.parametrize("build, shape", LAYERS.values(), ids=LAYERS)
+def test_gradients_are_those_of_micro_batches_apart(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    plain = build().double()
+    deferred = convert(copy.deepcopy(plain), 3)
+    inputs = []
+    for layer in (plain, deferred):
+        x = batch(*shape, dtype=torch.float64).requires_grad_()
+        run(layer, x.chunk(3)).pow(3).sum().backward()
+        inputs.append(x)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    for a, b in zip(plain.parameters(), deferred.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@given(
+    splits=st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=6), min_size=1, max_size=3),
+    momentum=st.sampled_from([0.1, 0.5, None]),
+    mean=st.sampled_from([0.0, -50.0, 1e4]),
+)
+def test_any_split(splits: list[list[int]], momentum: float | None, mean: float) -> None:
+    plain = nn.BatchNorm1d(2, momentum=momentum).double()
+    deferred = convert(copy.deepcopy(plain), None)
+    for seed, sizes in enumerate(splits):
+        x = batch(sum(sizes), 2, mean=mean, seed=seed, dtype=torch.float64)
+        run(deferred, x.split(sizes))
+        deferred.commit()  # type: ignore[operator]
+        plain(x)
+        assert_same_statistics(deferred, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_mean_far_from_zero_costs_no_digits() -> None:
+    """In float32 a sum of squares near 1e8 would be off by more than the variance, 1."""
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e4
+    deferred = convert(nn.BatchNorm1d(4, momentum=1.0), 8)
+    run(deferred, x.float().chunk(8))
+    torch.testing.assert_close(deferred.running_var.double(), x.float().double().var(0), rtol=1e-3, atol=0)
+
+
+# --- when a mini-batch ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [2, 8, 100, None])
+def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
+    """Thirteen samples in eight chunks make seven micro-batches."""
+    plain = nn.BatchNorm1d(3, momentum=None)
+    deferred = convert(copy.deepcopy(plain), chunks)
+    for seed in range(3):
+        x = batch(14, 3, seed=seed)
+        parts = x.chunk(8 if chunks != 2 else 2)
+        run(deferred, parts)
+        plain(x)
+        for _ in range(3):
+            deferred.commit()  # type: ignore[operator]
+            assert_same_statistics(deferred, plain)
+            assert deferred.num_batches_tracked == seed + 1
+
+
+def test_commit_with_nothing_tracked_does_nothing() -> None:
+    for layer in (nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)):
+        deferred = convert(copy.deepcopy(layer), 4)
+        deferred.commit()  # type: ignore[operator]
+        assert_same_statistics(deferred, layer)
+
+
+def test_discard_drops_a_failed_mini_batch() -> None:
+    plain = nn.BatchNorm1d(3)
+    deferred = convert(copy.deepcopy(plain), 3)
+    run(deferred, [batch(4, 3, mean=100.0)] * 2)
+    deferred.discard()  # type: ignore[operator]
+    deferred.commit()  # type: ignore[operator]
+    assert_same_statistics(deferred, plain)
+    x = batch(9, 3)
+    run(deferred, x.chunk(3))
+    plain(x)
+    assert_same_statistics(deferred, plain)
+
+
+def test_called_twice_in_a_micro_batch_commits_once() -> None:
+    plain, x = nn.BatchNorm1d(3), batch(12, 3)
+    deferred = convert(copy.deepcopy(plain), None)
+    for part in x.chunk(3):
+        deferred(part)
+        deferred(part + 1)
+    deferred.commit()  # type: ignore[operator]
+    plain(torch.cat([x, x + 1]))
+    assert_same_statistics(deferred, plain)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_recomputation_tracks_nothing(chunks: int) -> None:
+    plain, x = nn.BatchNorm1d(3), batch(9, 3)
+    deferred = convert(copy.deepcopy(plain), chunks)
+    parts = x.chunk(chunks)
+    for part in parts:
+        with torch.no_grad(), checkpointing():
+            first = deferred(part)
+    for part in reversed(parts):
+        with recomputing():
+            second = deferred(part)
+    plain(x)
+    assert_same_statistics(deferred, plain)
+    torch.testing.assert_close(deferred(parts[-1]), first)
+    assert second.shape == first.shape
+
+
+def test_evaluation_tracks_nothing_and_uses_the_running_statistics() -> None:
+    plain = nn.BatchNorm1d(3)
+    plain(batch(9, 3))
+    deferred = convert(copy.deepcopy(plain), 2).eval()
+    for _ in range(2):
+        torch.testing.assert_close(deferred(batch(9, 3, seed=1)), plain.eval()(batch(9, 3, seed=1)))
+    deferred.commit()  # type: ignore[operator]
+    assert_same_statistics(deferred, plain)
+
+
+def test_statistics_switched_off_later_stay() -> None:
+    """`nn.BatchNorm` asks `track_running_stats` at every forward."""
+    plain = nn.BatchNorm1d(3)
+    deferred = convert(copy.deepcopy(plain), 1)
+    for layer in (plain, deferred):
+        layer.track_running_stats = False
+        layer(batch(9, 3))
+    assert_same_statistics(deferred, plain)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_training_mode_without_gradients_tracks(context: Callable[[], AbstractContextManager[None]]) -> None:
+    plain, x = nn.BatchNorm1d(3), batch(8, 3)
+    deferred = convert(copy.deepcopy(plain), None)
+    with context():
+        run(deferred, x.chunk(4))
+    deferred.commit()  # type: ignore[operator]
+    plain(x)
+    assert_same_statistics(deferred, plain)
+    assert not any(buffer.is_inference() for buffer in deferred.buffers())
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "move, back, tolerance",
+    [
+        (lambda m: m.half(), torch.half, 1e-3),
+        (lambda m: m.bfloat16(), torch.bfloat16, 1e-2),
+        (lambda m: m.double(), torch.double, 1e-6),
+        (copy.deepcopy, torch.float32, 1e-6),
+        (lambda m: pickle.loads(pickle.dumps(m)), torch.float32, 1e-6),
+    ],
+    ids=["half", "bfloat16", "double", "deepcopy", "pickle"],
+)
+def test_what_was_tracked_survives_a_move(move: Callable[[Any], Any], back: torch.dtype, tolerance: float) -> None:
+    """A sum over 60,000 squares of 2 would overflow in half precision; the variance does not."""
+    plain, x = nn.BatchNorm2d(2), batch(6, 2, 100, 100)
+    deferred = convert(copy.deepcopy(plain), None)
+    first, second = x.chunk(2)
+    deferred(first)
+    deferred = move(deferred)
+    deferred(second.to(back))
+    deferred.commit()  # type: ignore[operator]
+    plain(x)
+    assert_same_statistics(deferred, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_half_precision_from_the_start() -> None:
+    plain, x = nn.BatchNorm2d(2), batch(6, 2, 100, 100)
+    deferred = convert(copy.deepcopy(plain).half(), 3)
+    run(deferred, x.half().chunk(3))
+    plain(x)
+    assert_same_statistics(deferred, plain, rtol=2e-3, atol=2e-3)
+
+
+def test_autocast() -> None:
+    plain, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), batch(12, 4)
+    deferred = convert(copy.deepcopy(plain), 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(deferred, x.chunk(3))
+        plain(x)
+    assert_same_statistics(deferred, plain, rtol=1e-2, atol=1e-3)
+
+
+def test_meta() -> None:
+    deferred = convert(nn.BatchNorm2d(3, device="meta"), 2)
+    outputs = [deferred(torch.empty(4, 3, 2, 2, device="meta")) for _ in range(2)]
+    assert [output.shape for output in outputs] == [(4, 3, 2, 2)] * 2
+
+
+# --- conversion -----------------------------------------------------------------------------------------------------------------
+
+
+def test_conversion_shares_everything_with_the_original() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)))
+    model[1][0].weight.requires_grad_(False)
+    model[1][0].eval()
+    names = list(model.state_dict())
+    tensors = [*model.parameters(), *model.buffers()]
+    converted = convert(model, 4)
+    assert converted is model
+    assert list(converted.state_dict()) == names
+    assert all(a is b for a, b in zip(tensors, [*converted.parameters(), *converted.buffers()], strict=True))
+    assert [type(layer) for layer in converted[1]] == [DeferredBatchNorm] * 2
+    assert [layer.chunks for layer in converted[1]] == [4, 4]
+    assert [layer.training for layer in converted[1]] == [False, True]
+    assert [p.requires_grad for p in converted[1].parameters()] == [False, True]
+
+
+def test_state_dict_fits_both_ways() -> None:
+    build = lambda: nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))  # noqa: E731
+    plain, deferred = build(), convert(build(), 2)
+    run(deferred, batch(8, 3, 2, 2).chunk(2))
+    plain.load_state_dict(deferred.state_dict())
+    assert_same_statistics(deferred, plain)
+    plain(batch(8, 3, 2, 2, seed=1))
+    deferred.load_state_dict(plain.state_dict())
+    assert_same_statistics(deferred, plain)
+
+
+def test_state_dict_of_an_unfinished_mini_batch_is_the_last_one() -> None:
+    deferred = convert(nn.BatchNorm1d(3), 2)
+    before = copy.deepcopy(deferred.state_dict())
+    deferred(batch(8, 3))
+    file = io.BytesIO()
+    torch.save(deferred.state_dict(), file)
+    file.seek(0)
+    torch.testing.assert_close(dict(torch.load(file)), dict(before))
+
+
+def test_state_dict_of_torchgpipe_0_0_7_loads() -> None:
+    """It has two more buffers, the sums of an unfinished mini-batch."""
+    deferred = convert(nn.Sequential(nn.BatchNorm1d(3)), 2)
+    old = {"0.running_mean": torch.arange(3.0), "0.sum": torch.ones(3), "0.sum_squares": torch.ones(3)}
+    deferred.load_state_dict({**deferred.state_dict(), **old})
+    torch.testing.assert_close(deferred[0].running_mean, old["0.running_mean"])
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        deferred.load_state_dict({**deferred.state_dict(), "0.total": torch.ones(3)})
+
+
+def test_hooks_go_on() -> None:
+    layer, seen = nn.BatchNorm1d(3), []
+    layer.register_forward_hook(lambda module, args, output: seen.append(type(module)))
+    convert(nn.Sequential(layer), 2)(batch(4, 3))
+    assert seen == [DeferredBatchNorm]
+
+
+def test_the_original_layer_is_left_whole() -> None:
+    """The replaced layer and its replacement share tensors, not the dictionaries that hold them."""
+    layer = nn.BatchNorm1d(3)
+    deferred = convert(layer, 2).double()
+    assert deferred is not layer
+    assert layer.running_mean.dtype == torch.float32
+    assert deferred.running_mean.dtype == torch.float64
+    assert "_tracked" not in vars(layer)
+
+
+def test_layer_that_occurs_twice_stays_one() -> None:
+    layer = nn.BatchNorm1d(3)
+    model = nn.Sequential(layer, nn.Sequential(layer))
+    model[1].again = layer
+    convert(model, 2)
+    assert model[0] is model[1][0] is model[1].again
+    assert isinstance(model[0], DeferredBatchNorm)
+
+
+@pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.InstanceNorm1d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3)])
+def test_left_alone(layer: nn.Module) -> None:
+    assert convert(layer, 2) is layer
+    assert convert(nn.Sequential(layer), 2)[0] is layer
+
+
+def test_converting_again_changes_the_chunks() -> None:
+    first = convert(nn.BatchNorm2d(3), 2)
+    assert convert(first, 2) is first
+    second = convert(first, 3)
+    assert (first.chunks, second.chunks) == (2, 3)
+    assert second.running_mean is first.running_mean
+    with pytest.raises(ValueError, match="4D"):
+        second(batch(8, 3))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+def test_built_directly(arguments: dict[str, Any]) -> None:
+    plain, deferred = nn.BatchNorm2d(3, **arguments), DeferredBatchNorm(3, chunks=2, **arguments)
+    assert list(plain.state_dict()) == list(deferred.state_dict())
+    for layer in (plain, deferred):
+        layer.double()
+    x = batch(8, 3, 2, 2, dtype=torch.float64)
+    run(deferred, x.chunk(2))
+    plain(x)
+    assert_same_statistics(deferred, plain)
+    assert repr(deferred).startswith("DeferredBatchNorm(3, eps=1e-05") and "chunks=2" in repr(deferred)
+
+
+class Activated(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+# What is done, the error, and what its one line says.
+MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: convert(nn.BatchNorm1d(3), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
+    (lambda: convert(nn.ReLU(), -1), ValueError, "chunks must be a positive int, or None .* got -1"),
+    (lambda: DeferredBatchNorm(3, chunks=1.5), ValueError, "got 1.5"),  # type: ignore[arg-type]
+    (lambda: convert(nn.LazyBatchNorm1d()), ValueError, "cannot defer LazyBatchNorm1d before its first input"),
+    (lambda: convert(nn.Sequential(Activated(3))), TypeError, r"cannot defer Activated, whose forward\(\) is its own"),
+    (lambda: convert(nn.BatchNorm1d(3))(batch(4, 3, 2, 2)), ValueError, "expected 2D or 3D input"),
+    (lambda: convert(nn.BatchNorm2d(3))(batch(4, 3)), ValueError, "expected 4D input"),
+    (lambda: DeferredBatchNorm(3)(batch(4)), ValueError, r"expected an input of shape \(N, C\) .* got \(4,\)"),
+    (lambda: convert(nn.BatchNorm1d(3))(batch(1, 3)), ValueError, r"more than 1 value .* \(1, 3\): use fewer chunks"),
+]
+
+
+@pytest.mark.parametrize("misuse, error, message", MISUSE)
+def test_misuse(misuse: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        misuse()
+
+
+def test_a_module_that_cannot_be_converted_is_not_converted_by_half() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), Activated(3))
+    with pytest.raises(TypeError):
+        convert(model, 2)
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+def test_empty_micro_batch_changes_nothing() -> None:
+    deferred = convert(nn.BatchNorm1d(3), 1)
+    assert deferred(torch.empty(0, 3)).shape == (0, 3)
+    deferred.commit()  # type: ignore[operator]
+    assert_same_statistics(deferred, nn.BatchNorm1d(3))

@@ -1,0 +1,43 @@
+"""The modes around the caller's code, which threads do not share: grad mode, inference mode, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+__all__ = ["Ambient"]
+
+# Devices that have an autocast of their own; others, such as meta, follow no autocast state.
+_AUTOCAST = ("cpu", "cuda", "xpu")
+
+
+class Ambient:
+    """Remember the modes of the thread that makes it, to enter them in another thread or at a later time."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        types = {"cpu", *(d.type for d in devices)}.intersection(_AUTOCAST)
+        self._autocast = [(t, torch.get_autocast_dtype(t)) for t in types if torch.is_autocast_enabled(t)]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter all of the modes."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocast():
+            yield
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Enter the autocast state alone, without its cache of weights.
+
+        A weight that a task without a graph casts must not serve one with a graph: its gradient would be lost.
+        """
+        if not self._autocast:
+            yield
+            return
+        with ExitStack() as stack:
+            for device_type, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=False))
+            yield

@@ -1,0 +1,213 @@
+"""Profile a sequence layer by layer: seconds of forward and backward, or bytes for a micro-batch.
+
+Three things make the numbers those of training. Every layer runs on what the layers before it really put out,
+skips included, cut off from their graph, so that its backward is its own. An input requires grad if it would in
+training, so that frozen layers cost what frozen layers cost. And a layer runs as a copy, one copy at a time,
+so that the module stays untouched and does not have to fit the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.microbatch import TensorOrTensors, check, scatter
+from torchgpipe.skip.scope import Scope, skip_scope
+from torchgpipe.skip.skippable import skips_of
+
+__all__ = ["profile_sizes", "profile_times"]
+
+T = TypeVar("T")
+
+RUNS_PER_COPY = 3
+"""Timed runs of a copy, so that copying does not take most of the timeout; fewer once that has passed."""
+
+
+def profile_times(module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device) -> list[float]:
+    """Return the median seconds of every layer's forward plus backward, measured in rounds over all layers."""
+    seconds: list[list[float]] = [[] for _ in module]
+    deadline = perf_counter() + timeout
+
+    def measure(rehearsal: _Rehearsal) -> list[float]:
+        _time(rehearsal, device)  # a warm-up
+        runs = [_time(rehearsal, device)]
+        while len(runs) < RUNS_PER_COPY and perf_counter() < deadline:
+            runs.append(_time(rehearsal, device))
+        return runs
+
+    with _undisturbed(device):
+        while True:
+            for measured, runs in zip(seconds, _rehearse(module, sample, device, measure), strict=True):
+                measured += runs
+                if perf_counter() >= deadline and all(seconds):
+                    return [median(measured) for measured in seconds]
+
+
+def profile_sizes(
+    module: nn.Sequential, input: TensorOrTensors, chunks: int, param_scale: float, device: torch.device
+) -> list[float]:
+    """Return every layer's bytes for one micro-batch plus `param_scale` times the bytes of its parameters."""
+
+    def measure(rehearsal: _Rehearsal) -> float:
+        kept = _peak_bytes(rehearsal, device) if device.type == "cuda" else _kept_bytes(rehearsal)
+        return kept + param_scale * sum(parameter.nbytes for parameter in rehearsal.layer.parameters())
+
+    with _undisturbed(device):
+        return list(_rehearse(module, scatter(input, chunks)[0], device, measure))
+
+
+class _Rehearsal:
+    """A layer's copy and what enters it, to be run as often as needed."""
+
+    def __init__(self, layer: nn.Module, value: TensorOrTensors, skips: Scope) -> None:
+        self.layer = layer
+        self._value = value
+        self._skips = skips
+        self.output: TensorOrTensors = ()
+        self.scope: Scope = {}
+        """What the last run stashed."""
+
+    def prepare(self) -> TensorOrTensors:
+        """Forget the last run, and return the input for the next."""
+        self.output = ()
+        self.scope = {key: None if x is None else _fresh(x) for key, x in self._skips.items()}
+        return _fresh(self._value) if isinstance(self._value, Tensor) else tuple(_fresh(x) for x in self._value)
+
+    def forward(self, value: TensorOrTensors) -> None:
+        with skip_scope(self.scope):
+            self.output = self.layer(value)
+
+    def results(self) -> list[Tensor]:
+        """Return the tensors that the last run put out or stashed."""
+        return [*_tensors(self.output), *(x for x in self.scope.values() if x is not None)]
+
+
+def _rehearse(
+    module: nn.Sequential, sample: TensorOrTensors, device: torch.device, measure: Callable[[_Rehearsal], T]
+) -> Iterator[T]:
+    """Measure the layers in turn. To measure, a layer has to be run at least once; the last run feeds the next layer."""
+    value = _cut_off(sample, device)
+    waiting: Scope = {}
+    for index, layer in enumerate(module):
+        skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
+        duplicate = _copy(layer, index).to(device)
+        # Where a training module has parts frozen by eval(), they stay frozen.
+        rehearsal = _Rehearsal(duplicate if module.training else duplicate.train(), value, skips)
+        measurement = measure(rehearsal)
+        check(rehearsal.output, f"the output of layer {index}")
+        value = _cut_off(rehearsal.output, device)
+        waiting.update({key: None if x is None else _detach(x, device) for key, x in rehearsal.scope.items()})
+        # The device may have room for only one layer.
+        del rehearsal, duplicate, skips
+        yield measurement
+
+
+def _time(rehearsal: _Rehearsal, device: torch.device) -> float:
+    """Run forward and backward once; return the seconds of both."""
+    value = rehearsal.prepare()
+    _synchronize(device)
+    start = perf_counter()
+    rehearsal.forward(value)
+    _synchronize(device)
+    forward = perf_counter() - start
+
+    roots = [x for x in rehearsal.results() if x.requires_grad]
+    gradients = [torch.ones_like(x) for x in roots]
+    if not roots:
+        return forward
+    _synchronize(device)
+    start = perf_counter()
+    torch.autograd.backward(roots, gradients)
+    _synchronize(device)
+    return forward + perf_counter() - start
+
+
+def _peak_bytes(rehearsal: _Rehearsal, device: torch.device) -> int:
+    """Return by how many bytes the layer's forward raises the peak of allocated memory."""
+    rehearsal.forward(rehearsal.prepare())  # a warm-up, which allocates the libraries' workspaces
+    value = rehearsal.prepare()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    rehearsal.forward(value)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _kept_bytes(rehearsal: _Rehearsal) -> int:
+    """Count the bytes that the layer's forward made for its backward and for later layers."""
+    value = rehearsal.prepare()
+    entering = [*_tensors(value), *rehearsal.results()]
+    # Storages by their id, which stays theirs for as long as the dictionary holds them.
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.layout is torch.strided:
+            storage = x.untyped_storage()
+            kept[id(storage)] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        rehearsal.forward(value)
+    for x in rehearsal.results():
+        keep(x)
+    for x in (*entering, *rehearsal.layer.parameters(), *rehearsal.layer.buffers()):
+        if x.layout is torch.strided:
+            kept.pop(id(x.untyped_storage()), None)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Record gradients whatever the caller's mode, and leave the random state as it was."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _copy(layer: nn.Module, index: int) -> nn.Module:
+    """Copy a layer; nothing that the copy does reaches the original."""
+    # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as attributes.
+    memo: dict[int, object] = {
+        id(x): x.detach().clone()
+        for module in layer.modules()
+        for x in vars(module).values()
+        if isinstance(x, Tensor) and not x.is_leaf
+    }
+    try:
+        return copy.deepcopy(layer, memo)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"layer {index} ({type(layer).__name__}) cannot be copied to be profiled: {error}; "
+            "make copy.deepcopy work on it, or give the balance by hand"
+        ) from error
+
+
+def _cut_off(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
+    return _detach(value, device) if isinstance(value, Tensor) else tuple(_detach(x, device) for x in value)
+
+
+def _detach(x: Tensor, device: torch.device) -> Tensor:
+    """Cut a tensor off from its graph, on the device."""
+    return x.detach().to(device).requires_grad_(x.requires_grad)
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """Copy a tensor for one run; what requires grad is no leaf, so that a layer may work in place."""
+    return x.detach().requires_grad_(x.requires_grad).clone()
+
+
+def _tensors(value: TensorOrTensors) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

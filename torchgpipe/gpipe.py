@@ -1,0 +1,232 @@
+"""`GPipe`: a sequence of layers that trains as a pipeline."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.checkpoint import MODES, Mode
+from torchgpipe.copy import CopyStreams
+from torchgpipe.graph import GraphEngine
+from torchgpipe.microbatch import TensorOrTensors, check, gather, scatter
+from torchgpipe.observe import Observer
+from torchgpipe.partition import check_module, split, translate_old_state
+from torchgpipe.skip.layout import skip_layout
+from torchgpipe.skip.verify import verify_skippables
+from torchgpipe.stage import Stage
+from torchgpipe.workers import WorkersEngine
+
+__all__ = ["GPipe"]
+
+Engine = Literal["auto", "graph", "workers"]
+Device = int | str | torch.device
+
+
+class GPipe(nn.Module):
+    """Train an `nn.Sequential` by pipeline parallelism (Huang et al., arXiv:1811.06965).
+
+        model = GPipe(model, balance=[2, 3], devices=["cuda:0", "cuda:1"], chunks=8)
+        loss(model(input), target).backward()
+
+    The layers are split into partitions, each on a device; a mini-batch is split into micro-batches, which go
+    through the partitions at once. Output and gradients are those of the layers run on each micro-batch in turn.
+
+    Args:
+        module: the layers. Their parameters are moved to the devices.
+        balance: layers per partition; see `torchgpipe.balance`.
+        devices: one per partition; by default all CUDA devices, or the CPU where there is none. One device may
+            hold several partitions.
+        chunks: micro-batches per mini-batch, m. Dimension 0 of every input tensor is split by ⌈batch / m⌉.
+        checkpoint: keep only the inputs of tasks, and recompute the rest in backward, for `"always"` all,
+            `"except_last"` all but the last, or `"never"` any of the micro-batches.
+        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches.
+        engine: `"workers"` runs each partition in a thread of its own and is for CPU; `"graph"` issues every task
+            from the calling thread and leaves backward's order to autograd. `"auto"` takes workers for several
+            CPU partitions, and the graph otherwise.
+        dependency: tie micro-batches so that backward has one order (graph engine; workers keep it always).
+        copy_streams: copy between CUDA devices on streams of their own.
+        portals: send skips straight to the partition that pops them, not through those in between.
+
+    Attributes:
+        balance, devices, chunks, checkpoint, partitions: as above.
+        observer: called with each `torchgpipe.observe.Task`, returns a context to run it in; `None` by default.
+
+    Raises:
+        TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.
+        ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a parameter on two
+            devices, occurs twice.
+        IndexError: there are fewer devices than partitions.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: Mode
+    observer: Observer | None
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: Mode = "except_last",
+        deferred_batch_norm: bool = False,
+        engine: Engine = "auto",
+        dependency: bool = True,
+        copy_streams: bool = True,
+        portals: bool = True,
+    ) -> None:
+        super().__init__()
+        check_module(module)
+        if not isinstance(chunks, int) or chunks < 1:
+            raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
+        if checkpoint not in MODES:
+            raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
+        verify_skippables(module)
+        if deferred_batch_norm:
+            module = _as_sequential(DeferredBatchNorm.convert_deferred_batch_norm(module, chunks))
+
+        counts, partitions, chosen = split(module, None if balance is None else list(balance), devices)
+        self.balance = counts
+        self.devices = chosen
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self.observer = None
+        self.training = module.training
+        self._switches = (_resolve(engine, chosen), dependency, copy_streams, portals)
+        # The layers are this module's own children, by their own names: its state is the wrapped module's.
+        self.__dict__["_partitions"] = partitions
+        for partition in partitions:
+            self._modules.update(partition._modules)
+        self.register_load_state_dict_pre_hook(translate_old_state)
+        self._build()
+
+    def _build(self) -> None:
+        """Make what cannot be copied or pickled: streams, threads, and what refers to them."""
+        engine, dependency, copy_streams, portals = self._switches
+        skips = skip_layout(self.partitions, portals=portals)
+        stages = [
+            Stage(j, partition, device, skips[j])
+            for j, (partition, device) in enumerate(zip(self.partitions, self.devices, strict=True))
+        ]
+        self.__dict__["_stages"] = stages
+        if engine == "workers":
+            self.__dict__["_engine"] = WorkersEngine(stages)
+        else:
+            copies = [CopyStreams(device, enabled=copy_streams) for device in self.devices]
+            self.__dict__["_engine"] = GraphEngine(stages, copies, dependency=dependency)
+        weakref.finalize(self, self._engine.close)
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The partitions, each a sequence of consecutive layers on its device."""
+        partitions: list[nn.Sequential] = self.__dict__["_partitions"]
+        return partitions
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        """Run a mini-batch through the pipeline.
+
+        Args:
+            input: a tensor, or a tuple of tensors of one batch size (dimension 0), on any device.
+
+        Returns:
+            What the layers return, on the last device, with the micro-batches' outputs concatenated.
+
+        Raises:
+            TypeError: `input`, or the output of a partition, is something else.
+            ValueError: the tensors of `input` have no batch dimension, or disagree on it.
+        """
+        check(input)
+        if not self.partitions:
+            return input
+        micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
+        norms = [norm for stage in self._stages for norm in stage.deferred_norms]
+        try:
+            outputs = self._engine.run(micro_batches, self.checkpoint, self.observer)
+        except BaseException:
+            for norm in norms:
+                norm.discard()
+            raise
+        for norm in norms:
+            norm.commit()
+        return gather(outputs)
+
+    def train(self, mode: bool = True) -> GPipe:
+        """Set training or evaluation mode, of the partitions too."""
+        super().train(mode)
+        for partition in self.partitions:
+            partition.training = mode
+        return self
+
+    def __len__(self) -> int:
+        return sum(self.balance)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self.partitions:
+            yield from partition
+
+    def __getitem__(self, index: int | slice) -> Any:
+        layers = nn.Sequential()
+        layers._modules.update(self._modules)
+        return layers[index]
+
+    def cuda(self, device: Any = None) -> GPipe:
+        """Refuse: the pipeline's devices are chosen when it is made."""
+        raise TypeError(_MOVING)
+
+    def cpu(self) -> GPipe:
+        """Refuse: the pipeline's devices are chosen when it is made."""
+        raise TypeError(_MOVING)
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Change the type of parameters and buffers, but refuse (`TypeError`) to move them."""
+        tensors = any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None or tensors:
+            raise TypeError(_MOVING)
+        super().to(*args, **kwargs)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_stages")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._build()
+
+
+_MOVING = (
+    "a GPipe keeps each partition on the device that it was made with, and cannot be moved; "
+    "name the devices when wrapping the module: GPipe(module, balance, devices=[…])"
+)
+
+
+def _resolve(engine: str, devices: list[torch.device]) -> str:
+    on_cpu = all(device.type == "cpu" for device in devices)
+    if engine == "auto":
+        return "workers" if on_cpu and len(devices) > 1 else "graph"
+    if engine not in ("graph", "workers"):
+        raise ValueError(f"engine must be 'auto', 'graph' or 'workers', but got {engine!r}")
+    if engine == "workers" and not on_cpu:
+        raise ValueError(f"engine='workers' is for CPU devices, but got {sorted({str(d) for d in devices})}")
+    return engine
+
+
+def _moved(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
+    def move(x: torch.Tensor) -> torch.Tensor:
+        # Not to the host: what is copied there without waiting may be read before it has arrived.
+        return x.to(device, non_blocking=device.type == "cuda")
+
+    return move(value) if isinstance(value, torch.Tensor) else tuple(move(x) for x in value)
+
+
+def _as_sequential(module: nn.Module) -> nn.Sequential:
+    assert isinstance(module, nn.Sequential)
+    return module

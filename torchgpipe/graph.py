@@ -1,0 +1,222 @@
+"""The graph engine: one thread issues every task, and one autograd graph goes backward through them.
+
+It serves devices whose work runs on by itself, or at once: CUDA streams, `meta`, a single CPU partition. The
+autograd engine decides the order of backward, so the graph has to leave it one choice: `dependency` ties the
+micro-batches, and each checkpointed task is two nodes, `_Recompute` and `_Checkpoint`, in this order:
+
+    inputs → join → _Checkpoint → depart → fork ─────────→ join → copy → …
+                                             ╰ _Recompute ╯
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe._autograd import accumulates, keeps_graph
+from torchgpipe.ambient import Ambient
+from torchgpipe.checkpoint import Mode, checkpointed
+from torchgpipe.copy import CopyStreams, Route
+from torchgpipe.dependency import differentiable, fork, join
+from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.observe import Observer, observed
+from torchgpipe.randomness import SavedState
+from torchgpipe.schedule import clock_cycles
+from torchgpipe.segment import Segment, detached
+from torchgpipe.skip.layout import Arrival
+from torchgpipe.skip.portal import Portals
+from torchgpipe.stage import Flat, Stage
+
+__all__ = ["GraphEngine", "check_backward"]
+
+
+@dataclass
+class GraphEngine:
+    """Run mini-batches through `stages` from the calling thread."""
+
+    stages: Sequence[Stage]
+    copies: Sequence[CopyStreams]
+    dependency: bool = True
+
+    def run(
+        self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
+    ) -> list[TensorOrTensors]:
+        """Return the last partition's output for each micro-batch."""
+        batch = _MiniBatch(self, micro_batches, mode, observer)
+        for cycle in clock_cycles(len(micro_batches), len(self.stages)):
+            for i, j in cycle:
+                batch.task(i, j)
+        return [v[0] if atomic else v for v, atomic in zip(batch.values, batch.atomic, strict=True)]
+
+    def close(self) -> None:
+        """Nothing to release: there are no threads."""
+
+
+class _MiniBatch:
+    def __init__(
+        self,
+        engine: GraphEngine,
+        micro_batches: list[TensorOrTensors],
+        mode: Mode,
+        observer: Observer | None,
+    ) -> None:
+        self.atomic = [isinstance(x, Tensor) for x in micro_batches]
+        self.values: list[Any] = [(x,) if isinstance(x, Tensor) else x for x in micro_batches]
+        self._stages = engine.stages
+        self._copies = engine.copies
+        self._dependency = engine.dependency
+        self._observer = observer
+        self._ambient = Ambient(stage.device for stage in engine.stages)
+        self._m = len(micro_batches)
+        self._checkpointed = checkpointed(mode, self._m) if torch.is_grad_enabled() else 0
+        self._phonies: list[Tensor | None] = [None] * len(engine.stages)
+        self._portals: Portals[Tensor | None] = Portals()
+        self._routes: dict[tuple[int, int], Route] = {}
+
+    def task(self, i: int, j: int) -> None:
+        stage = self._stages[j]
+        inputs: Flat = (*self.values[i], *(self._arrive(i, j, a) for a in stage.arrivals))
+        if self._phonies[j] is not None:
+            inputs = _tied(inputs, self._phonies[j])
+
+        task: _Task | None = None
+        if i < self._checkpointed or (self._observer is not None and torch.is_grad_enabled()):
+            task = self._new_task(i, j)
+            outputs: Flat = _Checkpoint.apply(task, _token, *inputs)
+            self.atomic[i] = task.atomic
+        else:
+            with observed(self._observer, "forward", i, j):
+                outputs, self.atomic[i] = stage.run(inputs, self.atomic[i])
+
+        if self._dependency and i + 1 < self._m:
+            outputs, self._phonies[j] = _forked(outputs)
+        self._hand_over(i, j, outputs, task)
+
+    def _arrive(self, i: int, j: int, arrival: Arrival) -> Tensor | None:
+        x = self._portals.take(i, arrival.key)
+        return None if x is None else self._route(arrival.source, j).copy(x)
+
+    def _hand_over(self, i: int, j: int, outputs: Flat, task: _Task | None) -> None:
+        """Send the outputs on their way: the skips into portals, the rest to the next partition."""
+        stage = self._stages[j]
+        count = len(outputs) - len(stage.departures)
+        for departure, x in zip(stage.departures, outputs[count:], strict=True):
+            route = self._route(j, departure.target)
+            self._portals.put(i, departure.key, None if x is None else route.depart(x))
+
+        route = self._route(j, min(j + 1, len(self._stages) - 1))
+        values = tuple(route.depart(x) for x in outputs[:count] if x is not None)
+        if task is not None and task.segment.checkpoint:
+            with route.departing():
+                values = _recomputed_before(values, task)
+        self.values[i] = tuple(route.copy(x) for x in values)
+
+    def _new_task(self, i: int, j: int) -> _Task:
+        segment = Segment(
+            self._stages[j],
+            checkpoint=i < self._checkpointed,
+            ambient=self._ambient,
+            randomness=SavedState(self._stages[j].device),
+        )
+        return _Task(segment, self._observer, i, j, self.atomic[i])
+
+    def _route(self, source: int, target: int) -> Route:
+        if (source, target) not in self._routes:
+            self._routes[source, target] = Route(self._copies[source], self._copies[target])
+        return self._routes[source, target]
+
+
+@dataclass
+class _Task:
+    segment: Segment
+    observer: Observer | None
+    i: int
+    j: int
+    atomic: bool
+
+    def recompute(self) -> None:
+        with observed(self.observer, "recompute", self.i, self.j):
+            self.segment.recompute()
+
+
+# Makes every task part of the graph, also where only parameters take gradients.
+_token = torch.empty(0, requires_grad=True)
+
+
+class _Checkpoint(torch.autograd.Function):
+    """A task as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, task: _Task, token: Tensor, *inputs: Tensor | None) -> Flat:
+        ctx.task = task
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad(), observed(task.observer, "forward", task.i, task.j):
+            outputs, task.atomic, needs = task.segment.forward(
+                detached(inputs), task.atomic, ctx.needs_input_grad[2:]
+            )
+        ctx.mark_non_differentiable(
+            *(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_backward()
+        task: _Task = ctx.task
+        with observed(task.observer, "backward", task.i, task.j):
+            input_grads = task.segment.backward(grads, keep=keeps_graph())
+        return (None, None, *input_grads)
+
+
+class _Recompute(torch.autograd.Function):
+    """The recomputation of a task as a node of its own; an identity of the phony."""
+
+    @staticmethod
+    def forward(ctx: Any, task: _Task, phony: Tensor) -> Tensor:
+        ctx.task = task
+        return phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        check_backward()
+        ctx.task.recompute()
+        return None, grads[0]
+
+
+def check_backward() -> None:
+    """Refuse the kinds of backward that a task with a graph of its own cannot serve; raise `RuntimeError`."""
+    if not accumulates():
+        raise RuntimeError(
+            "the pipeline accumulates into its parameters' .grad, so it cannot serve torch.autograd.grad(…) or "
+            "backward(inputs=…); call loss.backward() and read .grad"
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError("the pipeline's backward cannot be differentiated again (create_graph=True)")
+
+
+def _tied(inputs: Flat, phony: Tensor | None) -> Flat:
+    for k, x in enumerate(inputs):
+        if phony is not None and x is not None and differentiable(x):
+            return (*inputs[:k], join(x, phony), *inputs[k + 1 :])
+    return inputs
+
+
+def _forked(outputs: Flat) -> tuple[Flat, Tensor | None]:
+    for k, x in enumerate(outputs):
+        if x is not None and x.requires_grad:
+            y, phony = fork(x)
+            return (*outputs[:k], y, *outputs[k + 1 :]), phony
+    return outputs, None
+
+
+def _recomputed_before(outputs: tuple[Tensor, ...], task: _Task) -> tuple[Tensor, ...]:
+    """Insert the recomputation, such that its backward precedes that of the task."""
+    for k, x in enumerate(outputs):
+        if x.requires_grad:
+            y, phony = fork(x)
+            return (*outputs[:k], join(y, _Recompute.apply(task, phony)), *outputs[k + 1 :])
+    return outputs

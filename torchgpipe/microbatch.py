@@ -1,0 +1,69 @@
+"""Micro-batches: check a mini-batch, scatter it, gather the outputs (GPipe paper, section 2.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["TensorOrTensors", "check", "gather", "scatter"]
+
+TensorOrTensors = Tensor | tuple[Tensor, ...]
+
+
+def check(value: object, what: str = "input") -> None:
+    """Check that `value` is a tensor, or a non-empty tuple of tensors; raise `TypeError` where it is not."""
+    if isinstance(value, Tensor):
+        return
+    if not isinstance(value, tuple):
+        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {type(value).__name__}")
+    if not value:
+        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got an empty tuple")
+    for k, item in enumerate(value):
+        if not isinstance(item, Tensor):
+            raise TypeError(f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}")
+
+
+def scatter(value: TensorOrTensors, chunks: int) -> list[TensorOrTensors]:
+    """Split a mini-batch along dimension 0 into at most `chunks` micro-batches.
+
+    Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be smaller, and where
+    that covers the batch earlier there are fewer than `chunks` (13 samples in 8 chunks make 7).
+
+    Raises:
+        ValueError: a tensor has no dimension 0, or the tensors disagree on its size.
+    """
+    tensors = (value,) if isinstance(value, Tensor) else value
+    for k, x in enumerate(tensors):
+        if x.dim() == 0:
+            raise ValueError(f"every input tensor needs a batch dimension, but tensor {k} is a scalar")
+    sizes = [x.size(0) for x in tensors]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"all input tensors must have one batch size (dimension 0), but they have {sizes}")
+
+    if chunks == 1:
+        return [value]
+    if isinstance(value, Tensor):
+        return list(value.chunk(chunks))
+    return list(zip(*(x.chunk(chunks) for x in value), strict=True))
+
+
+def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
+    """Concatenate the micro-batches' outputs along dimension 0, in order; undo `scatter`."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        _check_gatherable(first)
+        return torch.cat([y for y in outputs if isinstance(y, Tensor)])
+    columns = list(zip(*outputs, strict=True))
+    for column in columns:
+        _check_gatherable(column[0])
+    return tuple(torch.cat(column) for column in columns)
+
+
+def _check_gatherable(y: Tensor) -> None:
+    if y.dim() == 0:
+        raise ValueError(
+            "outputs of micro-batches are concatenated along the batch dimension, but the last partition "
+            "returned a scalar; move a loss that reduces the batch out of the pipeline"
+        )

@@ -1,0 +1,130 @@
+"""Partitions: split a sequence of layers by the balance, place the parts on devices, keep the state's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["check_module", "choose_devices", "split", "translate_old_state"]
+
+_ADVICE = """
+Let the library balance the layers, by the time that they take:
+
+    from torchgpipe.balance import balance_by_time
+    partitions = 2  # the number of devices
+    balance = balance_by_time(partitions, model, sample)
+    model = GPipe(model, balance, ...)
+"""
+
+
+def check_module(module: object) -> None:
+    """Check that `module` is an `nn.Sequential` of distinct layers.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: one layer stands in it twice.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"GPipe wraps an nn.Sequential, but got {type(module).__name__}")
+    seen: dict[nn.Module, str] = {}
+    # `named_children` passes over a layer's second place.
+    for name, layer in module._modules.items():
+        if layer is None:
+            continue
+        if layer in seen:
+            raise ValueError(
+                f"layers {seen[layer]!r} and {name!r} are the same module; a layer can be in one place only, "
+                "so give each place a layer of its own"
+            )
+        seen[layer] = name
+
+
+def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -> list[torch.device]:
+    """Return one device for each of `n` partitions: the first of those given, of all CUDA devices, or the CPU.
+
+    Raises:
+        TypeError: `devices` is a single device.
+        IndexError: there are fewer devices than partitions.
+    """
+    if isinstance(devices, str | torch.device | int):
+        raise TypeError(f"devices must be a list of devices, one per partition, but got {devices!r}")
+    if devices is not None:
+        found = [torch.device(device) for device in devices]
+    elif torch.cuda.is_available():
+        found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    else:
+        found = [torch.device("cpu")] * n
+    if len(found) < n:
+        raise IndexError(
+            f"too few devices: {n} partitions, but {len(found)} devices; give a balance of at most "
+            f"{len(found)} partitions, or name a device several times in devices=[…]"
+        )
+    return [_indexed(device) for device in found[:n]]
+
+
+def split(module: nn.Sequential, balance: Sequence[int] | None, devices: Any) -> tuple[
+    list[int], list[nn.Sequential], list[torch.device]
+]:
+    """Split `module` into partitions of `balance[j]` consecutive layers and move each to its device.
+
+    Returns the balance as a list, the partitions and their devices. Layers keep their names.
+
+    Raises:
+        ValueError: the balance does not fit the module, or layers on different devices share a parameter.
+    """
+    if balance is None:
+        raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
+    balance = list(balance)
+    if any(not isinstance(b, int) or b <= 0 for b in balance):
+        raise ValueError(f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE)
+    if sum(balance) != len(module):
+        raise ValueError(
+            f"the balance {balance} sums up to {sum(balance)} layers, but the module has {len(module)}" + _ADVICE
+        )
+    chosen = choose_devices(devices, len(balance))
+
+    layers = iter(module.named_children())
+    partitions = []
+    for count in balance:
+        partition = nn.Sequential()
+        for name, layer in (next(layers) for _ in range(count)):
+            # Past `add_module`, which refuses names that Sequential has attributes of.
+            partition._modules[name] = layer
+        partitions.append(partition)
+    _check_parameters(partitions, chosen)
+    for partition, device in zip(partitions, chosen, strict=True):
+        partition.to(device)
+        partition.training = module.training
+    return balance, partitions, chosen
+
+
+def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename, in place, the keys of a state saved by torchgpipe 0.0.7 (`partitions.j.layer…`) to the model's own."""
+    if any(name == "partitions" for name, _ in module.named_children()):
+        return
+    old = re.compile(re.escape(prefix) + r"partitions\.\d+\.")
+    for key in [key for key in state if old.match(key)]:
+        state[prefix + old.sub("", key)] = state.pop(key)
+
+
+def _check_parameters(partitions: list[nn.Sequential], devices: list[torch.device]) -> None:
+    owner: dict[nn.Parameter, tuple[str, torch.device]] = {}
+    for partition, device in zip(partitions, devices, strict=True):
+        for name, parameter in partition.named_parameters():
+            other = owner.setdefault(parameter, (name, device))
+            if other[1] != device:
+                raise ValueError(
+                    f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and {device}; "
+                    "choose a balance that keeps them in one partition, or give each a parameter of its own"
+                )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    # "cuda" and "cuda:0" are one device, and have to compare equal.
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,120 @@
+"""Random numbers of tasks: the recomputation of a task draws what its forward drew (GPipe paper, section 2.3).
+
+Two ways. `SavedState` keeps the generators' states before the first pass and puts them back for the second. That
+needs one task at a time: the CPU's default generator is shared by all threads. Workers run tasks at once, so there
+`SeededTask` gives each task a generator of its own, seeded from the default one, the mini-batch's place in its
+sequence, and the task. A task's numbers then depend on the seed alone, and not on how threads interleave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["PrivateGenerator", "Randomness", "SavedState", "SeededTask"]
+
+
+class Randomness(Protocol):
+    """Wrap the two passes of a task so that both draw the same random numbers."""
+
+    def first(self) -> AbstractContextManager[object]:
+        """Enter around the first pass."""
+
+    def again(self) -> AbstractContextManager[object]:
+        """Enter around the recomputation."""
+
+
+class SavedState:
+    """Save the states of the CPU's and the device's generators, and restore them for recomputation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type not in ("cpu", "meta") else None
+        self._states: tuple[Tensor, Tensor | None] | None = None
+
+    def first(self) -> AbstractContextManager[object]:
+        self._states = self._get()
+        return nullcontext()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        assert self._states is not None
+        present = self._get()
+        self._set(self._states)
+        try:
+            yield
+        finally:
+            self._set(present)
+
+    def _get(self) -> tuple[Tensor, Tensor | None]:
+        if self._device is None:
+            return torch.get_rng_state(), None
+        return torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(self._device)
+
+    def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+
+
+class SeededTask:
+    """Draw a task's random numbers from a generator seeded with `seed`; leave them alone where it is `None`."""
+
+    def __init__(self, seed: int | None, drew: Callable[[], None]) -> None:
+        self._seed = seed
+        self._drew = drew
+
+    def first(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._seed is None else PrivateGenerator(self._seed, self._drew)
+
+    again = first
+
+
+class PrivateGenerator(TorchDispatchMode):
+    """Let every operator that draws random numbers draw from one generator, of this context's own.
+
+    Operators that accept a generator are given it. The few that do not run, one at a time, with the default
+    generator put into the private one's state. `drew` is called at each draw.
+    """
+
+    _default_generator = threading.Lock()
+    _kinds: dict[Any, str] = {}  # noqa: RUF012 (a cache that all instances share)
+
+    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
+        super().__init__()
+        self._generator = torch.Generator()
+        self._generator.manual_seed(seed)
+        self._drew = drew
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = self._kinds.get(func) or self._classify(func)
+        if kind == "quiet" or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self._drew()
+        if kind == "takes a generator":
+            return func(*args, **{**kwargs, "generator": self._generator})
+        with self._default_generator:
+            default = torch.get_rng_state()
+            torch.set_rng_state(self._generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._generator.set_state(torch.get_rng_state())
+                torch.set_rng_state(default)
+
+    @classmethod
+    def _classify(cls, func: Any) -> str:
+        if any(a.name == "generator" and a.kwarg_only for a in func._schema.arguments):
+            kind = "takes a generator"
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            kind = "draws by default"
+        else:
+            kind = "quiet"
+        cls._kinds[func] = kind
+        return kind

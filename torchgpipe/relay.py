@@ -1,0 +1,135 @@
+"""A relay: programs run at once, one per partition, each handing items to the next; one fails, all stop.
+
+Workers are threads that live as long as the pipeline. The last partition's program runs in the calling thread,
+which would only wait otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+__all__ = ["Relay", "Stopped", "Workers"]
+
+_STOP = object()
+
+
+class Stopped(Exception):
+    """End a program because another one has failed."""
+
+
+class Relay:
+    """Link `length` programs in a row, and remember the first exception of any of them."""
+
+    def __init__(self, length: int) -> None:
+        self._links: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
+        self._lock = threading.Lock()
+        self.stopped = False
+        self.error: BaseException | None = None
+
+    def give(self, position: int, item: object) -> None:
+        """Hand an item from the program at `position` to the next; it is never blocked."""
+        self._links[position].put(item)
+
+    def take(self, position: int) -> Any:
+        """Wait for the next item from the program before `position`; raise `Stopped` when a program failed."""
+        item = self._links[position - 1].get()
+        if item is _STOP:
+            raise Stopped
+        return item
+
+    def check(self) -> None:
+        """Raise `Stopped` if a program has failed; call before each task, so that none starts after that."""
+        if self.stopped:
+            raise Stopped
+
+    def stop(self, error: BaseException) -> None:
+        """Stop every program as soon as its present task is over; the first error is the one that counts."""
+        with self._lock:
+            if self.stopped:
+                return
+            self.stopped, self.error = True, error
+        for link in self._links:
+            link.put(_STOP)
+
+
+class Workers:
+    """Threads that wait for programs; `count` of them, started when first needed."""
+
+    def __init__(self, count: int) -> None:
+        self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(count)]
+        self._lock = threading.Lock()
+        self._started = False
+
+    def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
+        """Run one program per worker and a last one in this thread; return when all have ended.
+
+        Raises the first exception of any program, with its own traceback. On an interrupt (Ctrl-C) the programs
+        stop after their present tasks; a second interrupt does not wait for that.
+        """
+        *others, own = programs
+        done: SimpleQueue[None] = SimpleQueue()
+        # All or none: two mini-batches from two threads must not get in each other's way in different orders.
+        with self._lock:
+            self._start()
+            for inbox, program in zip(self._inboxes, others, strict=True):
+                inbox.put(_finishing(relay, program, done))
+        pending = len(others)
+        try:
+            try:
+                _attempt(relay, own)
+                while pending:
+                    done.get()
+                    pending -= 1
+            except KeyboardInterrupt as interrupt:
+                relay.stop(interrupt)
+                while pending:
+                    done.get()
+                    pending -= 1
+            if relay.error is not None:
+                raise relay.error
+        finally:
+            # Its traceback holds this frame, and this frame would hold it.
+            relay.error = None
+
+    def close(self) -> None:
+        """End the threads when their present programs have ended."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            for j, inbox in enumerate(self._inboxes):
+                threading.Thread(target=_serve, args=(inbox,), name=f"gpipe-partition-{j}", daemon=True).start()
+
+
+def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+    # Knows nothing but its inbox, so that a waiting thread keeps no pipeline alive.
+    while True:
+        program = inbox.get()
+        if program is None:
+            return
+        program()
+        del program
+
+
+def _finishing(relay: Relay, program: Callable[[], None], done: SimpleQueue[None]) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            _attempt(relay, program)
+        finally:
+            done.put(None)
+
+    return run
+
+
+def _attempt(relay: Relay, program: Callable[[], None]) -> None:
+    try:
+        program()
+    except Stopped:
+        pass
+    except BaseException as error:
+        relay.stop(error)

@@ -1,0 +1,9 @@
+"""Skip connections between layers of a sequence, across partitions too."""
+
+from __future__ import annotations
+
+from torchgpipe.skip.namespace import Namespace
+from torchgpipe.skip.skippable import pop, skippable, stash
+from torchgpipe.skip.verify import verify_skippables
+
+__all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

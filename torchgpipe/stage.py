@@ -1,0 +1,75 @@
+"""A stage: one partition on its device, with the skips that cross its boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.microbatch import check
+from torchgpipe.skip.layout import PartitionSkips
+from torchgpipe.skip.scope import skip_scope
+
+__all__ = ["Flat", "Stage"]
+
+Flat = tuple[Tensor | None, ...]
+"""A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
+
+
+_ANYWHERE = nullcontext()
+
+
+class Stage:
+    """Run partition `index` on a micro-batch."""
+
+    def __init__(self, index: int, partition: nn.Sequential, device: torch.device, skips: PartitionSkips) -> None:
+        self.index = index
+        self.partition = partition
+        self.device = device
+        self.arrivals = skips.arrivals
+        self.departures = skips.departures
+        self.draws: dict[bool, bool] = {}
+        """Whether the partition draws random numbers in training (True) and evaluation (False), once known."""
+        self._keys = tuple(arrival.key for arrival in self.arrivals)
+        modules = list(partition.modules())
+        self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
+        self._norms = [m for m in modules if isinstance(m, _NormBase) and m not in set(self.deferred_norms)]
+
+    def run(self, inputs: Flat, atomic: bool) -> tuple[Flat, bool]:
+        """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
+
+        `atomic` says that the micro-batch is a tensor, rather than a tuple of them.
+        """
+        count = len(inputs) - len(self._keys)
+        with self._on_device(), skip_scope(dict(zip(self._keys, inputs[count:], strict=True))) as scope:
+            y = self.partition(inputs[0] if atomic else inputs[:count])
+            skips = tuple(scope[departure.key] for departure in self.departures)
+        check(y, f"output of partition {self.index}")
+        return ((y, *skips), True) if isinstance(y, Tensor) else ((*y, *skips), False)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        # For layers that create tensors on "the" accelerator; operators on tensors need no help.
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else _ANYWHERE
+
+    def trainable(self) -> bool:
+        """Return whether any parameter of the partition takes a gradient."""
+        return any(p.requires_grad for p in self.partition.parameters())
+
+    @contextmanager
+    def running_statistics_left_alone(self) -> Iterator[None]:
+        """Keep normalization layers from updating their running statistics, for a second pass over a batch."""
+        updating = [m for m in self._norms if m.training and m.track_running_stats and m.running_mean is not None]
+        kept = [(m, m._buffers["running_mean"], m._buffers["running_var"]) for m in updating]
+        for m in updating:
+            m.track_running_stats = False
+            m._buffers["running_mean"] = m._buffers["running_var"] = None
+        try:
+            yield
+        finally:
+            for m, mean, var in kept:
+                m.track_running_stats = True
+                m._buffers["running_mean"], m._buffers["running_var"] = mean, var

@@ -1,0 +1,270 @@
+"""The workers engine: on CPU, each partition's tasks run in a thread of its own, forward and backward.
+
+PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called `backward()`, so in one
+graph the partitions could not overlap. Here each task is a segment with a graph of its own, and the pipeline as a
+whole is one node of the caller's graph. Its forward and backward each run one program per partition:
+
+    forward, partition j                     backward, partition j
+      for i = 0 … m-1:                         for i = m-1 … 0:
+        take the input from j - 1                recompute, if checkpointed
+        run task (i, j)                          take the gradient from j + 1
+        give the output to j + 1                 run the backward of task (i, j), give the rest to j - 1
+
+So the order that `dependency` has to enforce on a graph holds by construction: micro-batch i before i - 1 in every
+partition, and a task's recomputation while its gradient is still on the way.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe._autograd import keeps_graph
+from torchgpipe.ambient import Ambient
+from torchgpipe.checkpoint import Mode, checkpointed
+from torchgpipe.graph import check_backward
+from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.observe import Observer, observed
+from torchgpipe.randomness import SeededTask
+from torchgpipe.relay import Relay, Workers
+from torchgpipe.segment import Needs, Segment
+from torchgpipe.skip.portal import Portals
+from torchgpipe.stage import Flat, Stage
+
+__all__ = ["WorkersEngine"]
+
+
+@dataclass
+class WorkersEngine:
+    """Run mini-batches through `stages` with a worker for each."""
+
+    stages: Sequence[Stage]
+    workers: Workers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.workers = Workers(len(self.stages) - 1)
+
+    def run(
+        self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
+    ) -> list[TensorOrTensors]:
+        """Return the last partition's output for each micro-batch."""
+        batch = _MiniBatch(self, len(micro_batches), mode, observer)
+        with _Seeds(self.stages, len(micro_batches)) as seeds:
+            batch.seeds = seeds
+            outputs = batch.forward(micro_batches)
+        if not batch.ambient.grad or not any(any(needs) for _, _, needs in outputs):
+            return [flat[0] if atomic else flat for flat, atomic, _ in outputs]
+
+        inputs = [x for mb in micro_batches for x in ((mb,) if isinstance(mb, Tensor) else mb)]
+        flat_outputs = iter(_Pipeline.apply(batch, _token, [o[0] for o in outputs], [o[2] for o in outputs], *inputs))
+        return [
+            next(flat_outputs) if atomic else tuple(next(flat_outputs) for _ in flat)
+            for flat, atomic, _ in outputs
+        ]
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self.workers.close()
+
+
+class _MiniBatch:
+    """One mini-batch on its way: the segments that its backward will need."""
+
+    def __init__(self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None) -> None:
+        self.ambient = Ambient(())
+        self.seeds: _Seeds
+        self._stages = engine.stages
+        self._workers = engine.workers
+        self._observer = observer
+        self._m = m
+        self._n = len(engine.stages)
+        self._checkpointed = checkpointed(mode, m)
+        self._segments: list[list[Segment]] = [[] for _ in engine.stages]
+
+    def forward(self, micro_batches: list[TensorOrTensors]) -> list[tuple[Any, bool, Needs]]:
+        """Run every task's forward; return the outputs without a graph, and which of them take a gradient."""
+        relay = Relay(self._n)
+        portals: Portals[tuple[Tensor | None, bool]] = Portals()
+        results: list[tuple[Any, bool, Needs]] = []
+        self._drive(relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)])
+        return results
+
+    def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
+        """Run every task's backward; return the gradients of the micro-batches' inputs."""
+        relay = Relay(self._n)
+        portals: Portals[Tensor | None] = Portals()
+        results: list[Flat] = [()] * self._m
+        self._drive(
+            relay,
+            [partial(self._backward, j, relay, portals, output_grads, results, keep) for j in range(self._n)],
+        )
+        return results
+
+    def _drive(self, relay: Relay, programs: list[Callable[[], None]]) -> None:
+        self._workers.run(relay, programs)
+
+    def _forward(
+        self,
+        j: int,
+        relay: Relay,
+        portals: Portals[tuple[Tensor | None, bool]],
+        micro_batches: list[TensorOrTensors],
+        results: list[tuple[Any, bool, Needs]],
+    ) -> None:
+        stage = self._stages[j]
+        departures = len(stage.departures)
+        with self.ambient.entered():
+            for i in range(self._m):
+                if j == 0:
+                    x = micro_batches[i]
+                    flat: Flat = (x,) if isinstance(x, Tensor) else x
+                    atomic, needs = isinstance(x, Tensor), tuple(t.requires_grad for t in flat if t is not None)
+                    flat = tuple(t.detach() for t in flat if t is not None) if self.ambient.grad else flat
+                else:
+                    flat, atomic, needs = relay.take(j)
+                for arrival in stage.arrivals:
+                    tensor, need = portals.take(i, arrival.key)
+                    flat, needs = (*flat, tensor), (*needs, need)
+
+                relay.check()
+                with observed(self._observer, "forward", i, j):
+                    flat, atomic, needs = self._task(i, j, flat, atomic, needs)
+
+                for departure in reversed(stage.departures):
+                    portals.put(i, departure.key, (flat[-1], needs[-1]))
+                    flat, needs = flat[:-1], needs[:-1]
+                if j + 1 < self._n:
+                    relay.give(j, (flat, atomic, needs))
+                else:
+                    results.append((flat, atomic, needs))
+        assert departures == len(stage.departures)
+
+    def _task(self, i: int, j: int, flat: Flat, atomic: bool, needs: Needs) -> tuple[Flat, bool, Needs]:
+        randomness = self.seeds.of(i, j)
+        if not self.ambient.grad:
+            with randomness.first():
+                outputs, atomic = self._stages[j].run(flat, atomic)
+            return outputs, atomic, (False,) * len(outputs)
+        segment = Segment(
+            self._stages[j], checkpoint=i < self._checkpointed, ambient=self.ambient, randomness=randomness
+        )
+        self._segments[j].append(segment)
+        return segment.forward(flat, atomic, needs)
+
+    def _backward(
+        self,
+        j: int,
+        relay: Relay,
+        portals: Portals[Tensor | None],
+        output_grads: list[Flat],
+        results: list[Flat],
+        keep: bool,
+    ) -> None:
+        stage = self._stages[j]
+        # The relay runs from the last partition to the first.
+        position = self._n - 1 - j
+        for i in reversed(range(self._m)):
+            segment = self._segments[j][i]
+            last = j + 1 == self._n
+            relay.check()
+            if segment.checkpoint and not (last and all(g is None for g in output_grads[i])):
+                with observed(self._observer, "recompute", i, j):
+                    segment.recompute()
+            grads: Flat = output_grads[i] if last else relay.take(position)
+            grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
+
+            relay.check()
+            with observed(self._observer, "backward", i, j):
+                grads = segment.backward(grads, keep=keep)
+
+            for arrival in reversed(stage.arrivals):
+                portals.put(i, arrival.key, grads[-1])
+                grads = grads[:-1]
+            if j > 0:
+                relay.give(position, grads)
+            else:
+                results[i] = grads
+
+
+class _Seeds:
+    """Seed the tasks of partitions that draw random numbers, and find out which partitions do.
+
+    In a partition's first mini-batch of training, and of evaluation, every task gets a generator of its own; after
+    it, only tasks of partitions in which one drew. A draw that comes unexpected later is noticed, and warned of.
+    """
+
+    def __init__(self, stages: Sequence[Stage], m: int) -> None:
+        self._stages = stages
+        self._n = len(stages)
+        self._training = any(layer.training for stage in stages for layer in stage.partition)
+        self._seeded = [stage.draws.get(self._training, True) for stage in stages]
+        self._drew = [False] * self._n
+        self._before = torch.get_rng_state()
+        self._base = int(torch.randint(2**62, ())) if any(self._seeded) else 0
+        self._during = torch.get_rng_state()
+
+    def of(self, i: int, j: int) -> SeededTask:
+        """Return the source of random numbers of task (i, j)."""
+        seed = self._base + i * self._n + j if self._seeded[j] else None
+        return SeededTask(seed, partial(self._note, j))
+
+    def _note(self, j: int) -> None:
+        self._drew[j] = True
+
+    def __enter__(self) -> _Seeds:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            return
+        if not torch.equal(torch.get_rng_state(), self._during):
+            warnings.warn(
+                "a layer drew random numbers for the first time, after mini-batches in which it did not; "
+                "where it is checkpointed, this mini-batch's recomputation draws others",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            for stage in self._stages:
+                stage.draws.clear()
+            return
+        for stage, seeded, drew in zip(self._stages, self._seeded, self._drew, strict=True):
+            if seeded:
+                stage.draws[self._training] = stage.draws.get(self._training, False) or drew
+        if not any(self._drew):
+            # Nothing drew, so the caller's random numbers go on as if nothing had been asked for.
+            torch.set_rng_state(self._before)
+
+
+# Makes the pipeline part of the graph, also where only parameters take gradients.
+_token = torch.empty(0, requires_grad=True)
+
+
+class _Pipeline(torch.autograd.Function):
+    """The whole pipeline as one node: its forward has run, its backward drives the workers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, batch: _MiniBatch, token: Tensor, outputs: list[Flat], needs: list[Needs], *inputs: Tensor
+    ) -> Flat:
+        ctx.set_materialize_grads(False)
+        ctx.batch = batch
+        ctx.widths = [len(flat) for flat in outputs]
+        ctx.inputs = len(inputs)
+        flat = [y for flat in outputs for y in flat]
+        take_grad = [n for flat in needs for n in flat]
+        ctx.mark_non_differentiable(*(y for y, n in zip(flat, take_grad, strict=True) if y is not None and not n))
+        return tuple(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_backward()
+        remaining = iter(grads)
+        output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
+        input_grads = ctx.batch.backward(output_grads, keep=keeps_graph())
+        return (None, None, None, None, *(g for flat in input_grads for g in flat))
