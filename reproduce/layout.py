@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tabulate import tabulate
+import tabulate
 
-__all__ = ["WIDTH", "Table"]
+__all__ = ["WIDTH", "Table", "many", "span"]
 
 WIDTH = 80
+tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,16 @@ class Table:
 
     def _tabulate(self, rows: Sequence[Sequence[str]], headings: Sequence[str], style: str) -> str:
         align = ["left" if i < self.left else "right" for i in range(len(headings))]
-        text = tabulate(rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True)
+        text = tabulate.tabulate(rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True)
         return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def many(count: int, thing: str) -> str:
+    """Return `1 row`, `2 rows`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def span(values: Sequence[float]) -> str:
+    """Return `8` where all values are 8, and `8 to 64` where they differ."""
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"

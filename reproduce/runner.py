@@ -55,14 +55,10 @@ class Runner:
         self.steps = steps
         self.balancer = Balancer(devices)
 
-    def run(self, experiments: Sequence[Experiment]) -> None:
-        """Run the experiments in turn."""
-        for experiment in experiments:
-            self.plan(experiment)
+    def run(self, experiment: Experiment) -> None:
+        """Run one experiment."""
         with self.devices.in_use():
-            for experiment in experiments:
-                {"speed": self.run_speed, "memory": self.run_memory}[experiment.measures](experiment)
-        self.progress.clear()
+            {"speed": self.run_speed, "memory": self.run_memory}[experiment.measures](experiment)
 
     def plan(self, experiment: Experiment) -> None:
         """Tell the progress display what is to come."""

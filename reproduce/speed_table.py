@@ -1,33 +1,40 @@
-"""Make the speed table: throughput and speed-up over the row that each is compared with, measured and published."""
+"""Make the speed tables: throughput, and speed-up over the row that each is compared with, beside the published."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from reproduce.decode import Json
-from reproduce.experiments import Experiment
-from reproduce.layout import Table
+from reproduce.experiments import AS_PUBLISHED, Experiment
+from reproduce.layout import Table, many, span
 from reproduce.paper import published
 from reproduce.record import Result
-from reproduce.statistic import Spread, speed_up, spread, throughput
+from reproduce.statistic import Spread, speed_up, throughput
 
 __all__ = ["speed_tables"]
 
-Row = Sequence[str]
+Results = Mapping[str, Result]  # by row
 
 
 def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the experiment's speed table."""
-    by_row = {result.row: result for result in results}
-    ours_first = experiment.table
+    """Return a table of the rows at equal batch size, and one of the rows that are as published."""
     papers = {result.row: result for result in published(experiment.table).results}
-    first = next(iter(papers))
+    equal = {result.row: result for result in results if result.config["configuration"] != AS_PUBLISHED}
+    exact = {result.row: result for result in results if result.config["configuration"] == AS_PUBLISHED}
+    tables = []
+    if equal:
+        tables.append(_at_equal_batch(experiment, equal, papers))
+    if exact:
+        tables.append(_as_published(experiment, exact, papers))
+    return tables
 
+
+def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -> Table:
+    first = next(iter(papers))
     rows = []
-    for result in results:
-        over = by_row.get(result.over or "")
-        paper = papers.get((result.published or "").rpartition("/")[2])
-        paper_over = None if over is None else papers.get((over.published or "").rpartition("/")[2])
+    for result in results.values():
+        over = results.get(result.over or "")
+        paper = _paper(result, papers)
         rows.append(
             [
                 result.config["configuration"],
@@ -35,28 +42,70 @@ def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tabl
                 _count(result.config["chunks"]),
                 _throughput(result),
                 _speed_up(result, over),
-                _published_ratio(paper, paper_over),
-                _published_ratio(paper, papers[first]),
+                _ratio(paper, None if over is None else _paper(over, papers)),
+                _ratio(paper, papers[first]),
             ]
         )
-    headings = [
-        "configuration",
-        "n",
-        "m",
-        "samples/s\n(quartiles)",
-        "speed-up\n(quartiles)",
-        "published\nover m=1",
-        f"published\nover {first}",
+    headings = ("configuration", "n", "m", "samples/s\n(quartiles)", "speed-up\n(quartiles)")
+    headings = (*headings, "published\nspeed-up", f"published\nover {first}")
+    notes = [*_circumstances(results), *experiment.notes, *_about_publication(experiment, papers), *_problems(results)]
+    return Table(f"{experiment.title}, at equal batch size", headings, rows, notes)
+
+
+def _as_published(experiment: Experiment, results: Results, papers: Results) -> Table:
+    rows = []
+    for result in results.values():
+        over, paper = results.get(result.over or ""), _paper(result, papers)
+        rows.append(
+            [
+                result.row,
+                str(result.config["batch_size"]),
+                str(result.config["checkpoint"]),
+                _throughput(result),
+                "" if paper is None else _three_digits(paper.values["throughput"]),
+                _speed_up(result, over),
+                _ratio(paper, None if over is None else _paper(over, papers)),
+            ]
+        )
+    headings = ("row", "batch", "checkpoint", "samples/s\n(quartiles)", "published")
+    headings = (*headings, "speed-up\n(quartiles)", "published")
+    return Table(f"{experiment.title}, as published", headings, rows, [*_circumstances(results), *_problems(results)])
+
+
+def _circumstances(results: Results) -> list[str]:
+    configs = [result.config for result in results.values()]
+    steps = [len(result.samples["step_time"]) for result in results.values() if "step_time" in result.samples]
+    size = sorted({tuple(config.get(name) for name in ("L", "D") if name in config) for config in configs})
+    parts = [
+        f"scale {next(iter(results.values())).scale}: {configs[0]['model']} {', '.join(map(str, size))}",
+        f"batch size {span([config['batch_size'] for config in configs])}",
+        f"{span(steps)} timed steps per row" if steps else "no step timed",
     ]
-    del ours_first
-    title = f"{experiment.title}, scale {results[0].scale}"
-    return [Table(title, headings, rows, _notes(experiment, results), left=1)]
+    return ["; ".join(parts)]
 
 
-def _notes(experiment: Experiment, results: Sequence[Result]) -> list[str]:
-    paper = published(experiment.table)
-    del paper, results
-    return []
+def _about_publication(experiment: Experiment, papers: Results) -> list[str]:
+    """Say what the published numbers are, and which of their conditions ours do not share."""
+    table = published(experiment.table)
+    source, hardware = table.source or {}, table.hardware or {}
+    batches = [result.config["batch_size"] for result in papers.values()]
+    bases = {result.config["checkpoint"] for result in papers.values() if result.config["chunks"] == 1}
+    said = [f"published: {source.get('paper')}, on {hardware.get('num_gpus')} x {hardware.get('gpu')}"]
+    if len(set(batches)) > 1:
+        said.append(f"its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches")
+    if bases == {"always"}:
+        said.append("its m=1 rows recompute everything (checkpoint=always), which naive here does not")
+    return ["; ".join(said)]
+
+
+def _problems(results: Results) -> list[str]:
+    failed = [f"{result.row} failed: {result.reason}" for result in results.values() if result.status == "failed"]
+    lacking = [result for result in results.values() if result.status == "needs devices"]
+    return [*failed, f"{many(len(lacking), 'row')} not run for want of devices"] if lacking else failed
+
+
+def _paper(result: Result, papers: Results) -> Result | None:
+    return papers.get((result.published or "").rpartition("/")[2])
 
 
 def _count(value: Json) -> str:
@@ -65,17 +114,19 @@ def _count(value: Json) -> str:
 
 def _throughput(result: Result) -> str:
     found = throughput(result)
-    return result.reason or result.status if found is None else _write(found, _three_digits)
+    if found is not None:
+        return _write(found, _three_digits)
+    return str(result.reason) if result.status == "needs devices" else result.status
 
 
 def _speed_up(result: Result, over: Result | None) -> str:
+    if result is over:
+        return "1" if result.samples else ""
     found = None if over is None else speed_up(result, over)
-    if found is None:
-        return ""
-    return "1" if result is over else _write(found, "{:.2f}".format)
+    return "" if found is None else _write(found, "{:.2f}".format)
 
 
-def _published_ratio(row: Result | None, over: Result | None) -> str:
+def _ratio(row: Result | None, over: Result | None) -> str:
     if row is None or over is None:
         return ""
     return f"{row.values['throughput'] / over.values['throughput']:.2f}"
@@ -89,6 +140,3 @@ def _write(value: Spread, number: Callable[[float], str]) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-_ = spread

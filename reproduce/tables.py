@@ -16,14 +16,14 @@ __all__ = ["document", "tables"]
 MAKERS: dict[str, Any] = {"speed": speed_tables, "memory": memory_tables}
 
 
-def tables(record: Record) -> list[Table]:
-    """Return the tables of every experiment in the record."""
+def tables(record: Record, experiment: str | None = None) -> list[Table]:
+    """Return the tables of every experiment in the record, or of one."""
     by_experiment: dict[str, list[Result]] = {}
     for result in record.results:
         by_experiment.setdefault(result.experiment, []).append(result)
     made: list[Table] = []
     for name, results in by_experiment.items():
-        if name in EXPERIMENTS:
+        if name in EXPERIMENTS and experiment in (None, name):
             made.extend(MAKERS[EXPERIMENTS[name].measures](EXPERIMENTS[name], results))
     return made
 

@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge
 
 __all__ = ["accumulates", "keeps_graph", "run_backward"]
 
-_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+_engine = torch.autograd.Variable._execution_engine
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool) -> None:

@@ -5,15 +5,15 @@ The running statistics, which evaluation uses, should nevertheless be those that
 kept for the undivided mini-batch: updated once per mini-batch, from its mean and its unbiased variance.
 
 A micro-batch leaves its count, mean and variance behind. They are combined when the mini-batch ends, by the
-pairwise formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983) for many parts
-at once: squared distances to a mean add up, sums of squares are never subtracted from each other. So a mean
-far from zero costs no digits.
+formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983) for many parts at
+once: squared distances to a mean add up, sums of squares are never subtracted from each other. So a mean far
+from zero costs no digits.
 """
 
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -74,9 +74,10 @@ class DeferredBatchNorm(_BatchNorm):
     def convert_deferred_batch_norm(cls, module: Module, chunks: int | None = 1) -> Module:
         """Replace every batch normalization in a module by a deferred one, and return the module.
 
-        Parameters, buffers, hooks and mode are the replaced layer's own, so that an optimizer made before goes
-        on and ``state_dict`` keeps its keys. A layer that occurs twice is replaced by one. `nn.SyncBatchNorm`
-        is left alone. If the module is a batch normalization itself, its replacement is returned.
+        Parameters, buffers, hooks and mode are the replaced layer's own, so that an optimizer made before
+        goes on and ``state_dict`` keeps its keys. A layer that occurs twice is replaced by one.
+        `nn.SyncBatchNorm` is left alone. If the module is a batch normalization itself, its replacement is
+        returned.
 
         Raises:
             ValueError: ``chunks`` is below 1, or a layer is lazy and has not seen an input.
@@ -84,7 +85,7 @@ class DeferredBatchNorm(_BatchNorm):
         """
         chunks = _checked(chunks)
         # All replacements come first, so that a layer which cannot be converted leaves the module as it was.
-        replacements = {
+        replacements: dict[nn.Module, nn.Module] = {
             layer: cls._replacement(layer, chunks)
             for layer in module.modules()
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
@@ -92,7 +93,7 @@ class DeferredBatchNorm(_BatchNorm):
         for name, layer in list(module.named_modules(remove_duplicate=False)):
             if name and layer in replacements:
                 module.set_submodule(name, replacements[layer])
-        return replacements.get(module, module)  # type: ignore[arg-type, return-value]
+        return cast(Module, replacements.get(module, module))
 
     @classmethod
     def _replacement(cls, layer: _BatchNorm, chunks: int | None) -> nn.Module:
@@ -103,15 +104,18 @@ class DeferredBatchNorm(_BatchNorm):
                 return layer
             dimensions = layer._dimensions
         elif isinstance(layer, LazyModuleMixin):
-            raise ValueError(f"cannot defer {kind.__name__} before its first input: run the module once, then convert it")
+            raise ValueError(
+                f"cannot defer {kind.__name__} before its first input: run the module once, then convert it"
+            )
         elif kind.forward is not _BatchNorm.forward:
             raise TypeError(
                 f"cannot defer {kind.__name__}, whose forward() is its own and would be lost: "
                 "use nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
             )
         deferred = cls.__new__(cls)
-        # The tensors are shared, the dictionaries that hold them are not: half() on one must not tear the other.
-        deferred.__dict__.update({k: copy(v) if isinstance(v, dict | set) else v for k, v in vars(layer).items()})
+        # The tensors are shared, the dictionaries that hold them are not: half() on one spares the other.
+        for name, value in vars(layer).items():
+            deferred.__dict__[name] = copy(value) if isinstance(value, dict | set) else value
         deferred._defer(chunks, dimensions)
         return deferred
 
@@ -126,8 +130,9 @@ class DeferredBatchNorm(_BatchNorm):
                 "batch normalization needs more than 1 value per channel in every micro-batch, "
                 f"got an input of shape {tuple(input.shape)}: use fewer chunks or a larger mini-batch"
             )
-        if self.running_mean is None or self.running_var is None or not self.track_running_stats or is_recomputing():
+        if not self._tracks() or is_recomputing():
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        assert self.running_mean is not None and self.running_var is not None
         # With a momentum of 1 the kernel hands out the statistics that it computes anyway.
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
@@ -137,9 +142,12 @@ class DeferredBatchNorm(_BatchNorm):
             self.commit()
         return output
 
+    def _tracks(self) -> bool:
+        return self.track_running_stats and self.running_mean is not None and self.running_var is not None
+
     @torch.no_grad()
     def commit(self) -> None:
-        """End the mini-batch: update the running statistics from all that was tracked; nothing tracked, nothing done."""
+        """End the mini-batch: update the running statistics from what was tracked, if anything was."""
         tracked, self._tracked = self._tracked, []
         if not tracked or self.running_mean is None or self.running_var is None:
             return
@@ -160,11 +168,12 @@ class DeferredBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         """Describe the layer as `nn.BatchNorm` does, with its chunks."""
-        return f"{super().extra_repr()}, chunks={self.chunks}"
+        plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{plain}, chunks={self.chunks}"
 
     def _check_input_dim(self, input: Tensor) -> None:
         if self._dimensions is not None:
-            self._dimensions._check_input_dim(self, input)
+            self._dimensions._check_input_dim(self, input)  # type: ignore[no-untyped-call]
         elif input.dim() < 2:
             raise ValueError(f"expected an input of shape (N, C) or (N, C, ...), got {tuple(input.shape)}")
 
@@ -178,9 +187,9 @@ class DeferredBatchNorm(_BatchNorm):
 def _combine(tracked: list[Statistics], *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance of all parts together, on ``like``'s device, in float32 or better.
 
-        N    = sum of n
-        mean = sum of n / N * mean_i
-        var  = (sum of (n - 1) * var_i + sum of n * (mean_i - mean)**2) / (N - 1)
+    N    = sum of n
+    mean = sum of n / N * mean_i
+    var  = (sum of (n - 1) * var_i + sum of n * (mean_i - mean)**2) / (N - 1)
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     counts = [count for count, _, _ in tracked]

@@ -30,8 +30,8 @@ class CopyStreams:
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self.device = device
         on = enabled and device.type == "cuda"
-        self.inbound = torch.cuda.Stream(device) if on else None
-        self.outbound = torch.cuda.Stream(device) if on else None
+        self.inbound = _new_stream(device) if on else None
+        self.outbound = _new_stream(device) if on else None
 
 
 class Route:
@@ -109,6 +109,10 @@ class _Wait(torch.autograd.Function):
         if grad is not None:
             grad.record_stream(ctx.before)
         return None, None, grad
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream | None:

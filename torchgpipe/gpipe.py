@@ -68,6 +68,8 @@ class GPipe(nn.Module):
     chunks: int
     checkpoint: Mode
     observer: Observer | None
+    _stages: list[Stage]
+    _engine: GraphEngine | WorkersEngine
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class GPipe(nn.Module):
         self.__dict__["_partitions"] = partitions
         for partition in partitions:
             self._modules.update(partition._modules)
-        self.register_load_state_dict_pre_hook(translate_old_state)
+        self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
         self._build()
 
     def _build(self) -> None:
@@ -174,7 +176,8 @@ class GPipe(nn.Module):
 
     def __getitem__(self, index: int | slice) -> Any:
         layers = nn.Sequential()
-        layers._modules.update(self._modules)
+        for name, layer in self.named_children():
+            layers._modules[name] = layer
         return layers[index]
 
     def cuda(self, device: Any = None) -> GPipe:
@@ -198,7 +201,7 @@ class GPipe(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_stages")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._build()
 
 

@@ -68,7 +68,8 @@ class _MiniBatch:
         self.values: list[Any] = [(x,) if isinstance(x, Tensor) else x for x in micro_batches]
         self._stages = engine.stages
         self._copies = engine.copies
-        self._dependency = engine.dependency
+        # In one partition autograd's own order, latest node first, is the one that is wanted.
+        self._dependency = engine.dependency and len(engine.stages) > 1
         self._observer = observer
         self._ambient = Ambient(stage.device for stage in engine.stages)
         self._m = len(micro_batches)

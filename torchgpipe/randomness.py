@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["PrivateGenerator", "Randomness", "SavedState", "SeededTask"]
+__all__ = ["UNSEEDED", "PrivateGenerator", "Randomness", "SavedState", "SeededTask"]
 
 
 class Randomness(Protocol):
@@ -63,19 +63,32 @@ class SavedState:
 
 
 class SeededTask:
-    """Draw a task's random numbers from a generator seeded with `seed`; leave them alone where it is `None`."""
+    """Draw a task's random numbers from a generator seeded with `seed`; call `drew` at each draw."""
 
-    def __init__(self, seed: int | None, drew: Callable[[], None]) -> None:
+    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
         self._seed = seed
         self._drew = drew
 
     def first(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._seed is None else PrivateGenerator(self._seed, self._drew)
+        return PrivateGenerator(self._seed, self._drew)
 
     again = first
 
 
-class PrivateGenerator(TorchDispatchMode):
+class _Unseeded:
+    """Leave random numbers alone, in tasks that are known to draw none."""
+
+    def first(self) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    again = first
+
+
+_NOTHING = nullcontext()
+UNSEEDED = _Unseeded()
+
+
+class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Let every operator that draws random numbers draw from one generator, of this context's own.
 
     Operators that accept a generator are given it. The few that do not run, one at a time, with the default
@@ -86,7 +99,7 @@ class PrivateGenerator(TorchDispatchMode):
     _kinds: dict[Any, str] = {}  # noqa: RUF012 (a cache that all instances share)
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator()
         self._generator.manual_seed(seed)
         self._drew = drew

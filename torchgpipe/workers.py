@@ -16,9 +16,11 @@ partition, and a task's recomputation while its gradient is still on the way.
 
 from __future__ import annotations
 
-import warnings
+import math
+import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,13 +33,17 @@ from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.graph import check_backward
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.observe import Observer, observed
-from torchgpipe.randomness import SeededTask
 from torchgpipe.relay import Relay, Workers
-from torchgpipe.segment import Needs, Segment
+from torchgpipe.seeds import Seeds
+from torchgpipe.segment import Needs, Segment, detached
 from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
 
 __all__ = ["WorkersEngine"]
+
+
+# Below this, in seconds, overlap costs more than it gains, and partitions take turns.
+SHORT_TASK = 200e-6
 
 
 @dataclass
@@ -45,17 +51,19 @@ class WorkersEngine:
     """Run mini-batches through `stages` with a worker for each."""
 
     stages: Sequence[Stage]
-    workers: Workers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.workers = Workers(len(self.stages) - 1)
+        self.workers = Workers(max(0, len(self.stages) - 1))
+        self.baton = threading.Lock()
+        self.task_seconds = math.inf
+        """How long a task took in the last mini-batch, on average."""
 
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, len(micro_batches), mode, observer)
-        with _Seeds(self.stages, len(micro_batches)) as seeds:
+        with Seeds(self.stages, len(micro_batches)) as seeds:
             batch.seeds = seeds
             outputs = batch.forward(micro_batches)
         if not batch.ambient.grad or not any(any(needs) for _, _, needs in outputs):
@@ -78,36 +86,52 @@ class _MiniBatch:
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None) -> None:
         self.ambient = Ambient(())
-        self.seeds: _Seeds
+        self.seeds: Seeds
         self._stages = engine.stages
-        self._workers = engine.workers
+        self._engine = engine
         self._observer = observer
         self._m = m
         self._n = len(engine.stages)
         self._checkpointed = checkpointed(mode, m)
+        self._busy = [0.0] * self._n
         self._segments: list[list[Segment]] = [[] for _ in engine.stages]
 
     def forward(self, micro_batches: list[TensorOrTensors]) -> list[tuple[Any, bool, Needs]]:
         """Run every task's forward; return the outputs without a graph, and which of them take a gradient."""
-        relay = Relay(self._n)
+        relay = self._relay()
         portals: Portals[tuple[Tensor | None, bool]] = Portals()
         results: list[tuple[Any, bool, Needs]] = []
-        self._drive(relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)])
+        programs = [
+            (j, partial(self._forward, j, relay, portals, micro_batches, results)) for j in range(self._n)
+        ]
+        self._run(relay, programs)
+        self._engine.task_seconds = sum(self._busy) / (self._n * self._m)
         return results
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs."""
-        relay = Relay(self._n)
+        relay = self._relay()
         portals: Portals[Tensor | None] = Portals()
         results: list[Flat] = [()] * self._m
-        self._drive(
-            relay,
-            [partial(self._backward, j, relay, portals, output_grads, results, keep) for j in range(self._n)],
-        )
+        programs = [
+            # The relay runs from the last partition to the first.
+            (self._n - 1 - j, partial(self._backward, j, relay, portals, output_grads, results, keep))
+            for j in range(self._n)
+        ]
+        self._run(relay, programs)
         return results
 
-    def _drive(self, relay: Relay, programs: list[Callable[[], None]]) -> None:
-        self._workers.run(relay, programs)
+    def _relay(self) -> Relay:
+        short = self._engine.task_seconds < SHORT_TASK
+        return Relay(self._n, self._engine.baton if short else None)
+
+    def _run(self, relay: Relay, programs: Sequence[tuple[int, Callable[[], None]]]) -> None:
+        if self._m == 1 or self._n == 1:
+            # Nothing can overlap.
+            for _, program in sorted(programs, key=lambda p: p[0]):
+                program()
+        else:
+            self._engine.workers.run(relay, programs)
 
     def _forward(
         self,
@@ -118,14 +142,13 @@ class _MiniBatch:
         results: list[tuple[Any, bool, Needs]],
     ) -> None:
         stage = self._stages[j]
-        departures = len(stage.departures)
         with self.ambient.entered():
             for i in range(self._m):
                 if j == 0:
                     x = micro_batches[i]
                     flat: Flat = (x,) if isinstance(x, Tensor) else x
-                    atomic, needs = isinstance(x, Tensor), tuple(t.requires_grad for t in flat if t is not None)
-                    flat = tuple(t.detach() for t in flat if t is not None) if self.ambient.grad else flat
+                    atomic, needs = isinstance(x, Tensor), tuple(t is not None and t.requires_grad for t in flat)
+                    flat = detached(flat) if self.ambient.grad else flat
                 else:
                     flat, atomic, needs = relay.take(j)
                 for arrival in stage.arrivals:
@@ -133,8 +156,10 @@ class _MiniBatch:
                     flat, needs = (*flat, tensor), (*needs, need)
 
                 relay.check()
+                began = time.perf_counter()
                 with observed(self._observer, "forward", i, j):
                     flat, atomic, needs = self._task(i, j, flat, atomic, needs)
+                self._busy[j] += time.perf_counter() - began
 
                 for departure in reversed(stage.departures):
                     portals.put(i, departure.key, (flat[-1], needs[-1]))
@@ -143,7 +168,8 @@ class _MiniBatch:
                     relay.give(j, (flat, atomic, needs))
                 else:
                     results.append((flat, atomic, needs))
-        assert departures == len(stage.departures)
+                # A tensor that was handed over is not kept alive here while waiting for the next.
+                del flat
 
     def _task(self, i: int, j: int, flat: Flat, atomic: bool, needs: Needs) -> tuple[Flat, bool, Needs]:
         randomness = self.seeds.of(i, j)
@@ -167,7 +193,6 @@ class _MiniBatch:
         keep: bool,
     ) -> None:
         stage = self._stages[j]
-        # The relay runs from the last partition to the first.
         position = self._n - 1 - j
         for i in reversed(range(self._m)):
             segment = self._segments[j][i]
@@ -190,55 +215,7 @@ class _MiniBatch:
                 relay.give(position, grads)
             else:
                 results[i] = grads
-
-
-class _Seeds:
-    """Seed the tasks of partitions that draw random numbers, and find out which partitions do.
-
-    In a partition's first mini-batch of training, and of evaluation, every task gets a generator of its own; after
-    it, only tasks of partitions in which one drew. A draw that comes unexpected later is noticed, and warned of.
-    """
-
-    def __init__(self, stages: Sequence[Stage], m: int) -> None:
-        self._stages = stages
-        self._n = len(stages)
-        self._training = any(layer.training for stage in stages for layer in stage.partition)
-        self._seeded = [stage.draws.get(self._training, True) for stage in stages]
-        self._drew = [False] * self._n
-        self._before = torch.get_rng_state()
-        self._base = int(torch.randint(2**62, ())) if any(self._seeded) else 0
-        self._during = torch.get_rng_state()
-
-    def of(self, i: int, j: int) -> SeededTask:
-        """Return the source of random numbers of task (i, j)."""
-        seed = self._base + i * self._n + j if self._seeded[j] else None
-        return SeededTask(seed, partial(self._note, j))
-
-    def _note(self, j: int) -> None:
-        self._drew[j] = True
-
-    def __enter__(self) -> _Seeds:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if error is not None:
-            return
-        if not torch.equal(torch.get_rng_state(), self._during):
-            warnings.warn(
-                "a layer drew random numbers for the first time, after mini-batches in which it did not; "
-                "where it is checkpointed, this mini-batch's recomputation draws others",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            for stage in self._stages:
-                stage.draws.clear()
-            return
-        for stage, seeded, drew in zip(self._stages, self._seeded, self._drew, strict=True):
-            if seeded:
-                stage.draws[self._training] = stage.draws.get(self._training, False) or drew
-        if not any(self._drew):
-            # Nothing drew, so the caller's random numbers go on as if nothing had been asked for.
-            torch.set_rng_state(self._before)
+            del grads
 
 
 # Makes the pipeline part of the graph, also where only parameters take gradients.
@@ -255,10 +232,9 @@ class _Pipeline(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.batch = batch
         ctx.widths = [len(flat) for flat in outputs]
-        ctx.inputs = len(inputs)
         flat = [y for flat in outputs for y in flat]
         take_grad = [n for flat in needs for n in flat]
-        ctx.mark_non_differentiable(*(y for y, n in zip(flat, take_grad, strict=True) if y is not None and not n))
+        ctx.mark_non_differentiable(*(y for y, n in zip(flat, take_grad, strict=True) if not n and y is not None))
         return tuple(flat)
 
     @staticmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from reproduce.experiments import amoebanet
-from reproduce.experiments.row import Experiment, Optimizer, Row, Scale
+from reproduce.experiments.row import AS_PUBLISHED, Experiment, Optimizer, Row, Scale
 
-__all__ = ["EXPERIMENTS", "Experiment", "Optimizer", "Row", "Scale"]
+__all__ = ["AS_PUBLISHED", "EXPERIMENTS", "Experiment", "Optimizer", "Row", "Scale"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment

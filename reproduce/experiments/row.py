@@ -9,7 +9,9 @@ from typing import Literal
 
 from reproduce.decode import Json
 
-__all__ = ["Experiment", "Optimizer", "Row", "Scale"]
+__all__ = ["AS_PUBLISHED", "Experiment", "Optimizer", "Row", "Scale"]
+
+AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +110,14 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Name an experiment: what it measures, which published table it reproduces, and its scales."""
+    """Name an experiment: what it measures, which published table it reproduces, its scales, what to note below."""
 
     name: str
     title: str
     measures: Literal["speed", "memory"]
     table: str
     scales: tuple[Scale, ...]
+    notes: tuple[str, ...] = ()
 
     def scale(self, name: str) -> Scale:
         """Return the scale called `name`; KeyError where there is none."""

@@ -52,6 +52,9 @@ CASES: list[tuple[list[float], int, list[int]]] = [
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
+    ([1, 1, 1, 1000], 4, [1] * 4),
+    # The middle of 3 is no integer; rounded down, a cut at 0 would seem as near to it as one at 2.
+    ([0, 2, 1], 2, [2, 1]),
     # Layers without cost are shared out by number, also when there is nothing else.
     ([0] * 6, 3, [2, 2, 2]),
     ([0] * 7, 3, [2, 2, 3]),
@@ -73,6 +76,7 @@ def test_balance(costs: list[float], partitions: int, balance: list[int]) -> Non
 
 
 COSTS = st.one_of(
+    st.integers(0, 2),
     st.integers(0, 5),
     st.integers(0, 10**6),
     st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0]),

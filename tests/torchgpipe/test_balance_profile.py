@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,9 +94,10 @@ def test_time_is_that_of_forward_and_backward(
 def test_layers_take_turns_until_the_timeout() -> None:
     model = nn.Sequential(Spend(1, 2, name="a", first=0), Spend(3, 4, name="b", first=0))
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
-    runs = [f"{name} {half}" for name in "abab" for _ in range(1 + profile.RUNS_PER_COPY) for half in ("forward", "backward")]
-    # A round takes 40 seconds. The second ends early: a's 4 runs take 12, b's a warm-up and 1 run 14.
-    assert CLOCK.history == runs[: 8 + 8 + 8 + 4]
+    a, b = ["a forward", "a backward"], ["b forward", "b backward"]
+    runs = 1 + profile.RUNS_PER_COPY
+    # A round takes 3 + 7 seconds a run. The second ends early, after the first run that b is timed for.
+    assert CLOCK.history == runs * a + runs * b + runs * a + 2 * b
     assert CLOCK.now == 66.0
 
 
@@ -118,33 +120,28 @@ def test_one_disturbed_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 @pytest.mark.usefixtures("fake_time")
-def test_backward_runs_where_training_would_run_it(sample_needs_grad: bool, trainable: list[bool], backward: str) -> None:
+def test_backward_runs_where_training_would(sample_needs_grad: bool, trainable: list[bool], backward: str) -> None:
     layers = []
     for name, trains in zip("abc", trainable, strict=True):
         layers.append(nn.Sequential(nn.Linear(2, 2).requires_grad_(trains), Spend(1, 1, name=name)))
-    balance_by_time(1, nn.Sequential(*layers), torch.zeros(3, 2, requires_grad=sample_needs_grad), timeout=0, device="cpu")
+    sample = torch.zeros(3, 2, requires_grad=sample_needs_grad)
+    balance_by_time(1, nn.Sequential(*layers), sample, timeout=0, device="cpu")
     assert sorted({what[0] for what in CLOCK.history if "backward" in what}) == list(backward)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_real_time(device: str) -> None:
-    """The one thing that real clocks are sure of: some work takes longer than next to none."""
-
-    class Repeat(nn.Module):
-        def __init__(self, times: int) -> None:
-            super().__init__()
-            self.times = times
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.times):
-                x = x + 1
-            return x
-
-    model = nn.Sequential(*(Repeat(times) for times in (0, 0, 0, 0, 0, 2000)))
-    assert balance_by_time(2, model, X, timeout=0.1, device=device) == [5, 1]
+def test_seconds_by_the_real_clock(device: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
+    start = time.perf_counter()
+    seconds = profile.profile_times(model, X, 0.05, torch.device(device))
+    elapsed = time.perf_counter() - start
+    assert len(seconds) == 3
+    assert min(seconds) > 0
+    assert sum(seconds) < elapsed
+    assert elapsed >= 0.05
 
 
-# --- bytes --------------------------------------------------------------------------------------------------------------
+# bytes
 
 
 class Expand(nn.Module):
@@ -191,7 +188,7 @@ def test_size_by_parameters(device: str) -> None:
         (1, 64.0, [6, 1]),
     ],
 )
-def test_chunks_and_param_scale_weigh_one_against_the_other(chunks: int, param_scale: float, balance: list[int]) -> None:
+def test_activations_against_parameters(chunks: int, param_scale: float, balance: list[int]) -> None:
     model = nn.Sequential(*(Expand(KiB) for _ in range(6)), Parameters(32 * KiB))
     sample = torch.rand(64, 1, requires_grad=True)
     assert balance_by_size(2, model, sample, chunks=chunks, param_scale=param_scale, device="cpu") == balance
@@ -222,7 +219,8 @@ KEPT: dict[str, tuple[nn.Module, bool, float]] = {
     "input saved twice": (Returns(lambda x: x * x), True, 1),
     "between": (Returns(lambda x: (x + 1).exp().sin()), True, 2),
     "between, without gradient": (Returns(lambda x: (x + 1).exp().sin()), False, 1),
-    "parameters and buffers not": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False)), False, 2 + 2 / 4),
+    # Two outputs, and the mean and deviation of every channel; neither weight nor running statistics.
+    "no parameters, no buffers": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), False, 2 + 2 / 4),
     "views of one storage": (Returns(lambda x: tuple((x + 1).unbind())), True, 1),
     "a part keeps the whole": (Returns(lambda x: (x + 1)[:1]), True, 1),
     "integers": (Returns(lambda x: x.argsort()), False, 2),
@@ -259,7 +257,7 @@ def test_stashed_tensors_count_where_they_are_made() -> None:
     assert sizes == [sample.nbytes, 0]
 
 
-# --- CUDA, as far as it shows without one --------------------------------------------------------------------------------
+# CUDA, as far as it shows without one
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def balance_by_time(
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     if place.type == "meta":
-        raise ValueError("nothing takes time on device 'meta': balance_by_size can use it, or name a device that computes")
+        raise ValueError("nothing takes time on device 'meta': name one that computes, or use balance_by_size")
     return minimise_heaviest(profile_times(module, sample, timeout, place), partitions)
 
 
@@ -72,15 +72,16 @@ def balance_by_size(
 
         size = bytes for one micro-batch + param_scale * bytes of parameters
 
-    The bytes for one micro-batch are found by running the first of `chunks` parts of the input. On CUDA they are what
-    the peak of allocated memory rises by during the layer's forward (this resets the peak statistics of
-    `torch.cuda`). Elsewhere they are counted: the storages that the layer's forward made and that backward or a
-    later layer needs, each once; what is freed within forward is not among them, nor are sparse tensors.
+    The bytes for one micro-batch are found by running the first of `chunks` parts of the input. On CUDA they
+    are what the peak of allocated memory rises by during the layer's forward (this resets the peak statistics
+    of `torch.cuda`). Elsewhere they are counted: the storages that the layer's forward made and that backward
+    or a later layer needs, each once; what is freed within forward is not among them, nor are sparse tensors.
+    Either way an activation counts for the layer that made it, not for those that read it.
 
     Args:
         partitions: number of partitions, from 1 to the number of layers.
         module: the sequence to balance, on any device; one layer at a time is copied to `device`.
-        input: a mini-batch, a tensor or a tuple of tensors, on any device ("meta" for one, if `device` is so too).
+        input: a mini-batch, a tensor or a tuple of tensors, on any device.
         chunks: number of micro-batches that the mini-batch will be split into.
         param_scale: bytes held per byte of parameters. Parameters and gradients alone make 2; add the
             optimizer's state: 2 for SGD, 3 with momentum, 4 for Adam; and 1 more where a copy is kept.

@@ -1,10 +1,9 @@
 """Split a row of costs into consecutive partitions, the heaviest as light as it can be.
 
-The answer is exact: costs become integers first (every finite float is a fraction), so that no rounding
-decides between two cuts. The search then needs few probes, because every probe teaches a sum that really
-occurs: a bound that holds comes down to the heaviest partition it produced, a bound that fails goes up to the
-smallest one under which the same cuts would change. (The probe is the classic greedy one for chains, see
-Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004.)
+The answer is exact: costs become integers first (every finite float is a fraction), so that no rounding decides
+between two cuts and the least bound can be bisected to the last unit. Whether a bound holds shows by filling
+partitions greedily, each with a binary search in the prefix sums (Pinar and Aykanat, "Fast optimal load balancing
+algorithms for 1D partitioning", 2004).
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def check_partitions(partitions: int, layers: int) -> None:
         raise ValueError(f"partitions must be at least 1, got {partitions}")
     if partitions > layers:
         raise ValueError(
-            f"cannot fill {partitions} partitions with {layers} layer(s): every partition needs at least one; "
-            f"ask for at most {layers}"
+            f"cannot fill {partitions} partitions with {layers} layer(s): every partition needs one, "
+            f"so ask for at most {layers}"
         )
 
 
@@ -69,40 +68,24 @@ def _integers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) -> int:
-    """Return the cost of the heaviest partition in the best balance.
-
-    No balance is lighter than ``low`` and one is exactly as heavy as ``high``, until the two meet.
-    """
+    """Return the cost of the heaviest partition in the best balance."""
     low = max(heaviest_layer, -(-prefix[-1] // partitions))
     high = prefix[-1]
     while low < high:
         bound = (low + high) // 2
-        fits, heaviest, next_bound = _probe(prefix, partitions, bound)
-        if fits:
-            high = heaviest
+        if _fits(prefix, partitions, bound):
+            high = bound
         else:
-            low = next_bound
+            low = bound + 1
     return high
 
 
-def _probe(prefix: Sequence[int], partitions: int, bound: int) -> tuple[bool, int, int]:
-    """Fill partitions from the left, each as full as the bound allows.
-
-    Returns whether the layers fit, the heaviest partition, and the smallest bound that would fill any
-    partition further.
-    """
-    layers = len(prefix) - 1
+def _fits(prefix: Sequence[int], partitions: int, bound: int) -> bool:
+    """Return whether partitions reach the end when each is as full as the bound allows."""
     start = 0
-    heaviest = 0
-    next_bound = prefix[-1]
     for _ in range(partitions):
-        stop = bisect_right(prefix, prefix[start] + bound, start) - 1
-        heaviest = max(heaviest, prefix[stop] - prefix[start])
-        if stop == layers:
-            return True, heaviest, next_bound
-        next_bound = min(next_bound, prefix[stop + 1] - prefix[start])
-        start = stop
-    return False, heaviest, next_bound
+        start = bisect_right(prefix, prefix[start] + bound, start) - 1
+    return start == len(prefix) - 1
 
 
 def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
@@ -123,9 +106,9 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
 
 
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
-    """Move every cut to the middle between its neighbours, which never makes the heavier of the two heavier.
+    """Move every cut to the middle between its neighbours, which never makes the heavier side heavier.
 
-    Cuts placed by shares are nearly there, unless a layer heavier than its share pulled them; a few sweeps do.
+    Cuts placed by shares are nearly there, unless a layer heavier than its share pulled them.
     """
     for _ in starts:
         before = list(starts)
@@ -138,7 +121,7 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
-    """Return the cut from first to last whose cost is nearest to the share, then nearest to the count of layers."""
+    """Return the cut, from first to last, nearest to the share; of those that are, nearest to the count."""
     cut = min(bisect_left(prefix, share, first, last + 1), last)
     if cut > first and share - prefix[cut - 1] <= prefix[cut] - share:
         cut -= 1

@@ -1,9 +1,8 @@
 """Profile a sequence layer by layer: seconds of forward and backward, or bytes for a micro-batch.
 
-Three things make the numbers those of training. Every layer runs on what the layers before it really put out,
-skips included, cut off from their graph, so that its backward is its own. An input requires grad if it would in
-training, so that frozen layers cost what frozen layers cost. And a layer runs as a copy, one copy at a time,
-so that the module stays untouched and does not have to fit the device.
+Every layer runs on what the layers before it put out, skips included, cut off from their graph, so that its
+backward is its own. An input requires grad if it would in training, so that a frozen layer costs no backward.
+And a layer runs as a copy, one at a time, so that the module stays untouched and need not fit the device.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ RUNS_PER_COPY = 3
 """Timed runs of a copy, so that copying does not take most of the timeout; fewer once that has passed."""
 
 
-def profile_times(module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device) -> list[float]:
-    """Return the median seconds of every layer's forward plus backward, measured in rounds over all layers."""
+def profile_times(
+    module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device
+) -> list[float]:
+    """Return the median seconds of every layer's forward plus backward, from rounds over all layers."""
     seconds: list[list[float]] = [[] for _ in module]
     deadline = perf_counter() + timeout
 
@@ -78,7 +79,8 @@ class _Rehearsal:
         """Forget the last run, and return the input for the next."""
         self.output = ()
         self.scope = {key: None if x is None else _fresh(x) for key, x in self._skips.items()}
-        return _fresh(self._value) if isinstance(self._value, Tensor) else tuple(_fresh(x) for x in self._value)
+        value = self._value
+        return _fresh(value) if isinstance(value, Tensor) else tuple(_fresh(x) for x in value)
 
     def forward(self, value: TensorOrTensors) -> None:
         with skip_scope(self.scope):
@@ -92,7 +94,7 @@ class _Rehearsal:
 def _rehearse(
     module: nn.Sequential, sample: TensorOrTensors, device: torch.device, measure: Callable[[_Rehearsal], T]
 ) -> Iterator[T]:
-    """Measure the layers in turn. To measure, a layer has to be run at least once; the last run feeds the next layer."""
+    """Measure the layers in turn; `measure` runs a layer once or more, and its last run feeds the next."""
     value = _cut_off(sample, device)
     waiting: Scope = {}
     for index, layer in enumerate(module):

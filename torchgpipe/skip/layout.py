@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -51,7 +52,7 @@ def skip_layout(partitions: Sequence[nn.Module], *, portals: bool = True) -> lis
         origin.update(dict.fromkeys(stashes, j))
         for key in pops:
             stops = [origin[key], j] if portals else list(range(origin[key], j + 1))
-            for source, target in zip(stops, stops[1:], strict=False):
+            for source, target in pairwise(stops):
                 if source != target:
                     departures[source].append(Departure(key, target))
                     arrivals[target].append(Arrival(key, source))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchgpipe.skip.namespace import Namespace
 from torchgpipe.skip.scope import SkipKey, current_scope
 
-__all__ = ["pop", "skips_of", "skippable", "stash"]
+__all__ = ["pop", "skippable", "skips_of", "stash"]
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
@@ -81,9 +81,13 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
             _check_all_used(self, set())
             return result
 
-        layer.forward = forward
-        layer._stashes, layer._pops = stashes, pops  # type: ignore[assignment]
-        layer.isolate = _isolate  # type: ignore[assignment]
+        for name, value in (
+            ("forward", forward),
+            ("_stashes", stashes),
+            ("_pops", pops),
+            ("isolate", _isolate),
+        ):
+            setattr(layer, name, value)
         return layer
 
     return decorate

@@ -1,0 +1,70 @@
+"""Measure one torchgpipe, whichever is first on the path, for `benchmarks.machinery`: requests in, samples out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as plain_checkpoint
+
+Sample = tuple[float, float]
+
+# What a plain loop over the same layers and micro-batches does in place of each checkpoint mode.
+PLAIN = {"never": "plain", "always": "plain checkpointed"}
+
+
+def build(n: int, m: int, mode: str) -> Callable[[Tensor], Tensor]:
+    """Return a model of `n` layers, one per partition, in a GPipe or a plain loop."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(n)))
+    if mode == "plain":
+        return lambda x: torch.cat([layers(micro_batch) for micro_batch in x.chunk(m)])
+    if mode == "plain checkpointed":
+
+        def run(x: Tensor) -> Tensor:
+            outputs = []
+            for micro_batch in x.chunk(m):
+                for layer in layers:
+                    micro_batch = plain_checkpoint(layer, micro_batch, use_reentrant=False)
+                outputs.append(micro_batch)
+            return torch.cat(outputs)
+
+        return run
+    from torchgpipe import GPipe
+
+    return GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint=mode)  # type: ignore[arg-type]
+
+
+def measure(model: Callable[[Tensor], Tensor], n: int, m: int, steps: int) -> list[Sample]:
+    """Return (forward, backward) seconds per task of `steps` steps, after three to warm up."""
+    x = torch.randn(m, 8)
+    samples = []
+    for step in range(-3, steps):
+        began = time.perf_counter()
+        y = model(x)
+        ran = time.perf_counter()
+        loss = y.sum()
+        summed = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        if step >= 0:
+            samples.append(((ran - began) / (n * m), (ended - summed) / (n * m)))
+    return samples
+
+
+def main() -> None:
+    """Answer each line [n, m, mode, steps] on standard input with a line of samples."""
+    import torchgpipe
+
+    torch.set_num_threads(1)
+    print(json.dumps(f"torchgpipe {torchgpipe.__version__}"), flush=True)
+    for line in sys.stdin:
+        n, m, mode, steps = json.loads(line)
+        print(json.dumps(measure(build(n, m, mode), n, m, steps)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Start `python -m reproduce`; what the program cannot do without is looked for first, and told in one line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+LEAST_TORCH = (2, 11)
+
+
+def missing() -> str | None:
+    """Return what is wrong with a package that the program needs, and what to do; None where nothing is."""
+    for package in ("torch", "click", "tabulate"):
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name == package:
+                return f"{package} is not installed: run 'make', or 'pip install {package}'"
+            return f"{package} is broken (no module {error.name}): install it anew"
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"{package} is broken ({' '.join(str(error).split())}): install it anew"
+
+    version = sys.modules["torch"].__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        return f"torch {version} is too old: install torch {least} or newer"
+    return None
+
+
+def main() -> int:
+    """Run the program and return its exit code."""
+    problem = missing()
+    if problem is not None:
+        print(f"reproduce: {problem}", file=sys.stderr)
+        return 1
+    from reproduce.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("reproduce: interrupted", file=sys.stderr)
+        sys.exit(130)

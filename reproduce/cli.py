@@ -1,0 +1,177 @@
+"""Offer the experiments on the command line: `python -m reproduce list | run | show | import-paper`."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from reproduce.devices import DevicesError, find_devices
+from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.layout import many
+from reproduce.listing import listing
+from reproduce.machine import ROOT
+from reproduce.paper import PAPER, import_tables, published
+from reproduce.progress import Progress
+from reproduce.record import RecordError, load, write_atomically
+from reproduce.recorder import Recorder, new_recorder, prepare_folder
+from reproduce.runner import UNITS, Runner
+from reproduce.scale import ScaleError, choose_scale
+from reproduce.tables import document, tables
+
+__all__ = ["INTERRUPTED", "main"]
+
+INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+MEASURED = ROOT / "results" / "measured"
+
+
+class ExperimentName(click.ParamType):
+    """Take an experiment's name."""
+
+    name = "experiment"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Experiment:
+        """Return the experiment called `value`."""
+        if str(value) not in EXPERIMENTS:
+            close = difflib.get_close_matches(str(value), EXPERIMENTS, n=1)
+            meant = f"did you mean {close[0]}" if close else f"there are {', '.join(EXPERIMENTS)}"
+            self.fail(f"no experiment is called {value!r}; {meant}", param, ctx)
+        return EXPERIMENTS[str(value)]
+
+
+@click.group()
+def cli() -> None:
+    """Run the papers' experiments on this machine and compare with what was published."""
+
+
+@cli.command("list")
+@click.option("--on", type=click.Choice(["cpu", "cuda"]), help="Kind of devices. Default: CUDA if there is any.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many devices. Default: all.")
+def list_experiments(on: str | None, devices: int | None) -> None:
+    """List every experiment, scale and row: what it needs and what it reproduces."""
+    click.echo(listing(find_devices(on, devices)))
+
+
+@cli.command()
+@click.argument("experiments", nargs=-1, required=True, type=ExperimentName())
+@click.option("--scale", type=click.Choice(["paper", "small"]), help="Default: the largest that this machine holds.")
+@click.option("--on", type=click.Choice(["cpu", "cuda"]), help="Kind of devices. Default: CUDA if there is any.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N",
+              help="How many devices. A CPU device is an equal share of the cores. Default: all.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), metavar="K",
+              help="Timed steps of each row. Default: the scale's, within its time limit.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), default=MEASURED, metavar="DIR",
+              help="Where to put the record and the tables. Default: results/measured.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of parameters, data and the rows' order.")
+def run(
+    experiments: tuple[Experiment, ...],
+    scale: str | None,
+    on: str | None,
+    devices: int | None,
+    steps: int | None,
+    out: Path,
+    seed: int,
+) -> None:
+    """Run EXPERIMENTS, print their tables and keep a record of them."""
+    wanted = list({experiment.name: experiment for experiment in experiments}.values())
+    for experiment in wanted:
+        published(experiment.table)  # a broken checkout should be noticed now
+    found = find_devices(on, devices)
+    chosen = choose_scale(wanted, found, scale)
+    prepare_folder(out)
+
+    recorder = new_recorder(
+        out,
+        [experiment.name for experiment in wanted],
+        title="; ".join(experiment.title for experiment in wanted),
+        scale=chosen,
+        unit=UNITS,
+        devices=found,
+        seed=seed,
+        command=["python", "-m", "reproduce", *sys.argv[1:]],
+    )
+    progress = Progress()
+    progress.say(f"scale {chosen} on {found}; finished rows go to {_shown(recorder.path)}")
+    runner = Runner(found, recorder, progress, scale=chosen, seed=seed, steps=steps)
+    try:
+        recorder.save()
+        for experiment in wanted:
+            runner.plan(experiment)
+        for experiment in wanted:
+            runner.run(experiment)
+            progress.clear()
+            for table in tables(recorder.record, experiment.name):
+                click.echo(f"\n{table.text()}")
+    except KeyboardInterrupt:
+        progress.clear()
+        _finish(recorder, "interrupted")
+        kept = sum(result.status == "measured" for result in recorder.results.values())
+        click.echo(f"interrupted; {many(kept, 'measured row')} kept in {_shown(recorder.path)}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+
+    _finish(recorder, "finished")
+    click.echo(f"\nrecord: {_shown(recorder.path)}\ntables: {_shown(recorder.path.with_suffix('.md'))}")
+    failed = [result for result in recorder.results.values() if result.status == "failed"]
+    if failed:
+        raise click.ClickException(f"{many(len(failed), 'row')} failed, the first being {failed[0].row}: {failed[0].reason}")
+
+
+@cli.command()
+@click.argument("records", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--markdown", is_flag=True, help="Write Markdown, with the circumstances of the run.")
+def show(records: tuple[Path, ...], markdown: bool) -> None:
+    """Print the tables of RECORDS."""
+    for path in records:
+        record = load(path)
+        if markdown:
+            click.echo(document(record), nl=False)
+        for table in [] if markdown else tables(record):
+            click.echo(f"\n{table.text()}")
+
+
+@cli.command("import-paper")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), default=PAPER, metavar="DIR", help="Default: results/paper.")
+def import_paper(source: Path, out: Path) -> None:
+    """Make the records of published numbers from the JSON file SOURCE, which holds the papers' tables."""
+    prepare_folder(out)
+    for path in import_tables(source, out):
+        click.echo(_shown(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; an error is one line on stderr."""
+    try:
+        code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False)
+    except click.ClickException as error:
+        return _complain(error.format_message(), error.exit_code)
+    except (DevicesError, ScaleError) as error:
+        return _complain(str(error), 2)
+    except RecordError as error:
+        return _complain(str(error), 1)
+    except (KeyboardInterrupt, click.Abort):
+        return _complain("interrupted", INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def _finish(recorder: Recorder, state: Literal["finished", "interrupted"]) -> None:
+    """Write the record and its tables for the last time."""
+    recorder.end(state)
+    write_atomically(recorder.path.with_suffix(".md"), document(recorder.record))
+
+
+def _complain(message: str, code: int) -> int:
+    click.echo(f"reproduce: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _shown(path: Path) -> str:
+    """Return the path as one would type it here, where it lies below the current folder."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

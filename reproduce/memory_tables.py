@@ -1,0 +1,105 @@
+"""Make the memory tables: the published models' sizes, counted exactly, and each device's measured peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reproduce.decode import Json
+from reproduce.experiments import Experiment
+from reproduce.layout import Table, many, span
+from reproduce.paper import published
+from reproduce.record import Result
+
+__all__ = ["memory_tables"]
+
+MiB, GiB = 2**20, 2**30
+DEVICES_PER_LINE = 4
+
+KINDS = {  # the values of a result -> what a table of them is called, and what the bytes are
+    ("cpu", "peak_allocated"): ("live bytes", "the bytes of all tensors alive, counted"),
+    ("cuda", "peak_allocated"): ("allocated", "bytes allocated to tensors (torch.cuda.max_memory_allocated)"),
+    ("cuda", "peak_reserved"): (
+        "reserved, as published",
+        "bytes that the caching allocator holds (torch.cuda.max_memory_reserved), the published kind",
+    ),
+}
+
+
+def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
+    """Return the table of the published models, and one of measured peaks for each kind of bytes."""
+    counted = [result for result in results if result.device == "meta"]
+    run = [result for result in results if result.device != "meta"]
+    tables = [_published_models(experiment, counted)] if counted else []
+    for (device, value), (name, meaning) in KINDS.items():
+        if any(result.device == device and result.values.get(value) for result in run):
+            tables.append(_peaks(experiment, run, value, name, meaning))
+    if run and len(tables) == bool(counted):
+        tables.append(_peaks(experiment, run, "peak_allocated", "nothing measured", "none"))
+    return tables
+
+
+def _published_models(experiment: Experiment, results: Sequence[Result]) -> Table:
+    papers = {result.row: result.values for result in published(experiment.table).results}
+    rows = []
+    for result in results:
+        paper = papers[(result.published or "").rpartition("/")[2]]
+        activations = paper["peak_activation_memory"]
+        rows.append(
+            [
+                result.row,
+                _size(result),
+                f"{result.values['parameters']:,}",
+                f"{paper['parameters'] / 1e6:,.1f} M",
+                f"{result.values['model_bytes'] / GiB:.2f}",
+                f"{paper['model_memory']:.2f}",
+                "out of memory" if activations is None else f"{activations:.2f}",
+            ]
+        )
+    headings = ("row", "size", "parameters", "published", "model\nGiB", "published\nGiB", "published\nactivations GiB")
+    per_parameter = [result.values["model_bytes"] // result.values["parameters"] for result in results]
+    notes = [
+        "counted on the models themselves, without memory for them (device meta); nothing is estimated",
+        f"model: {span(per_parameter)} bytes per parameter: itself, its gradient and the optimizer's state",
+        "published activations: the devices' summed peak, as reserved by the caching allocator, less the model",
+    ]
+    return Table(f"{experiment.title}: the published models", headings, rows, notes, left=2)
+
+
+def _peaks(experiment: Experiment, results: Sequence[Result], value: str, name: str, meaning: str) -> Table:
+    most = max((max(result.values.get(value) or [0]) for result in results), default=0)
+    unit, digits, scale = (GiB, 2, "GiB") if most >= 10 * GiB else (MiB, 0, "MiB")
+
+    def write(size: float) -> str:
+        return f"{size / unit:.{digits}f}"
+
+    rows = []
+    for result in results:
+        peaks = result.values.get(value)
+        if not peaks:
+            rows.append([result.row, _size(result), _outcome(result), "", "", ""])
+            continue
+        lines = [peaks[i : i + DEVICES_PER_LINE] for i in range(0, len(peaks), DEVICES_PER_LINE)]
+        each = "\n".join("  ".join(map(write, line)) for line in lines)
+        model = result.values["model_bytes"]
+        rows.append([result.row, _size(result), each, write(sum(peaks)), write(model), write(sum(peaks) - model)])
+    headings = ("row", "size", f"peak of each device\n{scale}", "sum", "model", "activations")
+    configs = [result.config for result in results]
+    chunks = [config["chunks"] for config in configs if config["chunks"] is not None]
+    notes = [
+        f"scale {results[0].scale}; batch size {span([config['batch_size'] for config in configs])}"
+        + (f"; pipelines in {span(chunks)} micro-batches" if chunks else ""),
+        f"peak: {meaning}; activations: the sum less the model",
+        *(f"{result.row} failed: {result.reason}" for result in results if result.status == "failed"),
+    ]
+    lacking = sum(result.status == "needs devices" for result in results)
+    if lacking:
+        notes.append(f"{many(lacking, 'row')} not run for want of devices")
+    return Table(f"{experiment.title}: measured peak, {name}", headings, rows, notes, left=2)
+
+
+def _outcome(result: Result) -> str:
+    return str(result.reason) if result.status == "needs devices" else result.status
+
+
+def _size(result: Result) -> Json:
+    return "({})".format(", ".join(str(result.config[name]) for name in ("L", "D") if name in result.config))
