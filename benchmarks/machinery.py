@@ -108,7 +108,10 @@ def table(samples: dict[str, dict[str, list[Sample]]], versions: dict[str, str])
     rows = []
     for case, by_name in samples.items():
         row = [case]
-        medians = {name: [statistics.median(side) * 1e6 for side in zip(*s, strict=True)] for name, s in by_name.items()}
+        medians = {
+            name: [statistics.median(side) * 1e6 for side in zip(*pairs, strict=True)]
+            for name, pairs in by_name.items()
+        }
         for name in ("plain", *versions):
             row.append("{:.0f} / {:.0f}".format(*medians[name]))
         if "other" in medians:

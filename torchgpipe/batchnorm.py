@@ -173,7 +173,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if self._dimensions is not None:
-            self._dimensions._check_input_dim(self, input)  # type: ignore[no-untyped-call]
+            self._dimensions._check_input_dim(self, input)
         elif input.dim() < 2:
             raise ValueError(f"expected an input of shape (N, C) or (N, C, ...), got {tuple(input.shape)}")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CopyStreams", "Route"]
+__all__ = ["CopyStreams", "Route", "current_stream", "using"]
 
 
 class CopyStreams:
@@ -44,8 +44,8 @@ class Route:
         self.source = source.device
         self.target = target.device
         self.elsewhere = source.device != target.device
-        self._compute_source = _current_stream(source.device)
-        self._compute_target = _current_stream(target.device)
+        self._compute_source = current_stream(source.device)
+        self._compute_target = current_stream(target.device)
         self._outbound = source.outbound or self._compute_source
         self._inbound = target.inbound or self._compute_target
 
@@ -53,14 +53,14 @@ class Route:
         """Let the outbound copy stream wait for `x`."""
         if not self.elsewhere or self._outbound is self._compute_source:
             return x
-        with _using(self._outbound):
+        with using(self._outbound):
             y: Tensor = _Wait.apply(self._compute_source, self._outbound, x)
         return y
 
     @contextmanager
     def departing(self) -> Iterator[None]:
         """Create autograd nodes that belong between departure and copy."""
-        with _using(self._outbound if self.elsewhere else None):
+        with using(self._outbound if self.elsewhere else None):
             yield
 
     def copy(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Route:
 
     def move(self, x: Tensor, target: torch.device) -> Tensor:
         """Copy `x` to `target` on the copy streams; a copy to the host is complete when this returns."""
-        with _using(self._outbound, self._inbound):
+        with using(self._outbound, self._inbound):
             return x.to(target, non_blocking=target.type == "cuda")
 
 
@@ -112,15 +112,17 @@ class _Wait(torch.autograd.Function):
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
-def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the device's current stream, `None` off CUDA."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 @contextmanager
-def _using(*streams: torch.cuda.Stream | None) -> Iterator[None]:
+def using(*streams: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make `streams` the current ones of their devices; pass over `None`."""
     with ExitStack() as stack:
         for stream in streams:
             if stream is not None:

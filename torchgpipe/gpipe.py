@@ -93,7 +93,7 @@ class GPipe(nn.Module):
             raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
         verify_skippables(module)
         if deferred_batch_norm:
-            module = _as_sequential(DeferredBatchNorm.convert_deferred_batch_norm(module, chunks))
+            module = _as_sequential(DeferredBatchNorm.convert_deferred_batch_norm(module, None))
 
         counts, partitions, chosen = split(module, None if balance is None else list(balance), devices)
         self.balance = counts
@@ -104,7 +104,7 @@ class GPipe(nn.Module):
         self.training = module.training
         self._switches = (_resolve(engine, chosen), dependency, copy_streams, portals)
         # The layers are this module's own children, by their own names: its state is the wrapped module's.
-        self.__dict__["_partitions"] = partitions
+        self.__dict__["_partitions"] = nn.ModuleList(partitions)
         for partition in partitions:
             self._modules.update(partition._modules)
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
@@ -113,10 +113,11 @@ class GPipe(nn.Module):
     def _build(self) -> None:
         """Make what cannot be copied or pickled: streams, threads, and what refers to them."""
         engine, dependency, copy_streams, portals = self._switches
-        skips = skip_layout(self.partitions, portals=portals)
+        partitions = [_as_sequential(partition) for partition in self.partitions]
+        skips = skip_layout(partitions, portals=portals)
         stages = [
             Stage(j, partition, device, skips[j])
-            for j, (partition, device) in enumerate(zip(self.partitions, self.devices, strict=True))
+            for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
         ]
         self.__dict__["_stages"] = stages
         if engine == "workers":
@@ -127,9 +128,9 @@ class GPipe(nn.Module):
         weakref.finalize(self, self._engine.close)
 
     @property
-    def partitions(self) -> list[nn.Sequential]:
-        """The partitions, each a sequence of consecutive layers on its device."""
-        partitions: list[nn.Sequential] = self.__dict__["_partitions"]
+    def partitions(self) -> nn.ModuleList:
+        """The partitions, each an `nn.Sequential` of consecutive layers on its device."""
+        partitions: nn.ModuleList = self.__dict__["_partitions"]
         return partitions
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
@@ -171,8 +172,7 @@ class GPipe(nn.Module):
         return sum(self.balance)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        for partition in self.partitions:
-            yield from partition
+        yield from self.children()
 
     def __getitem__(self, index: int | slice) -> Any:
         layers = nn.Sequential()

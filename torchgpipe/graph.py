@@ -20,7 +20,7 @@ from torch import Tensor
 from torchgpipe._autograd import accumulates, keeps_graph
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.copy import CopyStreams, Route
+from torchgpipe.copy import CopyStreams, Route, current_stream, using
 from torchgpipe.dependency import differentiable, fork, join
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.observe import Observer, observed
@@ -123,7 +123,8 @@ class _MiniBatch:
             ambient=self._ambient,
             randomness=SavedState(self._stages[j].device),
         )
-        return _Task(segment, self._observer, i, j, self.atomic[i])
+        stream = current_stream(self._stages[j].device)
+        return _Task(segment, self._observer, i, j, self.atomic[i], stream)
 
     def _route(self, source: int, target: int) -> Route:
         if (source, target) not in self._routes:
@@ -138,9 +139,11 @@ class _Task:
     i: int
     j: int
     atomic: bool
+    stream: torch.cuda.Stream | None
 
     def recompute(self) -> None:
-        with observed(self.observer, "recompute", self.i, self.j):
+        # Autograd runs this node, whose tensors are on the CPU, with whatever streams backward() was called on.
+        with using(self.stream), observed(self.observer, "recompute", self.i, self.j):
             self.segment.recompute()
 
 

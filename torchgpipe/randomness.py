@@ -88,7 +88,7 @@ _NOTHING = nullcontext()
 UNSEEDED = _Unseeded()
 
 
-class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PrivateGenerator(TorchDispatchMode):
     """Let every operator that draws random numbers draw from one generator, of this context's own.
 
     Operators that accept a generator are given it. The few that do not run, one at a time, with the default
