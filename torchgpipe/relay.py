@@ -74,9 +74,9 @@ class Relay:
     def stop(self, error: BaseException) -> None:
         """Stop every program as soon as its present task is over; the first error is the one that counts."""
         with self._lock:
-            if self.stopped:
-                return
-            self.stopped, self.error = True, error
+            if not self.stopped:
+                self.stopped, self.error = True, error
+        # Every time: an interrupt may have come before an earlier call got this far.
         for link in self._links:
             link.put(_STOP)
 
@@ -98,8 +98,9 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(count)]
+        self._threads: list[threading.Thread | None] = [None] * count
         self._lock = threading.Lock()
-        self._started = False
+        self._closed = False
 
     def run(self, relay: Relay, programs: Sequence[tuple[int, Callable[[], None]]]) -> None:
         """Run one program per worker and a last one in this thread; return when all have ended.
@@ -111,14 +112,15 @@ class Workers:
         """
         *others, own = programs
         done: SimpleQueue[None] = SimpleQueue()
-        # All or none: two mini-batches from two threads must not get in each other's way in different orders.
-        with self._lock:
-            self._start()
-            for inbox, (position, program) in zip(self._inboxes, others, strict=True):
-                inbox.put(_finishing(relay, position, program, done))
-        pending = len(others)
+        pending = 0
         try:
             try:
+                # All or none: two mini-batches from two threads must not get in each other's way in different orders.
+                with self._lock:
+                    self._start()
+                    for inbox, (position, program) in zip(self._inboxes, others, strict=True):
+                        inbox.put(_finishing(relay, position, program, done))
+                        pending += 1
                 relay.attempt(*own)
                 while pending:
                     done.get()
@@ -133,17 +135,37 @@ class Workers:
         finally:
             # Its traceback holds this frame, and this frame would hold it.
             relay.error = None
+            if self._closed:
+                with self._lock:
+                    self._end()
 
     def close(self) -> None:
-        """End the threads when their present programs have ended."""
-        for inbox in self._inboxes:
-            inbox.put(None)
+        """End the threads when their present programs have ended.
+
+        A later run, by the backward of an output that outlives the pipeline, starts them again and then ends them.
+        """
+        self._closed = True
+        # Called when the pipeline is collected, which can be in any thread, amid a run too: that ends them itself.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
 
     def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            for j, inbox in enumerate(self._inboxes):
-                threading.Thread(target=_serve, args=(inbox,), name=f"gpipe-partition-{j}", daemon=True).start()
+        for j, thread in enumerate(self._threads):
+            # Without ident: its start failed.
+            if thread is None or thread.ident is None:
+                self._threads[j] = new = threading.Thread(
+                    target=_serve, args=(self._inboxes[j],), name=f"gpipe-partition-{j}", daemon=True
+                )
+                new.start()
+
+    def _end(self) -> None:
+        for j, thread in enumerate(self._threads):
+            if thread is not None and thread.ident is not None:
+                self._inboxes[j].put(None)
+            self._threads[j] = None
 
 
 def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -13,6 +13,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.microbatch import check
 from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.skip.scope import skip_scope
+from torchgpipe.skip.skippable import skips_of
 
 __all__ = ["Flat", "Stage"]
 
@@ -36,6 +37,8 @@ class Stage:
         """Whether the partition draws random numbers in training (True) and evaluation (False), once known."""
         self._keys = tuple(arrival.key for arrival in self.arrivals)
         modules = list(partition.modules())
+        # Most partitions need neither a scope for skips nor a device to be current.
+        self._special = device.type == "cuda" or bool(self._keys) or any(skips_of(partition))
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self._norms = [m for m in modules if isinstance(m, _NormBase) and m not in set(self.deferred_norms)]
 
@@ -44,12 +47,18 @@ class Stage:
 
         `atomic` says that the micro-batch is a tensor, rather than a tuple of them.
         """
-        count = len(inputs) - len(self._keys)
-        with self._on_device(), skip_scope(dict(zip(self._keys, inputs[count:], strict=True))) as scope:
-            y = self.partition(inputs[0] if atomic else inputs[:count])
-            skips = tuple(scope[departure.key] for departure in self.departures)
+        if not self._special:
+            y = self.partition(inputs[0] if atomic else inputs)
+            skips: Flat = ()
+        else:
+            count = len(inputs) - len(self._keys)
+            with self._on_device(), skip_scope(dict(zip(self._keys, inputs[count:], strict=True))) as scope:
+                y = self.partition(inputs[0] if atomic else inputs[:count])
+                skips = tuple(scope[departure.key] for departure in self.departures)
+        if isinstance(y, Tensor):
+            return (y, *skips), True
         check(y, f"output of partition {self.index}")
-        return ((y, *skips), True) if isinstance(y, Tensor) else ((*y, *skips), False)
+        return (*y, *skips), False
 
     def _on_device(self) -> AbstractContextManager[object]:
         # For layers that create tensors on "the" accelerator; operators on tensors need no help.

@@ -1,0 +1,147 @@
+"""How much pipelining gains on CPU: naive model parallelism, this pipeline, PyTorch's ScheduleGPipe, and the replay.
+
+    python -m benchmarks.overlap                        # AmoebaNet-D (6, 64), batch 32, n = 2, one core per device
+
+All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
+of them. A speed-up is the median over rounds of naive's time by the configuration's. `ScheduleGPipe` runs on two
+processes linked by gloo; this pipeline in one process, a thread per partition. The bound is what the replay of the
+schedule allows with the partitions' own task times, each measured with nothing else running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models import amoebanetd
+from benchmarks.overlap_rank import ScheduleGPipe
+from torchgpipe import GPipe
+from torchgpipe.balance import balance_by_time
+from torchgpipe.observe import Task
+from torchgpipe.replay import Costs, replay
+
+IMAGE = (3, 224, 224)
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> float:
+    """Run one step without an optimizer; return its seconds."""
+    began = time.perf_counter()
+    if isinstance(model, nn.Module):
+        model.zero_grad()
+    nn.functional.cross_entropy(model(x), target).backward()
+    return time.perf_counter() - began
+
+
+def task_seconds(model: GPipe, x: Tensor, target: Tensor, rounds: int) -> Costs:
+    """Measure every task of `model` alone: the graph engine runs one at a time. Medians over `rounds` steps."""
+    times: dict[Task, list[float]] = {}
+
+    @contextmanager
+    def clock(task: Task) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        times.setdefault(task, []).append(time.perf_counter() - began)
+
+    model.observer = clock
+    for _ in range(rounds + 1):
+        step(model, x, target)
+    m, n = len(x.chunk(model.chunks)), len(model.partitions)
+
+    def table(kind: str) -> list[list[float]]:
+        # The first step warms up.
+        return [
+            [statistics.median(times.get(Task(kind, i, j), [0.0, 0.0])[1:]) for j in range(n)]  # type: ignore[arg-type]
+            for i in range(m)
+        ]
+
+    return Costs(table("forward"), table("backward"), table("recompute"))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, nargs=2, default=(6, 64), metavar=("L", "D"))
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"])
+    parser.add_argument("--balance", type=int, nargs=2, default=None, help="default: by the time of the layers")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
+    options = parser.parse_args(arguments)
+
+    torch.set_num_threads(1)
+    x = torch.randn(options.batch, *IMAGE)
+    target = torch.randint(1000, (options.batch,))
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return amoebanetd(*options.size)
+
+    balance = options.balance or balance_by_time(2, layers(), x[: options.batch // 4], device="cpu", timeout=5.0)
+    cpus = ["cpu", "cpu"]
+
+    def pipeline(m: int, mode: str, engine: str = "auto") -> GPipe:
+        return GPipe(layers(), balance, devices=cpus, chunks=m, checkpoint=mode, engine=engine)  # type: ignore[arg-type]
+
+    models: dict[str, Callable[[Tensor], Tensor]] = {"naive": pipeline(1, "never")}
+    bounds: dict[str, float] = {}
+    schedules: dict[str, ScheduleGPipe] = {}
+    for m in options.chunks:
+        models[f"GPipe m={m}"] = pipeline(m, options.checkpoint)
+        costs = task_seconds(pipeline(m, options.checkpoint, "graph"), x, target, rounds=3)
+        bounds[f"GPipe m={m}"] = replay(costs).seconds
+        schedules[f"ScheduleGPipe m={m}"] = ScheduleGPipe(options.size, balance, options.batch, m)
+
+    samples: dict[str, list[float]] = {name: [] for name in (*models, *schedules)}
+    try:
+        for k in range(-1, options.rounds):
+            for name, model in models.items():
+                seconds = step(model, x, target)
+                if k >= 0:
+                    samples[name].append(seconds)
+            for name, schedule in schedules.items():
+                seconds = schedule.step()
+                if k >= 0:
+                    samples[name].append(seconds)
+            print(f"\rround {k + 1} of {options.rounds}", end="", file=sys.stderr, flush=True)
+    except (KeyboardInterrupt, subprocess.SubprocessError) as error:
+        raise SystemExit(f"overlap: stopped ({type(error).__name__})") from None
+    finally:
+        for schedule in schedules.values():
+            schedule.close()
+        print(file=sys.stderr)
+
+    print(f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {list(balance)}, {options.checkpoint}, "
+          f"{options.rounds} rounds")
+    print(table(samples, bounds))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"balance": list(balance), "bounds": bounds, "seconds": samples}) + "\n")
+
+
+def table(samples: dict[str, list[float]], bounds: dict[str, float]) -> str:
+    """Render medians, quartiles and ratios to naive; of the bound, how much is reached."""
+    from tabulate import tabulate
+
+    rows = []
+    for name, seconds in samples.items():
+        low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        ratio = statistics.median(a / b for a, b in zip(samples["naive"], seconds, strict=True))
+        bound = f"{bounds[name]:.3f}" if name in bounds else ""
+        reached = f"{bounds[name] / median:.0%}" if name in bounds else ""
+        rows.append([name, f"{median:.3f}", f"{low:.3f}-{high:.3f}", f"{ratio:.2f}", bound, reached])
+    headers = ["configuration", "step s", "quartiles", "x naive", "replay s", "reached"]
+    return str(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Replay a schedule: when each task starts and ends, given how long each takes. No torch in here.
+
+The rules are the pipeline's own (GPipe paper, section 2.3; torchgpipe paper, section 3.2). A partition does one task
+at a time. Forward takes micro-batches in order, backward in reverse. A task's input has to be there:
+
+- forward (i, j) after forward (i, j - 1), and the copy between them;
+- recomputation (i, j) as soon as its partition is free, also before its gradient arrives;
+- backward (i, j) after its recomputation, backward (i, j + 1), and the copy between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+__all__ = ["Costs", "Event", "Timeline", "replay"]
+
+Table = Sequence[Sequence[float]]
+
+
+class Event(NamedTuple):
+    """A task of the replay, with its start and end in seconds."""
+
+    kind: Literal["forward", "recompute", "backward"]
+    micro_batch: int
+    partition: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of every task, as tables [micro-batch][partition] of one shape.
+
+    `recompute` is zero where a task is not checkpointed. `copy` is what passing a boundary takes, one way, with
+    streams of its own, so that it delays the receiver but occupies nobody; `loss` lies between forward and backward.
+    """
+
+    forward: Table
+    backward: Table
+    recompute: Table
+    copy: float = 0.0
+    loss: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds that one device would need for all tasks, one after another."""
+        return sum(sum(row) for table in (self.forward, self.backward, self.recompute) for row in table)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The tasks in the order in which each partition runs them, and the length of the step in seconds."""
+
+    events: list[Event]
+    seconds: float
+    partitions: int
+
+    def busy(self, partition: int) -> float:
+        """Return the seconds during which a partition works."""
+        return sum(e.end - e.start for e in self.events if e.partition == partition)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time in which they wait, from 0 to 1."""
+        if not self.seconds:
+            return 0.0
+        return 1 - sum(e.end - e.start for e in self.events) / (self.partitions * self.seconds)
+
+
+def replay(costs: Costs) -> Timeline:
+    """Return the timeline of one step: forward, then loss, then backward with recomputation.
+
+    Recomputation starts at the earliest with backward, after the loss: that is when it is asked for.
+    """
+    m, n = len(costs.forward), len(costs.forward[0])
+    events: list[Event] = []
+    free = [0.0] * n
+    for i, row in enumerate(costs.forward):
+        arrival = 0.0
+        for j, seconds in enumerate(row):
+            start = max(free[j], arrival)
+            free[j] = end = start + seconds
+            arrival = end + costs.copy
+            events.append(Event("forward", i, j, start, end))
+
+    begin = free[n - 1] + costs.loss
+    free = [begin] * n
+    for i in reversed(range(m)):
+        arrival = begin
+        for j in reversed(range(n)):
+            if costs.recompute[i][j]:
+                start = free[j]
+                free[j] = start + costs.recompute[i][j]
+                events.append(Event("recompute", i, j, start, free[j]))
+            start = max(free[j], arrival)
+            free[j] = end = start + costs.backward[i][j]
+            arrival = end + costs.copy
+            events.append(Event("backward", i, j, start, end))
+    return Timeline(events, max(free), n)
