@@ -20,7 +20,7 @@ class Ambient:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         types = {"cpu", *(d.type for d in devices)}.intersection(_AUTOCAST)
-        self._autocast = [(t, torch.get_autocast_dtype(t)) for t in types if torch.is_autocast_enabled(t)]
+        self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -30,14 +30,15 @@ class Ambient:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Enter the autocast state alone, without its cache of weights.
+        """Enter the autocast state alone, on or off, without its cache of weights.
 
         A weight that a task without a graph casts must not serve one with a graph: its gradient would be lost.
         """
-        if not self._autocast:
+        differing = [state for state in self._autocast if state[1] or torch.is_autocast_enabled(state[0])]
+        if not differing:
             yield
             return
         with ExitStack() as stack:
-            for device_type, dtype in self._autocast:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=False))
+            for device_type, enabled, dtype in differing:
+                stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
             yield

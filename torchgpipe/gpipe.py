@@ -121,11 +121,13 @@ class GPipe(nn.Module):
         ]
         self.__dict__["_stages"] = stages
         if engine == "workers":
-            self.__dict__["_engine"] = WorkersEngine(stages)
+            workers = WorkersEngine(stages)
+            self.__dict__["_engine"] = workers
+            # Not of the engine: it holds the layers, and those may refer to this module.
+            weakref.finalize(self, workers.workers.close)
         else:
             copies = [CopyStreams(device, enabled=copy_streams) for device in self.devices]
             self.__dict__["_engine"] = GraphEngine(stages, copies, dependency=dependency)
-        weakref.finalize(self, self._engine.close)
 
     @property
     def partitions(self) -> nn.ModuleList:

@@ -50,10 +50,8 @@ class GraphEngine:
         for cycle in clock_cycles(len(micro_batches), len(self.stages)):
             for i, j in cycle:
                 batch.task(i, j)
-        return [v[0] if atomic else v for v, atomic in zip(batch.values, batch.atomic, strict=True)]
-
-    def close(self) -> None:
-        """Nothing to release: there are no threads."""
+        values = _guarded(batch.values) if batch.has_segments else batch.values
+        return [v[0] if atomic else v for v, atomic in zip(values, batch.atomic, strict=True)]
 
 
 class _MiniBatch:
@@ -77,6 +75,8 @@ class _MiniBatch:
         self._phonies: list[Tensor | None] = [None] * len(engine.stages)
         self._portals: Portals[Tensor | None] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}
+        self.has_segments = False
+        """Whether a task has a graph of its own."""
 
     def task(self, i: int, j: int) -> None:
         stage = self._stages[j]
@@ -87,6 +87,7 @@ class _MiniBatch:
         task: _Task | None = None
         if i < self._checkpointed or (self._observer is not None and torch.is_grad_enabled()):
             task = self._new_task(i, j)
+            self.has_segments = True
             outputs: Flat = _Checkpoint.apply(task, _token, *inputs)
             self.atomic[i] = task.atomic
         else:
@@ -103,18 +104,16 @@ class _MiniBatch:
 
     def _hand_over(self, i: int, j: int, outputs: Flat, task: _Task | None) -> None:
         """Send the outputs on their way: the skips into portals, the rest to the next partition."""
-        stage = self._stages[j]
-        count = len(outputs) - len(stage.departures)
-        for departure, x in zip(stage.departures, outputs[count:], strict=True):
-            route = self._route(j, departure.target)
-            self._portals.put(i, departure.key, None if x is None else route.depart(x))
-
-        route = self._route(j, min(j + 1, len(self._stages) - 1))
-        values = tuple(route.depart(x) for x in outputs[:count] if x is not None)
+        departures = self._stages[j].departures
+        count = len(outputs) - len(departures)
+        onward = self._route(j, min(j + 1, len(self._stages) - 1))
+        routes = [*[onward] * count, *(self._route(j, departure.target) for departure in departures)]
+        outputs = tuple(None if x is None else r.depart(x) for r, x in zip(routes, outputs, strict=True))
         if task is not None and task.segment.checkpoint:
-            with route.departing():
-                values = _recomputed_before(values, task)
-        self.values[i] = tuple(route.copy(x) for x in values)
+            outputs = _recomputed_before(outputs, routes, task)
+        for departure, x in zip(departures, outputs[count:], strict=True):
+            self._portals.put(i, departure.key, x)
+        self.values[i] = tuple(onward.copy(x) for x in outputs[:count] if x is not None)
 
     def _new_task(self, i: int, j: int) -> _Task:
         segment = Segment(
@@ -169,7 +168,6 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_backward()
         task: _Task = ctx.task
         with observed(task.observer, "backward", task.i, task.j):
             input_grads = task.segment.backward(grads, keep=keeps_graph())
@@ -186,9 +184,30 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        check_backward()
         ctx.task.recompute()
         return None, grads[0]
+
+
+class _Guard(torch.autograd.Function):
+    """An identity of all outputs, which refuses a kind of backward before it has consumed or left out any task."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Flat:
+        ctx.set_materialize_grads(False)
+        return detached(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_backward()
+        return grads
+
+
+def _guarded(values: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    outputs = [y for flat in values for y in flat if y.requires_grad]
+    if not outputs:
+        return list(values)
+    guarded = iter(_Guard.apply(*outputs))
+    return [tuple(next(guarded) if y.requires_grad else y for y in flat) for flat in values]
 
 
 def check_backward() -> None:
@@ -217,10 +236,11 @@ def _forked(outputs: Flat) -> tuple[Flat, Tensor | None]:
     return outputs, None
 
 
-def _recomputed_before(outputs: tuple[Tensor, ...], task: _Task) -> tuple[Tensor, ...]:
+def _recomputed_before(outputs: Flat, routes: Sequence[Route], task: _Task) -> Flat:
     """Insert the recomputation, such that its backward precedes that of the task."""
     for k, x in enumerate(outputs):
-        if x.requires_grad:
-            y, phony = fork(x)
-            return (*outputs[:k], join(y, _Recompute.apply(task, phony)), *outputs[k + 1 :])
+        if x is not None and x.requires_grad:
+            with routes[k].departing():
+                y, phony = fork(x)
+                return (*outputs[:k], join(y, _Recompute.apply(task, phony)), *outputs[k + 1 :])
     return outputs

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["UNSEEDED", "PrivateGenerator", "Randomness", "SavedState", "SeededTask"]
+__all__ = ["DEFAULT_GENERATOR_LOCK", "UNSEEDED", "PrivateGenerator", "Randomness", "SavedState", "SeededTask"]
+
+
+DEFAULT_GENERATOR_LOCK = threading.RLock()
+"""Held by whoever reads or changes the state of the CPU's default generator; twice by a pipeline in a pipeline."""
 
 
 class Randomness(Protocol):
@@ -38,11 +42,13 @@ class SavedState:
         self._states: tuple[Tensor, Tensor | None] | None = None
 
     def first(self) -> AbstractContextManager[object]:
+        """Save the states before the first pass."""
         self._states = self._get()
         return nullcontext()
 
     @contextmanager
     def again(self) -> Iterator[None]:
+        """Put the saved states back for the recomputation, and the present ones after it."""
         assert self._states is not None
         present = self._get()
         self._set(self._states)
@@ -70,6 +76,7 @@ class SeededTask:
         self._drew = drew
 
     def first(self) -> AbstractContextManager[object]:
+        """Enter a generator with the task's seed, around either pass."""
         return PrivateGenerator(self._seed, self._drew)
 
     again = first
@@ -95,7 +102,6 @@ class PrivateGenerator(TorchDispatchMode):
     generator put into the private one's state. `drew` is called at each draw.
     """
 
-    _default_generator = threading.Lock()
     _kinds: dict[Any, str] = {}  # noqa: RUF012 (a cache that all instances share)
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
@@ -112,7 +118,7 @@ class PrivateGenerator(TorchDispatchMode):
         self._drew()
         if kind == "takes a generator":
             return func(*args, **{**kwargs, "generator": self._generator})
-        with self._default_generator:
+        with DEFAULT_GENERATOR_LOCK:
             default = torch.get_rng_state()
             torch.set_rng_state(self._generator.get_state())
             try:

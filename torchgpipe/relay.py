@@ -111,25 +111,30 @@ class Workers:
         stop after their present tasks; a second interrupt does not wait for that.
         """
         *others, own = programs
-        done: SimpleQueue[None] = SimpleQueue()
-        pending = 0
+        posted = 0
+        ended: list[int] = []
+        wake: SimpleQueue[None] = SimpleQueue()
+
+        def wait() -> None:
+            # By what has ended, not by what was taken: an interrupt can come between taking and counting.
+            while len(ended) < posted:
+                wake.get()
+
         try:
             try:
                 # All or none: two mini-batches from two threads must not get in each other's way in different orders.
                 with self._lock:
                     self._start()
                     for inbox, (position, program) in zip(self._inboxes, others, strict=True):
-                        inbox.put(_finishing(relay, position, program, done))
-                        pending += 1
+                        inbox.put(_finishing(relay, position, program, ended, wake))
+                        posted += 1
                 relay.attempt(*own)
-                while pending:
-                    done.get()
-                    pending -= 1
+                wait()
             except KeyboardInterrupt as interrupt:
+                if isinstance(relay.error, KeyboardInterrupt):
+                    raise
                 relay.stop(interrupt)
-                while pending:
-                    done.get()
-                    pending -= 1
+                wait()
             if relay.error is not None:
                 raise relay.error
         finally:
@@ -179,12 +184,13 @@ def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _finishing(
-    relay: Relay, position: int, program: Callable[[], None], done: SimpleQueue[None]
+    relay: Relay, position: int, program: Callable[[], None], ended: list[int], wake: SimpleQueue[None]
 ) -> Callable[[], None]:
     def run() -> None:
         try:
             relay.attempt(position, program)
         finally:
-            done.put(None)
+            ended.append(position)
+            wake.put(None)
 
     return run

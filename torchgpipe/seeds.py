@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from torchgpipe.randomness import UNSEEDED, Randomness, SeededTask
+from torchgpipe.randomness import DEFAULT_GENERATOR_LOCK, UNSEEDED, Randomness, SeededTask
 from torchgpipe.stage import Stage
 
 __all__ = ["Seeds"]
+
+
+class _DefaultGenerator:
+    """What mini-batches that are under way at once, in several threads, know of the CPU's default generator."""
+
+    under_way = 0
+    # How the last of them left it; and how often it was found to have been changed by something else.
+    state = torch.empty(0)
+    changes = 0
 
 
 class Seeds:
@@ -27,9 +37,6 @@ class Seeds:
         self._training = any(layer.training for stage in stages for layer in stage.partition)
         self._seeded = [stage.draws.get(self._training, True) for stage in stages]
         self._drew = [False] * self._n
-        self._before = torch.get_rng_state()
-        self._base = int(torch.randint(2**62, ())) if any(self._seeded) else 0
-        self._during = torch.get_rng_state()
 
     def of(self, i: int, j: int) -> Randomness:
         """Return the source of random numbers of task (i, j)."""
@@ -41,24 +48,44 @@ class Seeds:
         self._drew[j] = True
 
     def __enter__(self) -> Seeds:
+        default = _DefaultGenerator
+        with DEFAULT_GENERATOR_LOCK:
+            self._before = self._look()
+            self._changes = default.changes
+            self._base = int(torch.randint(2**62, ())) if any(self._seeded) else 0
+            self._during = default.state = torch.get_rng_state()
+            default.under_way += 1
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is not None:
-            return
-        if not torch.equal(torch.get_rng_state(), self._during):
+        default = _DefaultGenerator
+        with DEFAULT_GENERATOR_LOCK:
+            present = self._look()
+            default.under_way -= 1
+            if error is not None:
+                return
+            if not any(self._drew) and torch.equal(present, self._during):
+                # Nothing drew, so the caller's random numbers go on as if nothing had been asked for.
+                torch.set_rng_state(self._before)
+                default.state = self._before
+            unexpected = default.changes != self._changes and not all(self._seeded)
+        for stage, seeded, drew in zip(self._stages, self._seeded, self._drew, strict=True):
+            if unexpected:
+                stage.draws.clear()
+            elif seeded:
+                stage.draws[self._training] = stage.draws.get(self._training, False) or drew
+        if unexpected:
             warnings.warn(
-                "a layer drew random numbers for the first time, after mini-batches in which it did not; "
-                "where it is checkpointed, this mini-batch's recomputation draws others",
+                "a layer drew random numbers for the first time, after mini-batches in which it did not (or another "
+                "thread drew meanwhile); where it is checkpointed, this mini-batch's recomputation draws others",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            for stage in self._stages:
-                stage.draws.clear()
-            return
-        for stage, seeded, drew in zip(self._stages, self._seeded, self._drew, strict=True):
-            if seeded:
-                stage.draws[self._training] = stage.draws.get(self._training, False) or drew
-        if not any(self._drew):
-            # Nothing drew, so the caller's random numbers go on as if nothing had been asked for.
-            torch.set_rng_state(self._before)
+
+    def _look(self) -> Tensor:
+        """Return the default generator's state; count it if something else has changed it during a mini-batch."""
+        default, present = _DefaultGenerator, torch.get_rng_state()
+        if default.under_way and not torch.equal(present, default.state):
+            default.changes += 1
+            default.state = present
+        return present

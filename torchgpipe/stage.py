@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -37,10 +38,12 @@ class Stage:
         """Whether the partition draws random numbers in training (True) and evaluation (False), once known."""
         self._keys = tuple(arrival.key for arrival in self.arrivals)
         modules = list(partition.modules())
-        # Most partitions need neither a scope for skips nor a device to be current.
-        self._special = device.type == "cuda" or bool(self._keys) or any(skips_of(partition))
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self._norms = [m for m in modules if isinstance(m, _NormBase) and m not in set(self.deferred_norms)]
+        # A recomputation puts running statistics aside; a forward from another thread must not run meanwhile.
+        self._turns: AbstractContextManager[object] = threading.RLock() if self._norms else _ANYWHERE
+        # Most partitions need neither a device to be current, nor a scope for skips, nor turns.
+        self._special = device.type == "cuda" or bool(self._keys or self._norms) or any(skips_of(partition))
 
     def run(self, inputs: Flat, atomic: bool) -> tuple[Flat, bool]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
@@ -52,7 +55,8 @@ class Stage:
             skips: Flat = ()
         else:
             count = len(inputs) - len(self._keys)
-            with self._on_device(), skip_scope(dict(zip(self._keys, inputs[count:], strict=True))) as scope:
+            arrived = dict(zip(self._keys, inputs[count:], strict=True))
+            with self._turns, self._on_device(), skip_scope(arrived) as scope:
                 y = self.partition(inputs[0] if atomic else inputs[:count])
                 skips = tuple(scope[departure.key] for departure in self.departures)
         if isinstance(y, Tensor):
@@ -71,6 +75,11 @@ class Stage:
     @contextmanager
     def running_statistics_left_alone(self) -> Iterator[None]:
         """Keep normalization layers from updating their running statistics, for a second pass over a batch."""
+        with self._turns, self._put_aside():
+            yield
+
+    @contextmanager
+    def _put_aside(self) -> Iterator[None]:
         updating = [m for m in self._norms if m.training and m.track_running_stats and m.running_mean is not None]
         kept = [(m, m._buffers["running_mean"], m._buffers["running_var"]) for m in updating]
         for m in updating:

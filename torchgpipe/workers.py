@@ -54,7 +54,6 @@ class WorkersEngine:
 
     def __post_init__(self) -> None:
         self.workers = Workers(max(0, len(self.stages) - 1))
-        self.baton = threading.Lock()
         self.task_seconds = math.inf
         """How long a task took in the last mini-batch, on average."""
 
@@ -75,10 +74,6 @@ class WorkersEngine:
             next(flat_outputs) if atomic else tuple(next(flat_outputs) for _ in flat)
             for flat, atomic, _ in outputs
         ]
-
-    def close(self) -> None:
-        """End the worker threads."""
-        self.workers.close()
 
 
 class _MiniBatch:
@@ -113,9 +108,11 @@ class _MiniBatch:
         relay = self._relay()
         portals: Portals[Tensor | None] = Portals()
         results: list[Flat] = [()] * self._m
+        # As in a plain backward, operators follow the autocast state where backward() is called.
+        casting = Ambient(()).autocast()
         programs = [
             # The relay runs from the last partition to the first.
-            (self._n - 1 - j, partial(self._backward, j, relay, portals, output_grads, results, keep))
+            (self._n - 1 - j, casting(partial(self._backward, j, relay, portals, output_grads, results, keep)))
             for j in range(self._n)
         ]
         self._run(relay, programs)
@@ -123,7 +120,7 @@ class _MiniBatch:
 
     def _relay(self) -> Relay:
         short = self._engine.task_seconds < SHORT_TASK
-        return Relay(self._n, self._engine.baton if short else None)
+        return Relay(self._n, threading.Lock() if short else None)
 
     def _run(self, relay: Relay, programs: Sequence[tuple[int, Callable[[], None]]]) -> None:
         if self._m == 1 or self._n == 1:

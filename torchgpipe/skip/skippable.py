@@ -58,7 +58,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
     The class's `forward` may then be a generator that yields `stash(name, tensor)` and `pop(name)`, and returns
     its output. Every declared name has to be used in every forward. Instances gain
-    `isolate(namespace, *, only=None)`, which puts their skips (or those named in `only`) into a namespace and
+    `isolate(ns, *, only=None)`, which puts their skips (or those named in `only`) into a namespace and
     returns the instance.
 
     Raises:
@@ -122,15 +122,15 @@ def _key(layer: nn.Module, name: str) -> SkipKey:
     return SkipKey(layer.__dict__.get("_namespaces", {}).get(name), name)
 
 
-def _isolate(self: nn.Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> nn.Module:
-    """Put this layer's skips, or only those named in `only`, into `namespace`; return the layer."""
-    if not isinstance(namespace, Namespace):
-        raise TypeError(f"isolate takes a torchgpipe.skip.Namespace, but got {type(namespace).__name__}")
+def _isolate(self: nn.Module, ns: Namespace, *, only: Iterable[str] | None = None) -> nn.Module:
+    """Put this layer's skips, or only those named in `only`, into namespace `ns`; return the layer."""
+    if not isinstance(ns, Namespace):
+        raise TypeError(f"isolate takes a torchgpipe.skip.Namespace, but got {type(ns).__name__}")
     declared = _declared(self, "_stashes") | _declared(self, "_pops")
     names = declared if only is None else _names("only", only)
     if unknown := names - declared:
         raise ValueError(f"{type(self).__name__} has skips {sorted(declared)}, but isolate got {sorted(unknown)}")
-    self.__dict__["_namespaces"] = {**self.__dict__.get("_namespaces", {}), **dict.fromkeys(names, namespace)}
+    self.__dict__["_namespaces"] = {**self.__dict__.get("_namespaces", {}), **dict.fromkeys(names, ns)}
     return self
 
 
