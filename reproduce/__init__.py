@@ -1,1 +1,1 @@
-"""Run the papers' experiments on this machine: experiments as data, one runner, records, and tables made from records."""
+"""Run the papers' experiments here: experiments as data, one runner, records, and tables made from records."""

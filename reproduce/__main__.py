@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
+from types import FrameType
 
 LEAST_TORCH = (2, 11)
 
@@ -29,13 +32,22 @@ def missing() -> str | None:
 
 def main() -> int:
     """Run the program and return its exit code."""
+    # PyTorch swallows a KeyboardInterrupt that meets it while it is imported, so Ctrl-C must not wait for one.
+    handler = signal.signal(signal.SIGINT, leave)
     problem = missing()
     if problem is not None:
         print(f"reproduce: {problem}", file=sys.stderr)
         return 1
     from reproduce.cli import main
 
+    signal.signal(signal.SIGINT, handler)
     return main()
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    """End the program at once: so far it has done nothing that could be lost."""
+    os.write(2, b"reproduce: interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

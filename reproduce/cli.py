@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 
 from reproduce.devices import DevicesError, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.interrupt import interruptible
 from reproduce.layout import many
 from reproduce.listing import listing
 from reproduce.machine import ROOT
@@ -29,20 +31,14 @@ INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 MEASURED = ROOT / "results" / "measured"
 
 
-class ExperimentName(click.ParamType):
-    """Take an experiment's name."""
-
-    name = "experiment"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Experiment:
-        """Return the experiment called `value`."""
-        if str(value) not in EXPERIMENTS:
-            close = difflib.get_close_matches(str(value), EXPERIMENTS, n=1)
+def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[Experiment]:
+    """Return the experiments that are called so, each once."""
+    for name in names:
+        if name not in EXPERIMENTS:
+            close = difflib.get_close_matches(name, EXPERIMENTS, n=1)
             meant = f"did you mean {close[0]}" if close else f"there are {', '.join(EXPERIMENTS)}"
-            self.fail(f"no experiment is called {value!r}; {meant}", param, ctx)
-        return EXPERIMENTS[str(value)]
+            raise click.BadParameter(f"no experiment is called {name!r}; {meant}")
+    return [EXPERIMENTS[name] for name in dict.fromkeys(names)]
 
 
 @click.group()
@@ -59,18 +55,31 @@ def list_experiments(on: str | None, devices: int | None) -> None:
 
 
 @cli.command()
-@click.argument("experiments", nargs=-1, required=True, type=ExperimentName())
+@click.argument("experiments", nargs=-1, required=True, callback=experiments_by_name)
 @click.option("--scale", type=click.Choice(["paper", "small"]), help="Default: the largest that this machine holds.")
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), help="Kind of devices. Default: CUDA if there is any.")
-@click.option("--devices", type=click.IntRange(min=1), metavar="N",
-              help="How many devices. A CPU device is an equal share of the cores. Default: all.")  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), metavar="K",
-              help="Timed steps of each row. Default: the scale's, within its time limit.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), default=MEASURED, metavar="DIR",
-              help="Where to put the record and the tables. Default: results/measured.")  # fmt: skip
+@click.option(
+    "--devices",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many devices. A CPU device is an equal share of the cores. Default: all.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Timed steps of each row. Default: the scale's, within its time limit.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=MEASURED,
+    metavar="DIR",
+    help="Where to put the record and the tables. Default: results/measured.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of parameters, data and the rows' order.")
 def run(
-    experiments: tuple[Experiment, ...],
+    experiments: list[Experiment],
     scale: str | None,
     on: str | None,
     devices: int | None,
@@ -79,35 +88,36 @@ def run(
     seed: int,
 ) -> None:
     """Run EXPERIMENTS, print their tables and keep a record of them."""
-    wanted = list({experiment.name: experiment for experiment in experiments}.values())
-    for experiment in wanted:
+    for experiment in experiments:
         published(experiment.table)  # a broken checkout should be noticed now
     found = find_devices(on, devices)
-    chosen = choose_scale(wanted, found, scale)
+    chosen = choose_scale(experiments, found, scale)
     prepare_folder(out)
 
     recorder = new_recorder(
         out,
-        [experiment.name for experiment in wanted],
-        title="; ".join(experiment.title for experiment in wanted),
+        [experiment.name for experiment in experiments],
+        title="; ".join(experiment.title for experiment in experiments),
         scale=chosen,
         unit=UNITS,
         devices=found,
         seed=seed,
         command=["python", "-m", "reproduce", *sys.argv[1:]],
+        settings={"steps": steps, **{each.name: each.scale(chosen).settings() for each in experiments}},
     )
     progress = Progress()
-    progress.say(f"scale {chosen} on {found}; finished rows go to {_shown(recorder.path)}")
-    runner = Runner(found, recorder, progress, scale=chosen, seed=seed, steps=steps)
+    progress.say(f"scale {chosen} on {found}; what is finished is kept in\n{_shown(recorder.path)}")
     try:
-        recorder.save()
-        for experiment in wanted:
-            runner.plan(experiment)
-        for experiment in wanted:
-            runner.run(experiment)
-            progress.clear()
-            for table in tables(recorder.record, experiment.name):
-                click.echo(f"\n{table.text()}")
+        with interruptible() as check:
+            runner = Runner(found, recorder, progress, scale=chosen, seed=seed, steps=steps, check=check)
+            recorder.save()
+            for experiment in experiments:
+                runner.plan(experiment)
+            for experiment in experiments:
+                runner.run(experiment)
+                progress.clear()
+                for table in tables(recorder.record, experiment.name):
+                    click.echo(f"\n{table.text()}")
     except KeyboardInterrupt:
         progress.clear()
         _finish(recorder, "interrupted")
@@ -116,10 +126,12 @@ def run(
         raise click.exceptions.Exit(INTERRUPTED) from None
 
     _finish(recorder, "finished")
-    click.echo(f"\nrecord: {_shown(recorder.path)}\ntables: {_shown(recorder.path.with_suffix('.md'))}")
+    click.echo(f"\nwritten:\n{_shown(recorder.path)}\n{_shown(recorder.path.with_suffix('.md'))}")
     failed = [result for result in recorder.results.values() if result.status == "failed"]
     if failed:
-        raise click.ClickException(f"{many(len(failed), 'row')} failed, the first being {failed[0].row}: {failed[0].reason}")
+        raise click.ClickException(
+            f"{many(len(failed), 'row')} failed, the first being {failed[0].row}: {failed[0].reason}"
+        )
 
 
 @cli.command()
@@ -157,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 1)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # who read the output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code if isinstance(code, int) else 0
 
 

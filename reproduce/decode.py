@@ -19,7 +19,7 @@ class DecodeError(ValueError):
 
 
 def decode(kind: type[T], value: Json, where: str = "") -> T:
-    """Return `value` as `kind`: a dataclass, `list`, `dict`, `Literal`, a union, or a plain JSON type.
+    """Return `value` as `kind`: a dataclass, `list`, `dict`, `Literal`, a plain JSON type, or one of these `| None`.
 
     A dataclass takes an object with exactly its fields; those with a default may be absent. An `int` is
     taken where a `float` is asked for, and nothing else is converted.
@@ -42,7 +42,10 @@ def _decode(kind: Any, value: Json, where: str) -> Any:
             raise _misfit(where, "one of " + ", ".join(map(repr, arguments)), value)
         return value
     if origin in (Union, types.UnionType):
-        return _decode_union(arguments, value, where)
+        if value is None and types.NoneType in arguments:
+            return None
+        (kind,) = (option for option in arguments if option is not types.NoneType)
+        return _decode(kind, value, where)
     if origin is list:
         if not isinstance(value, list):
             raise _misfit(where, "a list", value)
@@ -63,18 +66,6 @@ def _decode_plain(kind: Any, value: Json, where: str) -> Any:
 
 
 PLAIN = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "null"}
-
-
-def _decode_union(options: tuple[Any, ...], value: Json, where: str) -> Any:
-    if value is None and types.NoneType in options:
-        return None
-    wanted = [option for option in options if option is not types.NoneType]
-    for option in wanted[:-1]:
-        try:
-            return _decode(option, value, where)
-        except DecodeError:
-            continue
-    return _decode(wanted[-1], value, where)
 
 
 def _decode_dataclass(kind: type[Any], value: Json, where: str) -> Any:

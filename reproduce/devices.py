@@ -1,4 +1,4 @@
-"""Say which devices an experiment may use. On a CPU a device is a fixed share of the cores, the same for every row."""
+"""Say which devices an experiment may use. On a CPU a device is a share of the cores, the same for every row."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ class Devices:
 
     @property
     def memory(self) -> int | None:
-        """Give the memory of the smallest device in bytes: a CPU device's is its share of what is free now."""
-        if self.kind == "cuda":
-            return min(torch.cuda.get_device_properties(device).total_memory for device in self.first(self.count))
-        free = free_memory()
-        return None if free is None else free // self.count
+        """Give the bytes of the smallest device; on a CPU, where all share it, of the main memory that is free."""
+        if self.kind == "cpu":
+            return free_memory()
+        return min(torch.cuda.get_device_properties(device).total_memory for device in self.first(self.count))
 
     def synchronize(self) -> None:
         """Wait until every device has done what it was given."""

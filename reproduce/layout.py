@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import tabulate
 
-__all__ = ["WIDTH", "Table", "many", "span"]
+__all__ = ["WIDTH", "Table", "failures", "many", "span"]
 
 WIDTH = 80
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
@@ -33,13 +33,21 @@ class Table:
     def markdown(self) -> str:
         """Return the table as Markdown."""
         flat = [[cell.replace("\n", " ") for cell in row] for row in (self.headings, *self.rows)]
-        body = self._tabulate(flat[1:], flat[0], "github")
+        body = self._tabulate(flat[1:], flat[0], "pipe")
         return "\n".join([f"## {self.title}", "", body, "", *(f"- {note}" for note in self.notes)])
 
     def _tabulate(self, rows: Sequence[Sequence[str]], headings: Sequence[str], style: str) -> str:
         align = ["left" if i < self.left else "right" for i in range(len(headings))]
-        text = tabulate.tabulate(rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True)
+        text = tabulate.tabulate(
+            rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
+        )
         return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def failures(failed: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a note for each reason why rows failed, given pairs of row and reason."""
+    reasons = dict.fromkeys(reason for _, reason in failed)
+    return [f"failed: {', '.join(row for row, why in failed if why == reason)}: {reason}" for reason in reasons]
 
 
 def many(count: int, thing: str) -> str:

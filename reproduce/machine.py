@@ -22,7 +22,7 @@ PACKAGES = ("torch", "torchvision", "torchgpipe", "click", "tabulate")
 def machine() -> Machine:
     """Return what the machine consists of."""
     return Machine(
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu_model(),
         cores=cores(),
         cores_installed=os.cpu_count() or 1,
@@ -97,7 +97,7 @@ def _gpus() -> list[Gpu]:
 def _nvidia_smi() -> dict[str, tuple[str | None, float | None, float | None]]:
     """Return driver, highest clock in MHz and power limit in W of each GPU, by the GPU's UUID."""
     query = "--query-gpu=uuid,driver_version,clocks.max.sm,power.limit"
-    found = {}
+    found: dict[str, tuple[str | None, float | None, float | None]] = {}
     for line in (_output("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 4:

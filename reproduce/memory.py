@@ -87,7 +87,7 @@ class _Watch(TorchDispatchMode):
     """Show a `LiveBytes` every tensor that an operator returns. Not to be shared by threads."""
 
     def __init__(self, counter: LiveBytes, device: int | None) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.counter = counter
         self.device = device
 

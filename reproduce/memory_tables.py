@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from reproduce.decode import Json
 from reproduce.experiments import Experiment
-from reproduce.layout import Table, many, span
+from reproduce.layout import Table, failures, many, span
 from reproduce.paper import published
 from reproduce.record import Result
 
@@ -55,19 +55,27 @@ def _published_models(experiment: Experiment, results: Sequence[Result]) -> Tabl
                 "out of memory" if activations is None else f"{activations:.2f}",
             ]
         )
-    headings = ("row", "size", "parameters", "published", "model\nGiB", "published\nGiB", "published\nactivations GiB")
+    headings = (
+        "row",
+        "size",
+        "parameters",
+        "published",
+        "model\nGiB",
+        "published\nGiB",
+        "published\nactivations",
+    )
     per_parameter = [result.values["model_bytes"] // result.values["parameters"] for result in results]
     notes = [
         "counted on the models themselves, without memory for them (device meta); nothing is estimated",
         f"model: {span(per_parameter)} bytes per parameter: itself, its gradient and the optimizer's state",
-        "published activations: the devices' summed peak, as reserved by the caching allocator, less the model",
+        "published activations, in GiB: the devices' summed peak, as reserved by the allocator, less the model",
     ]
     return Table(f"{experiment.title}: the published models", headings, rows, notes, left=2)
 
 
 def _peaks(experiment: Experiment, results: Sequence[Result], value: str, name: str, meaning: str) -> Table:
     most = max((max(result.values.get(value) or [0]) for result in results), default=0)
-    unit, digits, scale = (GiB, 2, "GiB") if most >= 10 * GiB else (MiB, 0, "MiB")
+    unit, digits, scale = (GiB, 1 if most >= 100 * GiB else 2, "GiB") if most >= 10 * GiB else (MiB, 0, "MiB")
 
     def write(size: float) -> str:
         return f"{size / unit:.{digits}f}"
@@ -89,7 +97,7 @@ def _peaks(experiment: Experiment, results: Sequence[Result], value: str, name: 
         f"scale {results[0].scale}; batch size {span([config['batch_size'] for config in configs])}"
         + (f"; pipelines in {span(chunks)} micro-batches" if chunks else ""),
         f"peak: {meaning}; activations: the sum less the model",
-        *(f"{result.row} failed: {result.reason}" for result in results if result.status == "failed"),
+        *failures([(result.row, str(result.reason)) for result in results if result.status == "failed"]),
     ]
     lacking = sum(result.status == "needs devices" for result in results)
     if lacking:

@@ -118,9 +118,7 @@ def convert(tables: Json) -> list[Record]:
 
 
 def _result(table: Table, row: TableRow) -> Result:
-    return Result(
-        experiment=table.id, row=row.experiment, status="published", config=row.config, values=row.values
-    )
+    return Result(experiment=table.id, row=row.experiment, status="published", config=row.config, values=row.values)
 
 
 def _concerns(disagreement: str, table: str) -> bool:

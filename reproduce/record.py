@@ -190,7 +190,7 @@ def load(path: Path) -> Record:
         raise RecordError(f"{path}: {error}") from error
 
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise RecordError(f"{path}: not a record (its \"format\" is not \"{FORMAT}\")")
+        raise RecordError(f'{path}: not a record (its "format" is not "{FORMAT}")')
     version = data.pop("version", None)
     if version != VERSION:
         raise RecordError(f"{path}: record version {version!r}; this program reads version {VERSION}")

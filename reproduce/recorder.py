@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from reproduce.decode import Json
 from reproduce.devices import Devices
 from reproduce.machine import git, load_average, machine, versions
 from reproduce.record import Record, RecordError, Result, Run, save
@@ -54,6 +55,7 @@ def new_recorder(
     devices: Devices,
     seed: int,
     command: Sequence[str],
+    settings: dict[str, Json] | None = None,
 ) -> Recorder:
     """Start a record in `folder` that knows the machine, and whose name no other file has."""
     started = now()
@@ -76,6 +78,7 @@ def new_recorder(
         versions=versions(),
         git=git(),
         load=load_average(),
+        settings=settings or {},
     )
     return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
 

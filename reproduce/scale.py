@@ -43,10 +43,10 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
 
 def why_not(scale: Scale, devices: Devices) -> str | None:
     """Say why the devices cannot hold the scale; None where they can, though rows may still need more of them."""
-    needed = f"{scale.memory / GiB:.0f} GiB of memory"
+    needed, have = f"{scale.memory / GiB:.0f} GiB of memory", devices.memory
     if scale.cuda and devices.kind != "cuda":
         return f"it needs CUDA devices with {needed} each, and this run is on {devices}"
-    have = devices.memory
     if have is not None and have < scale.memory:
-        return f"it needs {needed} per device, and there is {have / GiB:.1f} GiB for each of {devices}"
+        share = "each" if devices.kind == "cuda" else "in all"
+        return f"it needs {needed} {share}, and {devices} have {have / GiB:.1f} GiB"
     return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from reproduce.decode import Json
 from reproduce.experiments import AS_PUBLISHED, Experiment
-from reproduce.layout import Table, many, span
+from reproduce.layout import Table, failures, many, span
 from reproduce.paper import published
 from reproduce.record import Result
 from reproduce.statistic import Spread, speed_up, throughput
@@ -46,9 +46,21 @@ def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -
                 _ratio(paper, papers[first]),
             ]
         )
-    headings = ("configuration", "n", "m", "samples/s\n(quartiles)", "speed-up\n(quartiles)")
-    headings = (*headings, "published\nspeed-up", f"published\nover {first}")
-    notes = [*_circumstances(results), *experiment.notes, *_about_publication(experiment, papers), *_problems(results)]
+    headings = [
+        "configuration",
+        "n",
+        "m",
+        "samples/s\n(quartiles)",
+        "speed-up\n(quartiles)",
+        "published\nspeed-up",
+        f"published\nover {first}",
+    ]
+    notes = [
+        *_circumstances(results),
+        *experiment.notes,
+        *_about_publication(experiment, papers),
+        *_problems(results),
+    ]
     return Table(f"{experiment.title}, at equal batch size", headings, rows, notes)
 
 
@@ -67,8 +79,15 @@ def _as_published(experiment: Experiment, results: Results, papers: Results) -> 
                 _ratio(paper, None if over is None else _paper(over, papers)),
             ]
         )
-    headings = ("row", "batch", "checkpoint", "samples/s\n(quartiles)", "published")
-    headings = (*headings, "speed-up\n(quartiles)", "published")
+    headings = [
+        "row",
+        "batch",
+        "checkpoint",
+        "samples/s\n(quartiles)",
+        "published",
+        "speed-up\n(quartiles)",
+        "published",
+    ]
     return Table(f"{experiment.title}, as published", headings, rows, [*_circumstances(results), *_problems(results)])
 
 
@@ -92,14 +111,16 @@ def _about_publication(experiment: Experiment, papers: Results) -> list[str]:
     bases = {result.config["checkpoint"] for result in papers.values() if result.config["chunks"] == 1}
     said = [f"published: {source.get('paper')}, on {hardware.get('num_gpus')} x {hardware.get('gpu')}"]
     if len(set(batches)) > 1:
-        said.append(f"its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches")
+        said.append(
+            f"its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches"
+        )
     if bases == {"always"}:
         said.append("its m=1 rows recompute everything (checkpoint=always), which naive here does not")
     return ["; ".join(said)]
 
 
 def _problems(results: Results) -> list[str]:
-    failed = [f"{result.row} failed: {result.reason}" for result in results.values() if result.status == "failed"]
+    failed = failures([(each.row, str(each.reason)) for each in results.values() if each.status == "failed"])
     lacking = [result for result in results.values() if result.status == "needs devices"]
     return [*failed, f"{many(len(lacking), 'row')} not run for want of devices"] if lacking else failed
 

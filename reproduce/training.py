@@ -15,6 +15,8 @@ from reproduce.experiments import Row
 
 __all__ = ["LOSSES", "MODELS", "Balancer", "FakeData", "Training", "build_model", "count_parameters", "size_names"]
 
+PROFILE_SECONDS = 1.0  # for each balance
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,9 +89,9 @@ class FakeData:
 class Balancer:
     """Balance models over partitions by profiling, once for each model and number of partitions."""
 
-    def __init__(self, devices: Devices, seconds: float = 1.0) -> None:
+    def __init__(self, devices: Devices, seconds: float | None = None) -> None:
         self.device = devices.first(1)[0]
-        self.seconds = seconds
+        self.seconds = PROFILE_SECONDS if seconds is None else seconds
         self.known: dict[tuple[str, tuple[int, ...], int], tuple[int, ...]] = {}
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:

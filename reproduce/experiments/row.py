@@ -9,7 +9,9 @@ from typing import Literal
 
 from reproduce.decode import Json
 
-__all__ = ["AS_PUBLISHED", "Experiment", "Optimizer", "Row", "Scale"]
+__all__ = ["AS_PUBLISHED", "Checkpoint", "Experiment", "Optimizer", "Row", "Scale"]
+
+Checkpoint = Literal["always", "except_last", "never"]
 
 AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
 
@@ -40,7 +42,7 @@ class Row:
     batch_size: int
     partitions: int | None = None
     chunks: int | None = None
-    checkpoint: str | None = None
+    checkpoint: Checkpoint | None = None
     balance: tuple[int, ...] | None = None
     optimizer: Optimizer
     loss: str
@@ -94,8 +96,8 @@ class Scale:
     """Choose an experiment's sizes, and say what they ask of a machine.
 
     `steps` are measured per row after `warmup` that are not; where `seconds` is given, a measurement stops
-    after that time, but not before `least_steps`. `memory` is what one device must have, in bytes;
-    `cuda` whether only CUDA devices will do.
+    after that time, but not before `least_steps`. `memory` is what each CUDA device must have, or the main
+    memory where the devices are CPU ones, in bytes; `cuda` says whether only CUDA devices will do.
     """
 
     name: str
@@ -106,6 +108,10 @@ class Scale:
     warmup: int = 0
     least_steps: int = 5
     seconds: float | None = None
+
+    def settings(self) -> dict[str, Json]:
+        """Return how steps are counted, as a run's record keeps it."""
+        return {name: getattr(self, name) for name in ("steps", "warmup", "least_steps", "seconds")}
 
 
 @dataclass(frozen=True, kw_only=True)

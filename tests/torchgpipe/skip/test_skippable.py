@@ -104,6 +104,44 @@ def test_a_decorated_class_stays_itself() -> None:
         assert torch.equal(layer(X), 2 * X)
 
 
+@skippable(stash=["a"])
+class StashTenfold(StashA):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("a", x * 10)
+        return x
+
+
+class StashAndNegate(StashA):
+    def forward(self, x: Tensor) -> Any:
+        return -super().forward(x)
+
+
+@skippable(stash=["a"], pop=["b"])
+class Renamed(StashA):
+    def forward(self, x: Tensor) -> Any:
+        b = yield pop("b")
+        yield stash("a", b)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([StashTenfold(), PopA()], 11 * X),
+        ([StashAndNegate(), PopA()], -X),
+        ([StashA(), PopA()], 3 * X),
+    ],
+    ids=["decorated again", "around the parent's forward", "the parent is as before"],
+)
+def test_subclasses(layers: list[nn.Module], expected: Tensor) -> None:
+    assert torch.equal(nn.Sequential(*layers)(X), expected)
+
+
+def test_a_subclass_declares_its_own_skips() -> None:
+    assert skips_of(Renamed()) == ([SkipKey(None, "a")], [SkipKey(None, "b")])
+    assert skips_of(StashA()) == ([SkipKey(None, "a")], [])
+
+
 def test_a_nested_skippable_is_found() -> None:
     assert skips_of(nn.Sequential(nn.Sequential(StashA()), nn.Identity())) == ([SkipKey(None, "a")], [])
 

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import reproduce.devices
+import reproduce.training
+from reproduce.experiments import EXPERIMENTS, Experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Path(__file__).with_name("tiny.py")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: small tensors gain nothing from more, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Experiment]:
+    """Offer experiments of seconds beside the real ones, on a machine of two cores."""
+    found: dict[str, Experiment] = runpy.run_path(str(TINY))["TINY"]
+    for name, experiment in found.items():
+        monkeypatch.setitem(EXPERIMENTS, name, experiment)
+    monkeypatch.setattr(reproduce.devices, "cores", lambda: 2)
+    monkeypatch.setattr(reproduce.training, "PROFILE_SECONDS", 0.05)
+    return found
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Start:
+    """Start Python on a script or `-m module`, in the checkout, with some folders searched for modules first."""
+
+    def popen(*arguments: str, first: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder)
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return popen
+
+
+@pytest.fixture
+def broken_modules(tmp_path: Path) -> Callable[..., Path]:
+    """Make a folder of modules that raise when imported: name -> the statement that raises."""
+
+    def make(**modules: str) -> Path:
+        folder = tmp_path / "modules"
+        folder.mkdir()
+        for name, statement in modules.items():
+            (folder / f"{name}.py").write_text(statement + "\n")
+        return folder
+
+    return make

@@ -1,0 +1,595 @@
+"""Errors while the pipeline runs: in any task, they reach the caller once, promptly, and leave the pipeline usable.
+
+Misuse that is refused before anything runs is tested with the module that refuses it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.checkpoint import Mode, checkpointed
+from torchgpipe.relay import Relay
+from torchgpipe.skip import pop, skippable, stash
+
+PATIENCE = 60  # seconds; only a hang takes as long
+ENGINES = ["graph", "workers"]
+MODES: list[Mode] = ["always", "except_last", "never"]
+M, N = 4, 3
+
+
+class Boom(Exception):
+    """An error that cannot be made from its message alone, as many a library's."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+
+
+class Task(NamedTuple):
+    kind: str
+    i: int
+    j: int
+
+
+class Journal:
+    """Write down each task that starts, and fail at one of them.
+
+    Tasks that start while another one is failing wait until the engine knows, so that they are as many as there
+    can be, whatever the threads' timing: one per partition.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self.last = {"forward": -1, "recompute": checkpointed(mode, M), "backward": M}
+        self.fail_at: Task | None = None
+        self.error: BaseException = Boom(1, reason="unset")
+        self.known = threading.Event()
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        self.started: list[Task] = []
+        self.late: list[Task] = []
+        self._next: dict[tuple[str, int], int] = {}
+        self._failing = False
+        self.known.clear()
+
+    def task(self, kind: str, j: int) -> None:
+        with self._lock:
+            step = 1 if kind == "forward" else -1
+            i = self._next[kind, j] = self._next.get((kind, j), self.last[kind]) + step
+            task = Task(kind, i, j)
+            self.started.append(task)
+            late = self._failing
+            if late:
+                self.late.append(task)
+            self._failing = self._failing or task == self.fail_at
+        if task == self.fail_at:
+            explode(self.error)
+        if late:
+            assert self.known.wait(PATIENCE)
+
+
+def explode(error: BaseException) -> None:
+    raise error
+
+
+class Layer(nn.Module):
+    """A partition's only layer: linear, with an entry in the journal for every task."""
+
+    def __init__(self, journal: Journal, j: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.journal, self.j = journal, j
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.journal.task("recompute" if is_recomputing() else "forward", self.j)
+        y: Tensor = Noted.apply(self, self.linear(x))
+        return y
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, y: Tensor) -> Tensor:
+        ctx.layer = layer
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        ctx.layer.journal.task("backward", ctx.layer.j)
+        return None, grads[0]
+
+
+def pipeline(journal: Journal, engine: str, mode: Mode, n: int = N) -> GPipe:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer(journal, j) for j in range(n)))
+    return GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=M, checkpoint=mode, engine=engine)  # type: ignore[arg-type]
+
+
+def functions(traceback: TracebackType | None) -> list[str]:
+    names = []
+    while traceback is not None:
+        names.append(traceback.tb_frame.f_code.co_qualname if sys.version_info >= (3, 11) else "")
+        names[-1] = names[-1] or traceback.tb_frame.f_code.co_name
+        traceback = traceback.tb_next
+    return names
+
+
+def pipeline_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("gpipe-partition")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    """Of all the pipelines here that failed."""
+    before = pipeline_threads()
+    yield
+    gc.collect()
+    for thread in pipeline_threads() - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), f"{thread.name} outlives its pipeline"
+
+
+@pytest.fixture
+def new_journal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mode], Journal]]:
+    """Make a journal that is told when workers have been stopped."""
+    journals: list[Journal] = []
+    stop = Relay.stop
+
+    def stop_and_tell(self: Relay, error: BaseException) -> None:
+        stop(self, error)
+        for journal in journals:
+            journal.known.set()
+
+    def make(mode: Mode) -> Journal:
+        journals.append(Journal(mode))
+        return journals[-1]
+
+    monkeypatch.setattr(Relay, "stop", stop_and_tell)
+    yield make
+    for journal in journals:
+        # Its traceback holds the graph, whose layers hold the journal.
+        del journal.error
+
+
+def places() -> Iterator[tuple[str, Mode, Task]]:
+    for engine, mode, kind, j in itertools.product(ENGINES, MODES, ("forward", "recompute", "backward"), range(N)):
+        count = checkpointed(mode, M) if kind == "recompute" else M
+        for i in sorted({0, count // 2, count - 1} if count else ()):
+            yield engine, mode, Task(kind, i, j)
+
+
+PLACES = list(places())
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    y = model(x)
+    y.pow(2).sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode", "place"), PLACES, ids=[f"{e}-{m}-{t.kind}-{t.i}-{t.j}" for e, m, t in PLACES]
+)
+def test_an_error_in_any_task(engine: str, mode: Mode, place: Task, new_journal: Callable[[Mode], Journal]) -> None:
+    journal = new_journal(mode)
+    model = pipeline(journal, engine, mode)
+    x = torch.rand(M, 3)
+    expected = gradients(model, x)
+    every_task = set(journal.started)
+    journal.clear()
+
+    journal.fail_at, journal.error = place, Boom(7, reason="out of luck")
+    with pytest.raises(Boom, match=r"out of luck \(7\)") as caught:
+        gradients(model, x)
+
+    # Once, as it is.
+    assert caught.value is journal.error
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    # With its own traceback, down to the layer.
+    names = functions(caught.value.__traceback__)
+    own = "Noted.backward" if place.kind == "backward" else "Layer.forward"
+    expected_end = [own, "Journal.task", "explode"] if sys.version_info >= (3, 11) else ["explode"]
+    assert names[-len(expected_end) :] == expected_end
+    # Promptly: of the tasks that had not started, each other worker was about to start one at most.
+    assert place in every_task
+    assert set(journal.started) <= every_task
+    assert len(journal.started) == len(set(journal.started))
+    assert {task.j for task in journal.late}.isdisjoint({place.j})
+    assert len(journal.late) == len({task.j for task in journal.late})
+    if engine == "graph":
+        assert journal.late == []
+    # And none that needs what has failed.
+    for task in journal.started:
+        assert not _needs(task, place), f"{task} was run although {place} failed"
+
+    # As good as new.
+    journal.clear()
+    journal.fail_at = None
+    torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)
+    assert set(journal.started) == every_task
+
+
+def _needs(task: Task, failed: Task) -> bool:
+    """Return whether `task` comes after `failed` by the rules of the schedule."""
+    if task == failed:
+        return False
+    if failed.kind == "forward":
+        return task.kind != "forward" or (task.i >= failed.i and task.j >= failed.j)
+    if task.kind == "forward":
+        return False
+    if failed.kind == "recompute":
+        if task.kind == "recompute":
+            return task.i < failed.i and task.j == failed.j
+        return task.i <= failed.i and task.j <= failed.j
+    return task.kind == "backward" and task.i <= failed.i and task.j <= failed.j
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "an error of PyTorch": lambda: torch.OutOfMemoryError("tried to allocate too much"),
+    "Ctrl-C": KeyboardInterrupt,
+    "exit": lambda: SystemExit(3),
+    "the end of an iterator": lambda: StopIteration("data"),
+    "a timeout": TimeoutError,
+    "an assertion": lambda: AssertionError("shape"),
+    "a warning": lambda: UserWarning("as an error"),
+}
+
+
+@pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS.keys())
+def test_any_type_of_error(
+    make: Callable[[], BaseException], engine: str, kind: str, new_journal: Callable[[Mode], Journal]
+) -> None:
+    for j in range(2):
+        journal, error = new_journal("always"), make()
+        journal.fail_at, journal.error = Task(kind, 1, j), error
+        model = pipeline(journal, engine, "always", n=2)
+        with pytest.raises(type(error)) as caught:
+            gradients(model, torch.rand(M, 3))
+
+        assert caught.value is error
+
+        journal.clear()
+        journal.fail_at = None
+        gradients(model, torch.rand(M, 3))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_modes_are_as_before(
+    engine: str, training: bool, grad: bool, new_journal: Callable[[Mode], Journal]
+) -> None:
+    journal = new_journal("always")
+    journal.fail_at, journal.error = Task("forward", 1, 1), Boom(1, reason="once")
+    model = pipeline(journal, engine, "always").train(training)
+
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(Boom, match="once"):
+            model(torch.rand(M, 3))
+
+        assert torch.is_grad_enabled() == grad
+        assert model.training == training
+        journal.clear()
+        journal.fail_at = None
+        assert model(torch.rand(M, 3)).requires_grad == grad
+
+
+class Flaky(nn.Module):
+    """Fail at the `at`-th call."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.calls, self.at = 0, at
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            raise Boom(self.calls, reason="flaky")
+        return x
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_deferred_batch_norm_forgets_a_failed_mini_batch(engine: str) -> None:
+    torch.manual_seed(0)
+    model = GPipe(
+        nn.Sequential(nn.BatchNorm1d(3), Flaky(at=2)),
+        [1, 1],
+        devices=["cpu", "cpu"],
+        chunks=2,
+        deferred_batch_norm=True,
+        engine=engine,  # type: ignore[arg-type]
+    )
+    plain = nn.BatchNorm1d(3)
+
+    with pytest.raises(Boom):
+        model(torch.rand(6, 3) + 100)
+    x = torch.rand(6, 3)
+    model(x)
+    plain(x)
+
+    torch.testing.assert_close(model[0].running_mean, plain.running_mean)
+    torch.testing.assert_close(model[0].running_var, plain.running_var)
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("skip", x)
+        return x + 1
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        skip = yield pop("skip")
+        return x + skip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_skips_of_a_failed_mini_batch_are_gone(engine: str) -> None:
+    """What was stashed before the failure must not meet a later mini-batch."""
+    layers = nn.Sequential(Stash(), Flaky(at=2), Pop())
+    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, engine=engine)  # type: ignore[arg-type]
+
+    with pytest.raises(Boom):
+        model(torch.full((4, 1), 100.0))
+
+    assert model(torch.tensor([[1.0], [2.0], [3.0], [4.0]])).flatten().tolist() == [3, 5, 7, 9]
+
+
+class Returns(nn.Module):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> object:
+        return self.value
+
+
+# What a layer returns; what is said about it.
+RETURNED = {
+    "nothing": (None, "output of partition 1 must be a tensor or a tuple of tensors, but got NoneType"),
+    "a list": ([torch.rand(1)], "output of partition 1 must be a tensor or a tuple of tensors, but got list"),
+    "an empty tuple": ((), "output of partition 1 must be .* but got an empty tuple"),
+    "a number in a tuple": ((torch.rand(1), 2.0), "output of partition 1 must be .* but element 1 is float"),
+}
+
+
+@pytest.mark.parametrize(("value", "message"), RETURNED.values(), ids=RETURNED.keys())
+@pytest.mark.parametrize("layers_after", [0, 1])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_that_cannot_be_passed_on(engine: str, layers_after: int, value: object, message: str) -> None:
+    n = 2 + layers_after
+    layers = nn.Sequential(nn.Linear(1, 1), Returns(value), *(nn.Identity() for _ in range(layers_after)))
+    model = GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=2, engine=engine)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=message):
+        model(torch.rand(4, 1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_inside_the_pipeline(engine: str) -> None:
+    layers = nn.Sequential(nn.Linear(1, 1), Returns(torch.tensor(1.0)))
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, engine=engine)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="returned a scalar; move a loss that reduces the batch out of the pipeline"):
+        model(torch.rand(4, 1))
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+@pytest.mark.parametrize("j", [0, 1])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_checkpointed_partition_that_changes_its_input(engine: str, j: int) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    layers.insert(j, InPlace())
+    model = GPipe(layers, [j, 4 - j] if j else [2, 2], devices=["cpu"] * 2, chunks=2, engine=engine)  # type: ignore[arg-type]
+
+    message = rf"partition {j} changed its input in place.*make its first layer out-of-place.*checkpoint='never'"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.rand(4, 2))
+
+
+# What is asked of autograd, and why it is refused.
+REFUSED = {
+    "autograd.grad": (lambda y, x: torch.autograd.grad(y.sum(), x), r"call loss.backward\(\) and read .grad"),
+    "backward(inputs=)": (lambda y, x: y.sum().backward(inputs=[x]), r"call loss.backward\(\) and read .grad"),
+    "create_graph": (lambda y, x: y.sum().backward(create_graph=True), "cannot be differentiated again"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # PyTorch's own, on create_graph
+@pytest.mark.parametrize(("ask", "message"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_backward_of_another_kind(engine: str, ask: Any, message: str) -> None:
+    model = pipeline(Journal("always"), engine, "always")
+    x = torch.rand(M, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=message):
+        ask(model(x), x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_second_backward(engine: str, mode: Mode) -> None:
+    model = GPipe(
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
+        [1, 1],
+        devices=["cpu", "cpu"],
+        chunks=2,
+        checkpoint=mode,
+        engine=engine,  # type: ignore[arg-type]
+    )
+    loss = model(torch.rand(4, 2)).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()
+
+
+# A program that trains, says which task is running, and waits there to be interrupted.
+TRAINS = """
+    import signal, sys, time
+    import torch
+    from torch import nn
+    from torchgpipe import GPipe, is_recomputing
+
+    # A shell may have started the tests with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine, seconds, *places = sys.argv[1:]
+    place = None
+
+    def here(kind):
+        global place
+        if kind == place:
+            place = None
+            print("running", kind, flush=True)
+            time.sleep(float(seconds))
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            here("backward")
+            return grad
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            here("recompute" if is_recomputing() else "forward")
+            return Slow.apply(super().forward(x))
+
+    model = GPipe(nn.Sequential(Layer(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu", "cpu"], chunks=3,
+                  checkpoint="always", engine=engine)
+    x = torch.rand(6, 2)
+
+    def step():
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = step()
+    for place in places:
+        try:
+            while True:
+                step()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        if seconds == "0.3":
+            assert all(map(torch.equal, step(), expected))
+            print("trains again", flush=True)
+    raise KeyboardInterrupt
+"""
+
+# A program that is interrupted at any moment, over and over.
+INTERRUPTED = """
+    import random, signal, time
+    import torch
+    from torch import nn
+    from torchgpipe import GPipe
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    model = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), [1, 1, 1], devices=["cpu"] * 3, chunks=4,
+                  checkpoint="always", engine="workers")
+    x = torch.rand(4, 2)
+
+    def step():
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = step()
+    began = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - began
+    moments, interrupts = random.Random(0), 0
+    while interrupts < 300:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, seconds))
+            step()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert all(map(torch.equal, step(), expected))
+    print("trains again")
+"""
+
+posix = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals to a process")
+
+
+def run_and_interrupt(program: str, folder: Path, *arguments: str, times: int = 0) -> tuple[int, list[str], str]:
+    """Run a program and interrupt it whenever it says that it is running; return its end, output and errors."""
+    script = folder / "program.py"
+    script.write_text(textwrap.dedent(program))
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    printed = []
+    with subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        hung = threading.Timer(PATIENCE, process.kill)
+        hung.start()
+        for line in process.stdout:
+            printed.append(line.strip())
+            for _ in range(times if line.startswith("running") else 0):
+                time.sleep(0.1)
+                process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+    hung.cancel()
+    return process.returncode, printed, errors
+
+
+@posix
+def test_an_interrupt_from_the_keyboard(tmp_path: Path) -> None:
+    places = ["forward", "recompute", "backward"]
+    code, printed, errors = run_and_interrupt(TRAINS, tmp_path, "workers", "0.3", *places, times=1)
+
+    expected = [[f"running {place}", "interrupted", "trains again"] for place in places]
+    assert printed == list(itertools.chain(*expected)), errors
+    assert code not in (0, -signal.SIGKILL)
+    assert errors.count("Traceback") == 1
+
+
+@posix
+@pytest.mark.parametrize(("engine", "times"), [("graph", 1), ("workers", 2)])
+def test_an_interrupt_during_a_task_that_does_not_end(tmp_path: Path, engine: str, times: int) -> None:
+    """In this thread the first interrupt ends it; where another thread is waited for, the second."""
+    code, printed, errors = run_and_interrupt(TRAINS, tmp_path, engine, "600", "forward", times=times)
+
+    assert printed == ["running forward", "interrupted"], errors
+    assert code not in (0, -signal.SIGKILL)
+
+
+@posix
+def test_an_interrupt_at_any_moment(tmp_path: Path) -> None:
+    code, printed, errors = run_and_interrupt(INTERRUPTED, tmp_path)
+
+    assert (code, printed) == (0, ["trains again"]), errors

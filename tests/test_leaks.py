@@ -1,0 +1,377 @@
+"""What a pipeline keeps: no tensor and no thread beyond its life, and no activation that checkpointing saves."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.observe import Task
+from torchgpipe.skip import pop, skippable, stash
+
+WAYS = [
+    {"engine": engine, "checkpoint": checkpoint}
+    for engine in ("graph", "workers")
+    for checkpoint in ("always", "except_last", "never")
+]
+WIDTH = 32
+BATCH, CHUNKS = 24, 8
+# Bytes of a tensor of WIDTH features for each sample of a micro-batch.
+UNIT = BATCH // CHUNKS * WIDTH * torch.float32.itemsize
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: "-".join(way.values()))
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Ledger:
+    """Count the bytes of those tensors alive that operators of tasks made; an observer of a pipeline."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __call__(self, task: Task) -> TorchDispatchMode:
+        return _Recording(self)
+
+    def record(self, value: object) -> None:
+        with self._lock:
+            for x in tree_leaves(value):
+                if isinstance(x, Tensor):
+                    storage = x.untyped_storage()
+                    self._made[StorageWeakRef(storage)] = storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+
+    @property
+    def alive(self) -> int:
+        with self._lock:
+            self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
+            return sum(self._made.values())
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.ledger.record(result)
+        return result
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    """Wait for what a worker does just after it has reported its end."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(1e-3)
+    return condition()
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Sigmoid())))
+
+
+def piped(module: nn.Sequential, way: dict[str, Any], balance: tuple[int, ...] = (3, 3, 3), **options: Any) -> GPipe:
+    return GPipe(module, balance, devices=["cpu"] * len(balance), chunks=CHUNKS, **way, **options)
+
+
+def with_gradients(model: nn.Module) -> None:
+    """Let gradients accumulate in place, so that a step makes no tensor that stays."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+# What a micro-batch keeps for backward without checkpointing, per partition: each layer's output. A partition's input
+# is the output of the one before. The first one's belongs to the caller.
+ACTIVATIONS = 3 * UNIT
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: way["checkpoint"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
+def test_only_inputs_of_tasks_are_kept_for_backward(engine: str, way: dict[str, Any]) -> None:
+    checkpointed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[way["checkpoint"]]
+    model = piped(layers(), {**way, "engine": engine})
+    with_gradients(model)
+    ledger = model.observer = Ledger()
+    y = model(torch.randn(BATCH, WIDTH))
+    # Of a checkpointed micro-batch, the inputs of the second and third partition.
+    expected = checkpointed * 2 * UNIT + (CHUNKS - checkpointed) * 3 * ACTIVATIONS
+    assert eventually(lambda: ledger.alive == expected), f"{ledger.alive} bytes instead of {expected}"
+    y.sum().backward()
+    assert eventually(lambda: ledger.alive == 0), f"{ledger.alive} bytes are left after backward"
+
+
+@pytest.mark.parametrize("engine", ["graph", "workers"])
+def test_backward_takes_one_tasks_working_set_more(engine: str) -> None:
+    def peak_of_one_task() -> int:
+        ledger, module = Ledger(), layers()[:3]
+        with_gradients(module)
+        x = torch.randn(BATCH // CHUNKS, WIDTH, requires_grad=True)
+        x.grad = torch.zeros_like(x)
+        with ledger(Task("recompute", 0, 0)):
+            module(x).backward(torch.ones_like(x))
+        return ledger.peak
+
+    model = piped(layers(), {"checkpoint": "always", "engine": engine})
+    with_gradients(model)
+    ledger = model.observer = Ledger()
+    loss = model(torch.randn(BATCH, WIDTH)).sum()
+    kept = ledger.alive
+    ledger.peak = 0
+    loss.backward()
+    # Partitions work at once. As one gives a gradient to the next, it lets go of an input of the same size.
+    assert ledger.peak <= kept + 3 * peak_of_one_task()
+    # The bound would notice if the recomputed activations of three micro-batches were kept by each partition.
+    assert 3 * peak_of_one_task() < 3 * 3 * ACTIVATIONS
+
+
+@pytest.mark.parametrize("engine", ["graph", "workers"])
+@pytest.mark.parametrize("portals", [True, False])
+def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None:
+    @skippable(stash=["skip"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x.sin())
+            return x.cos()
+
+    @skippable(pop=["skip"])
+    class Pop(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            return x * skip
+
+    module = nn.Sequential(Stash(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop())
+    model = piped(module, {"checkpoint": "always", "engine": engine}, (1, 1, 1, 1), portals=portals)
+    with_gradients(model)
+    ledger = model.observer = Ledger()
+    y = model(torch.randn(BATCH, WIDTH, requires_grad=True))
+    # Three boundaries, and the skip once, however many partitions it passes.
+    expected = CHUNKS * (3 + 1) * UNIT
+    assert eventually(lambda: ledger.alive == expected), f"{ledger.alive} bytes instead of {expected}"
+    y.sum().backward()
+    assert eventually(lambda: ledger.alive == 0)
+
+
+def test_nothing_is_kept_without_gradients(way: dict[str, Any]) -> None:
+    model = piped(layers(), way)
+    ledger = model.observer = Ledger()
+    with torch.no_grad():
+        y = model(torch.randn(BATCH, WIDTH))
+    assert eventually(lambda: ledger.alive == 0)
+    # A task has at most its input, and an activation and the next, beside outputs of the others' and of its own.
+    assert y.shape == (BATCH, WIDTH)
+    assert ledger.peak <= 3 * 3 * UNIT + CHUNKS * 3 * UNIT
+
+
+def trained_with_everything(way: dict[str, Any]) -> tuple[GPipe, Callable[[], None]]:
+    """Return a pipeline of dropout, batch norm and a skip, and a step of it."""
+
+    @skippable(stash=["skip"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x)
+            return x.cos()
+
+    @skippable(pop=["skip"])
+    class Pop(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            return x * skip
+
+    module = nn.Sequential(nn.Linear(8, 8), Stash(), nn.BatchNorm1d(8), nn.Dropout(), Pop(), nn.Linear(8, 2))
+    model = GPipe(module, [2, 2, 2], devices=["cpu"] * 3, chunks=4, deferred_batch_norm=True, **way)
+    with_gradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.randn(13, 8)).square().sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def count_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(x, Tensor) for x in gc.get_objects())
+
+
+def test_a_hundred_steps_hold_tensors_and_threads_constant(way: dict[str, Any]) -> None:
+    model, step = trained_with_everything(way)
+    for _ in range(3):
+        step()
+    tensors, threads = count_tensors(), threading.active_count()
+    for _ in range(100):
+        step()
+    assert eventually(lambda: count_tensors() <= tensors), f"{count_tensors() - tensors} tensors more"
+    assert threading.active_count() == threads
+    assert len(model) == 6
+
+
+def test_steps_leave_nothing_to_the_garbage_collector(way: dict[str, Any]) -> None:
+    model, step = trained_with_everything(way)
+    ledger = model.observer = Ledger()
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step()
+            assert eventually(lambda: ledger.alive == 0, 2), f"{ledger.alive} bytes wait for the collector"
+    finally:
+        gc.enable()
+
+
+class Trouble(nn.Module):
+    """Raise what it is told to, in the first pass, the second, or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.error: BaseException | None = None
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._raise("recompute" if is_recomputing() else "forward")
+        y: Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(self._in_backward)
+        return y
+
+    def _in_backward(self, grad: Tensor) -> None:
+        self._raise("backward")
+
+    def _raise(self, now: str) -> None:
+        if self.error is not None and now == self.when:
+            error, self.error = self.error, None
+            raise error
+
+
+def never_used(model: GPipe, x: Tensor) -> None:
+    pass
+
+
+def forward_only(model: GPipe, x: Tensor) -> None:
+    model(x)
+
+
+def without_gradients(model: GPipe, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+def backward_too(model: GPipe, x: Tensor) -> None:
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+def backward_retained(model: GPipe, x: Tensor) -> None:
+    model(x).sum().backward(retain_graph=True)
+
+
+def backward_refused(model: GPipe, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    try:
+        torch.autograd.grad(model(x).sum(), x)
+    except RuntimeError as error:
+        assert "torch.autograd.grad" in str(error)
+
+
+def failing(when: str, partition: int, error: type[BaseException]) -> Callable[[GPipe, Tensor], None]:
+    def use(model: GPipe, x: Tensor) -> None:
+        model(x).sum().backward()
+        trouble = model[partition]
+        trouble.error, trouble.when = error("trouble"), when
+        try:
+            model(x).sum().backward()
+        except error:
+            assert trouble.error is None
+        else:
+            assert model.checkpoint == "never" and when == "recompute", "nothing was raised"
+            trouble.error = None
+
+    return use
+
+
+USES: dict[str, Callable[[GPipe, Tensor], None]] = {
+    "never used": never_used,
+    "forward only": forward_only,
+    "without gradients": without_gradients,
+    "backward too": backward_too,
+    "backward retained": backward_retained,
+    "backward refused": backward_refused,
+    **{
+        f"{error.__name__} in {when} of partition {partition}": failing(when, partition, error)
+        for error in (ArithmeticError, KeyboardInterrupt)
+        for when in ("forward", "recompute", "backward")
+        for partition in (0, 1, 2)
+    },
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_dropping_a_pipeline_frees_all_of_it(use: Callable[[GPipe, Tensor], None], way: dict[str, Any]) -> None:
+    gc.collect()
+    threads = set(threading.enumerate())
+    model = piped(nn.Sequential(Trouble(), Trouble(), Trouble()), way, (1, 1, 1))
+    ledger = model.observer = Ledger()
+    refs = [weakref.ref(x) for x in (model, *model, *model.partitions, model._engine)]
+    storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
+    use(model, torch.randn(BATCH, WIDTH))
+    model.zero_grad()
+    del model
+    sys.last_exc = None
+
+    def gone() -> bool:
+        gc.collect()
+        return not any(ref() for ref in refs) and all(s.expired() for s in storages) and ledger.alive == 0
+
+    assert eventually(gone), [ref() for ref in refs]
+    assert eventually(lambda: set(threading.enumerate()) <= threads), "worker threads are left"
+
+
+def test_outputs_outlive_the_pipeline(way: dict[str, Any]) -> None:
+    gc.collect()
+    threads = set(threading.enumerate())
+    module = layers()
+    model = piped(module, way)
+    x = torch.randn(BATCH, WIDTH)
+    loss = model(x).sum()
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
+    loss.backward()
+    grads = [p.grad for p in module.parameters()]
+    assert all(g is not None for g in grads)
+
+    module.zero_grad()
+    piped(module, way)(x).sum().backward()
+    assert all(map(torch.equal, grads, (p.grad for p in module.parameters())))  # type: ignore[arg-type]
+    del loss
+    gc.collect()
+    assert eventually(lambda: set(threading.enumerate()) <= threads), "worker threads are left"

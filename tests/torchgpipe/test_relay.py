@@ -1,0 +1,305 @@
+"""The relay: programs at once, one hands to the next; the first error stops all. And the threads that run them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from torchgpipe.relay import Relay, Stopped, Workers
+
+PATIENCE = 20  # seconds; only a hang takes as long
+
+
+class Boom(Exception):
+    pass
+
+
+def alive() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("gpipe-partition")}
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    """Two threads, so that three programs run at once."""
+    workers = Workers(2)
+    yield workers
+    workers.close()
+
+
+def in_order(programs: list[Callable[[], None]]) -> list[tuple[int, Callable[[], None]]]:
+    return list(enumerate(programs))
+
+
+class TestRelay:
+    @pytest.mark.parametrize("baton", [False, True], ids=["free", "in turns"])
+    def test_items_arrive_in_order(self, baton: bool) -> None:
+        relay = Relay(3, threading.Lock() if baton else None)
+        for item in (1, 2):
+            relay.give(0, item)
+        relay.give(1, "other link")
+
+        assert [relay.take(1), relay.take(1), relay.take(2)] == [1, 2, "other link"]
+
+    def test_stop_wakes_every_program(self) -> None:
+        relay = Relay(4)
+        woken: list[int] = []
+
+        def wait(position: int) -> None:
+            with pytest.raises(Stopped):
+                relay.take(position)
+            woken.append(position)
+
+        threads = [threading.Thread(target=wait, args=(position,)) for position in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        relay.stop(Boom())
+        for thread in threads:
+            thread.join(PATIENCE)
+
+        assert sorted(woken) == [1, 2, 3]
+
+    def test_no_task_starts_after_a_stop(self) -> None:
+        relay = Relay(2)
+        relay.check()
+
+        relay.stop(Boom())
+
+        with pytest.raises(Stopped):
+            relay.check()
+
+    def test_the_first_error_counts(self) -> None:
+        relay = Relay(2)
+        first = Boom("first")
+
+        relay.stop(first)
+        relay.stop(Boom("second"))
+
+        assert relay.error is first
+
+    def test_stop_can_be_repeated(self) -> None:
+        """An interrupt may come in the middle of a stop; the next one has to reach the programs still."""
+        relay = Relay(2)
+        relay.stop(Boom())
+        with pytest.raises(Stopped):
+            relay.take(1)
+
+        relay.stop(KeyboardInterrupt())
+
+        assert not relay._links[0].empty()
+
+    @pytest.mark.parametrize("error", [Boom(), KeyboardInterrupt(), SystemExit(1), GeneratorExit()], ids=repr)
+    def test_attempt_keeps_the_error(self, error: BaseException) -> None:
+        relay = Relay(2)
+
+        def program() -> None:
+            raise error
+
+        relay.attempt(0, program)
+
+        assert relay.stopped
+        assert relay.error is error
+
+    def test_being_stopped_is_no_error(self) -> None:
+        relay = Relay(2)
+
+        def program() -> None:
+            raise Stopped
+
+        relay.attempt(0, program)
+
+        assert not relay.stopped
+        assert relay.error is None
+
+
+class TestBaton:
+    def test_programs_take_turns(self) -> None:
+        """With a baton nothing runs between one program's waits for an item but that program."""
+        relay = Relay(2, threading.Lock())
+        relay.PATIENCE = PATIENCE
+        running = threading.Lock()
+        items = 5
+
+        def busy() -> None:
+            assert running.acquire(blocking=False), "two programs run at once"
+            time.sleep(0.002)
+            running.release()
+
+        def first() -> None:
+            for item in range(items):
+                busy()
+                relay.give(0, item)
+
+        def second() -> None:
+            for item in range(items):
+                assert relay.take(1) == item
+                busy()
+
+        thread = threading.Thread(target=relay.attempt, args=(0, first))
+        thread.start()
+        relay.attempt(1, second)
+        thread.join(PATIENCE)
+
+        assert relay.error is None
+
+    def test_patience_ends(self) -> None:
+        """A program that waits for another one outside of the relay does not block it."""
+        relay = Relay(2, threading.Lock())
+        together = threading.Barrier(2)
+
+        def program() -> None:
+            together.wait(PATIENCE)
+
+        thread = threading.Thread(target=relay.attempt, args=(0, program))
+        thread.start()
+        relay.attempt(1, program)
+        thread.join(PATIENCE)
+
+        assert relay.error is None
+
+    def test_it_is_put_down_at_the_end(self) -> None:
+        baton = threading.Lock()
+        relay = Relay(2, baton)
+
+        def program() -> None:
+            assert baton.locked()
+            raise Boom
+
+        relay.attempt(0, program)
+
+        assert isinstance(relay.error, Boom)
+        assert not baton.locked()
+
+
+class TestWorkers:
+    def test_each_program_has_its_thread_and_the_last_the_callers(self, workers: Workers) -> None:
+        threads: dict[int, threading.Thread] = {}
+        before = alive()
+
+        def program(position: int) -> None:
+            seen = threads.setdefault(position, threading.current_thread())
+            assert seen is threading.current_thread()
+
+        for _ in range(3):
+            workers.run(Relay(3), in_order([partial(program, position) for position in range(3)]))
+
+        assert set(threads) == {0, 1, 2}
+        assert threads[2] is threading.current_thread()
+        assert {threads[0], threads[1]} == alive() - before
+
+    def test_programs_run_at_once(self, workers: Workers) -> None:
+        together = threading.Barrier(3)
+        workers.run(Relay(3), in_order([lambda: together.wait(PATIENCE) and None] * 3))
+
+    def test_no_thread_before_the_first_run(self) -> None:
+        before = alive()
+        Workers(2).close()
+        assert alive() == before
+
+    @pytest.mark.parametrize("position", [0, 1, 2])
+    def test_an_error_of_any_program_is_raised_once(self, workers: Workers, position: int) -> None:
+        error = Boom()
+        ended: list[int] = []
+        relay = Relay(3)
+
+        def program(own: int) -> None:
+            try:
+                if own == position:
+                    raise error
+                while True:
+                    relay.check()
+                    time.sleep(0.001)
+            finally:
+                ended.append(own)
+
+        with pytest.raises(Boom) as caught:
+            workers.run(relay, in_order([partial(program, own) for own in range(3)]))
+
+        assert caught.value is error
+        assert caught.value.__context__ is None
+        assert sorted(ended) == [0, 1, 2]
+        assert relay.error is None
+        workers.run(Relay(3), in_order([lambda: None] * 3))
+
+    def test_two_callers_do_not_get_in_each_others_way(self, workers: Workers) -> None:
+        done: list[int] = []
+
+        def call(caller: int) -> None:
+            for _ in range(20):
+                relay = Relay(3)
+
+                def middle(relay: Relay = relay) -> None:
+                    relay.give(1, relay.take(1) + 1)
+
+                def last(relay: Relay = relay) -> None:
+                    done.append(relay.take(2) - 1)
+
+                workers.run(relay, in_order([partial(relay.give, 0, caller), middle, last]))
+
+        callers = [threading.Thread(target=call, args=(caller,), daemon=True) for caller in range(3)]
+        for thread in callers:
+            thread.start()
+        for thread in callers:
+            thread.join(PATIENCE)
+
+        assert sorted(done) == sorted([0, 1, 2] * 20)
+
+    def test_close_ends_the_threads(self) -> None:
+        before = alive()
+        workers = Workers(2)
+        workers.run(Relay(3), in_order([lambda: None] * 3))
+        threads = alive() - before
+        assert len(threads) == 2
+
+        workers.close()
+
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+    def test_run_after_close(self) -> None:
+        """The graph of an output outlives its pipeline, and still has to go backward; no thread stays."""
+        before = alive()
+        workers = Workers(2)
+        workers.run(Relay(3), in_order([lambda: None] * 3))
+        workers.close()
+        ran: list[int] = []
+
+        caller = threading.Thread(
+            target=lambda: workers.run(Relay(3), in_order([partial(ran.append, j) for j in range(3)])), daemon=True
+        )
+        caller.start()
+        caller.join(PATIENCE)
+
+        assert sorted(ran) == [0, 1, 2]
+        for thread in alive() - before:
+            thread.join(PATIENCE)
+        assert alive() == before
+
+    def test_a_thread_that_did_not_start_is_started_by_the_next_run(
+        self, workers: Workers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        start = threading.Thread.start
+        left = iter([start])
+
+        def fails_the_second_time(thread: threading.Thread) -> None:
+            real = next(left, None)
+            if real is None:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fails_the_second_time)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                workers.run(Relay(3), in_order([lambda: None] * 3))
+
+        ran: list[int] = []
+        caller = threading.Thread(
+            target=lambda: workers.run(Relay(3), in_order([partial(ran.append, j) for j in range(3)])), daemon=True
+        )
+        start(caller)
+        caller.join(PATIENCE)
+        assert sorted(ran) == [0, 1, 2]

@@ -1,0 +1,232 @@
+"""Random numbers: a recomputation draws what its forward drew, and a seed decides what that is."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchgpipe import GPipe, is_recomputing
+
+CHUNKS = 4
+
+
+class Draw(nn.Module):
+    """In training, multiply by what `draw` returns for the input; record it, of first and second passes apart."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor], *, pause: float = 0) -> None:
+        super().__init__()
+        self.draw = draw
+        self.pause = pause
+        self.first: list[Tensor] = []
+        self.second: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause * random.random())
+        drawn = self.draw(x) if self.training else torch.ones_like(x)
+        (self.second if is_recomputing() else self.first).append(drawn.detach())
+        return x * drawn
+
+
+class Replay(nn.Module):
+    """Multiply by what a `Draw` has recorded, in its order."""
+
+    def __init__(self, recorded: list[Tensor]) -> None:
+        super().__init__()
+        self.recorded = iter(recorded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(self.recorded)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
+    "dropout in place": lambda x: F.dropout(torch.ones_like(x), 0.5, inplace=True),
+    "dropout of a channel": lambda x: F.dropout1d(torch.ones_like(x).unsqueeze(2), 0.5).squeeze(2),
+    "alpha dropout": lambda x: F.alpha_dropout(torch.ones_like(x), 0.5, training=True),
+    "rand": lambda x: torch.rand(x.shape),
+    "rand like": torch.rand_like,
+    "randn": lambda x: torch.randn(x.shape),
+    "randn like": torch.randn_like,
+    "normal": lambda x: torch.normal(torch.ones_like(x), 0.5),
+    "normal of a size": lambda x: torch.normal(1.0, 0.5, x.shape),
+    "randint": lambda x: torch.randint(1, 9, x.shape).float(),
+    "randperm": lambda x: torch.randperm(x.size(1)).float(),
+    "multinomial": lambda x: torch.multinomial(x.detach().abs() + 0.1, 6, replacement=True).float(),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "uniform in place": lambda x: torch.empty_like(x).uniform_(),
+    "exponential in place": lambda x: torch.empty_like(x).exponential_(),
+    "geometric in place": lambda x: torch.empty_like(x).geometric_(0.3),
+    "poisson": lambda x: torch.poisson(torch.full_like(x, 4)),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 9), torch.full_like(x, 0.5)),
+    "gamma": lambda x: torch.distributions.Gamma(torch.full_like(x, 2), torch.ones_like(x)).rsample(),
+    "rrelu": lambda x: F.rrelu(-torch.ones_like(x), training=True),
+    "gumbel softmax": lambda x: F.gumbel_softmax(torch.zeros_like(x)),
+    "several": lambda x: torch.rand_like(x) * torch.randperm(6) + F.dropout(torch.ones_like(x)),
+}
+
+
+def drawing(draw: Callable[[Tensor], Tensor] = DRAWS["dropout"], **options: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Draw(draw, **options), nn.Tanh(), Draw(draw, **options), nn.Linear(6, 6))
+
+
+def drawers(model: nn.Module) -> list[Draw]:
+    return [layer for layer in model.modules() if isinstance(layer, Draw)]
+
+
+def draws(model: nn.Module) -> list[Tensor]:
+    return [t for layer in drawers(model) for t in layer.first]
+
+
+def forget(model: nn.Module) -> None:
+    for layer in drawers(model):
+        layer.first, layer.second = [], []
+
+
+def assert_recomputed_alike(model: nn.Module) -> None:
+    """Assert that recomputations, which go from the last micro-batch to the first, drew what forwards drew."""
+    for layer in drawers(model):
+        assert same(layer.second[::-1], layer.first[: len(layer.second)])
+
+
+def pipeline(module: nn.Sequential, **options: Any) -> GPipe:
+    return GPipe(module, [2, 1, 2], devices=["cpu"] * 3, chunks=CHUNKS, **options)
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_recomputation_draws_the_same(
+    draw: Callable[[Tensor], Tensor], way: dict[str, Any], plainly: Any, loss_of: Any
+) -> None:
+    module = drawing(draw)
+    plain = plainly(nn.Sequential(*module), CHUNKS)
+    model = pipeline(module, **way)
+    x = torch.randn(8, 6)
+    y = model(x)
+    loss_of(y).backward()
+
+    checkpointed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[way["checkpoint"]]
+    assert_recomputed_alike(module)
+    for k in (1, 3):
+        layer = module[k]
+        assert isinstance(layer, Draw)
+        assert (len(layer.first), len(layer.second)) == (CHUNKS, checkpointed)
+        assert not same(layer.first[:1] * CHUNKS, layer.first), "every micro-batch drew the same"
+        plain.layers[k] = Replay(layer.first)
+    one, other = drawers(module)
+    assert not same(one.first, other.first), "every partition drew the same"
+
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    expected = plain(x)
+    loss_of(expected).backward()
+    assert torch.equal(y, expected)
+    assert same(grads, [p.grad for p in plain.parameters()])  # type: ignore[arg-type]
+
+
+def recorded(steps: int = 3, *, seed: int = 7, pause: float = 0, **options: Any) -> list[Tensor]:
+    """Return what some steps draw, with how the caller's own random numbers go on at the end."""
+    module = drawing(pause=pause)
+    model = pipeline(module, **options)
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        model(torch.ones(8, 6)).sum().backward()
+    return [*draws(module), torch.rand(3)]
+
+
+def test_a_seed_decides_the_draws(way: dict[str, Any]) -> None:
+    calm = recorded(**way)
+    assert same(calm, recorded(**way))
+    assert not same(calm, recorded(seed=8, **way))
+
+
+def test_threads_in_any_order_draw_the_same() -> None:
+    calm = recorded(engine="workers")
+    for _ in range(3):
+        assert same(calm, recorded(engine="workers", pause=3e-3))
+
+
+def test_checkpointing_does_not_change_the_draws(engine: str) -> None:
+    never, *others = (recorded(engine=engine, checkpoint=c) for c in ("never", "except_last", "always"))
+    assert all(same(never, other) for other in others)
+
+
+def test_every_step_draws_anew(way: dict[str, Any]) -> None:
+    module = drawing()
+    model = pipeline(module, **way)
+    for _ in range(3):
+        model(torch.ones(8, 6))
+    layer = drawers(module)[0]
+    steps = [torch.cat(layer.first[k : k + CHUNKS]) for k in range(0, 3 * CHUNKS, CHUNKS)]
+    assert not any(torch.equal(a, b) for a, b in zip(steps, [*steps[1:], steps[0]], strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_one_partition_draws_what_a_plain_run_draws(checkpoint: str, equals_plain: Callable[..., Any]) -> None:
+    # One at a time, since both draw from the default generator.
+    def within() -> Any:
+        torch.manual_seed(3)
+        return nullcontext()
+
+    x = torch.randn(8, 6).requires_grad_()
+    equals_plain(drawing, x, [5], chunks=CHUNKS, within=within, checkpoint=checkpoint, steps=2)
+
+
+def test_backward_leaves_the_callers_numbers_alone(way: dict[str, Any]) -> None:
+    y = pipeline(drawing(), **way)(torch.ones(8, 6))
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("p", [0.5, None], ids=["evaluation", "no layer draws"])
+def test_a_pipeline_that_draws_nothing_takes_nothing(p: float | None, way: dict[str, Any]) -> None:
+    middle = nn.Identity() if p is None else nn.Dropout(p)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), middle, nn.Tanh(), nn.Tanh())
+    model = pipeline(module, **way).train(p is None)
+    for _ in range(2):
+        before = torch.get_rng_state()
+        model(torch.ones(8, 6)).sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_from_evaluation_to_training_and_back(way: dict[str, Any]) -> None:
+    module = drawing()
+    model = pipeline(module, **way)
+    for training in (False, True, False, True, True):
+        forget(module)
+        model.train(training)
+        model(torch.ones(8, 6)).sum().backward()
+        assert all(bool((t == 1).all()) != training for t in draws(module))
+        assert_recomputed_alike(module)
+
+
+def test_a_first_draw_that_comes_late_is_said_once(way: dict[str, Any]) -> None:
+    late = False
+
+    def draw(x: Tensor) -> Tensor:
+        return torch.rand_like(x) if late else torch.ones_like(x)
+
+    module = drawing(draw)
+    model = pipeline(module, **way)
+    for _ in range(2):
+        model(torch.ones(8, 6)).sum().backward()
+    late = True
+    expected = pytest.warns(RuntimeWarning, match="drew random numbers for the first time")
+    with expected if way["engine"] == "workers" else nullcontext():
+        model(torch.ones(8, 6))
+    # From then on it is known, nothing is said, and recomputation draws the same.
+    for _ in range(2):
+        forget(module)
+        model(torch.ones(8, 6)).sum().backward()
+        assert_recomputed_alike(module)
