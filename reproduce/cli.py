@@ -11,7 +11,7 @@ from typing import Literal
 
 import click
 
-from reproduce.devices import DevicesError, find_devices
+from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.interrupt import interruptible
 from reproduce.layout import many
@@ -106,6 +106,9 @@ def run(
         settings={"steps": steps, **{each.name: each.scale(chosen).settings() for each in experiments}},
     )
     progress = Progress()
+    advice = _advice(found)
+    if advice is not None:
+        progress.say(advice)
     progress.say(f"scale {chosen} on {found}; what is finished is kept in\n{_shown(recorder.path)}")
     try:
         with interruptible() as check:
@@ -179,6 +182,13 @@ def _finish(recorder: Recorder, state: Literal["finished", "interrupted"]) -> No
     """Write the record and its tables for the last time."""
     recorder.end(state)
     write_atomically(recorder.path.with_suffix(".md"), document(recorder.record))
+
+
+def _advice(devices: Devices) -> str | None:
+    """Say how pipelines can be run where one CUDA device would leave only rows without any."""
+    if devices.kind != "cuda" or devices.count > 1:
+        return None
+    return f"one CUDA device runs no pipeline; --on cpu runs them on the CPU's {many(cores(), 'core')}, at scale small"
 
 
 def _complain(message: str, code: int) -> int:

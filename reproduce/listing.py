@@ -13,9 +13,7 @@ __all__ = ["listing"]
 def listing(devices: Devices) -> str:
     """Return the list for a terminal, as seen from a machine with these devices."""
     parts = [
-        _table(experiment, scale, devices).text()
-        for experiment in EXPERIMENTS.values()
-        for scale in experiment.scales
+        _table(experiment, scale, devices).text() for experiment in EXPERIMENTS.values() for scale in experiment.scales
     ]
     return "\n\n".join(parts)
 
@@ -30,9 +28,7 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
             f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)",
             f"on {devices}: "
             + (
-                f"cannot run; {reason}"
-                if reason
-                else f"can run; {_runnable(scale, devices)} of {len(scale.rows)} rows"
+                f"cannot run; {reason}" if reason else f"can run; {_runnable(scale, devices)} of {len(scale.rows)} rows"
             ),
         ],
         left=2,

@@ -29,13 +29,17 @@ def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tab
     """Return the table of the published models, and one of measured peaks for each kind of bytes."""
     counted = [result for result in results if result.device == "meta"]
     run = [result for result in results if result.device != "meta"]
-    tables = [_published_models(experiment, counted)] if counted else []
-    for (device, value), (name, meaning) in KINDS.items():
-        if any(result.device == device and result.values.get(value) for result in run):
-            tables.append(_peaks(experiment, run, value, name, meaning))
-    if run and len(tables) == bool(counted):
-        tables.append(_peaks(experiment, run, "peak_allocated", "nothing measured", "none"))
-    return tables
+    kinds = [
+        (value, *said)
+        for (device, value), said in KINDS.items()
+        if any(result.device == device and result.values.get(value) for result in run)
+    ]
+    if run and not kinds:
+        kinds = [("peak_allocated", "nothing", "of no row, see above")]
+    return [
+        *([_published_models(experiment, counted)] if counted else []),
+        *(_peaks(experiment, run, *kind) for kind in kinds),
+    ]
 
 
 def _published_models(experiment: Experiment, results: Sequence[Result]) -> Table:

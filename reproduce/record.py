@@ -42,6 +42,7 @@ class Result:
     device: str | None = None  # 'cpu', 'cuda' or 'meta'
     config: dict[str, Json] = field(default_factory=dict)
     over: str | None = None  # the row that its speed-up is taken over
+    over_published: str | None = None  # the row that works most like the one the published speed-up is over
     published: str | None = None  # the published row that it reproduces
     reason: str | None = None  # of a status that is not a success
     values: dict[str, Json] = field(default_factory=dict)

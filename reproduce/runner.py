@@ -114,6 +114,7 @@ class Runner:
             device=device or self.devices.kind,
             config=row.config(size_names(row.model)),
             over=row.over,
+            over_published=row.over_published,
             published=None if row.published is None else f"{experiment.table}/{row.published}",
         )
 

@@ -30,7 +30,6 @@ def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tabl
 
 
 def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -> Table:
-    first = next(iter(papers))
     rows = []
     for result in results.values():
         over = results.get(result.over or "")
@@ -42,8 +41,8 @@ def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -
                 _count(result.config["chunks"]),
                 _throughput(result),
                 _speed_up(result, over),
+                _speed_up(result, results.get(result.over_published or ""), quartiles=False),
                 _ratio(paper, None if over is None else _paper(over, papers)),
-                _ratio(paper, papers[first]),
             ]
         )
     headings = [
@@ -51,9 +50,9 @@ def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -
         "n",
         "m",
         "samples/s\n(quartiles)",
-        "speed-up\n(quartiles)",
-        "published\nspeed-up",
-        f"published\nover {first}",
+        "over naive\n(quartiles)",
+        "over m=1,\nalways",
+        "published\nlikewise",
     ]
     notes = [
         *_circumstances(results),
@@ -111,9 +110,7 @@ def _about_publication(experiment: Experiment, papers: Results) -> list[str]:
     bases = {result.config["checkpoint"] for result in papers.values() if result.config["chunks"] == 1}
     said = [f"published: {source.get('paper')}, on {hardware.get('num_gpus')} x {hardware.get('gpu')}"]
     if len(set(batches)) > 1:
-        said.append(
-            f"its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches"
-        )
+        said.append(f"its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches")
     if bases == {"always"}:
         said.append("its m=1 rows recompute everything (checkpoint=always), which naive here does not")
     return ["; ".join(said)]
@@ -140,11 +137,13 @@ def _throughput(result: Result) -> str:
     return str(result.reason) if result.status == "needs devices" else result.status
 
 
-def _speed_up(result: Result, over: Result | None) -> str:
+def _speed_up(result: Result, over: Result | None, quartiles: bool = True) -> str:
     if result is over:
         return "1" if result.samples else ""
     found = None if over is None else speed_up(result, over)
-    return "" if found is None else _write(found, "{:.2f}".format)
+    if found is None:
+        return ""
+    return _write(found if quartiles else Spread(found.median), "{:.2f}".format)
 
 
 def _ratio(row: Result | None, over: Result | None) -> str:

@@ -32,13 +32,13 @@ MODELS: dict[str, tuple[tuple[str, ...], Callable[..., nn.Sequential]]] = {
 }
 
 
-def class_labels(output: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a class for each row of `output` (batch, classes)."""
-    return torch.randint(output.shape[1], output.shape[:1], generator=generator)
+def class_labels(row: Row, generator: torch.Generator) -> Tensor:
+    """Draw a class for each sample."""
+    return torch.randint(row.num_classes, (row.batch_size,), generator=generator)
 
 
-# name -> (the function, what draws targets that suit the model's output)
-LOSSES: dict[str, tuple[Loss, Callable[[Tensor, torch.Generator], Tensor]]] = {
+# name -> (the function, what draws targets for it)
+LOSSES: dict[str, tuple[Loss, Callable[[Row, torch.Generator], Tensor]]] = {
     "cross_entropy": (F.cross_entropy, class_labels),
 }
 
@@ -79,11 +79,9 @@ class FakeData:
         return self.inputs[key][: row.batch_size]
 
     def target(self, row: Row, device: torch.device) -> Tensor:
-        """Return targets that suit the row's loss and model, on `device`."""
+        """Return targets that suit the row's loss, on `device`."""
         generator = torch.Generator().manual_seed(self.seed)
-        with torch.device("meta"):
-            output = build_model(row)(torch.empty(row.batch_size, *row.input_shape))
-        return LOSSES[row.loss][1](output, generator).to(device)
+        return LOSSES[row.loss][1](row, generator).to(device)
 
 
 class Balancer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -139,4 +140,179 @@ def test_dropping_frees_the_device(devices: list[str]) -> None:
     torch.cuda.synchronize()
     # cuBLAS keeps a workspace per stream that it has run on.
     torch._C._cuda_clearCublasWorkspaces()
-    assert [torch.cuda.memory_allocated(d) for d in range(DEVICES)] <= used
+    assert all(torch.cuda.memory_allocated(d) <= used[d] for d in range(DEVICES))
+
+
+def test_by_default_all_cuda_devices_are_taken() -> None:
+    model = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(DEVICES))), [1] * DEVICES)
+    assert model.devices == [torch.device("cuda", index) for index in range(DEVICES)]
+    assert [partition[0].weight.device for partition in model.partitions] == model.devices
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("origin", ["cpu", "cuda:0"])
+def test_the_input_comes_from_any_device(devices: list[str], origin: str) -> None:
+    model = GPipe(layers(), balance(len(devices)), devices=devices, chunks=3)
+    x = torch.randn(13, 16)
+    expected = torch.cat([layers()(part) for part in x.chunk(3)])
+    given = x.to(origin).requires_grad_()
+    y = model(given)
+    y.sum().backward()
+    torch.testing.assert_close(y.cpu(), expected, rtol=1e-3, atol=1e-3)
+    assert given.grad is not None
+    assert given.grad.device == given.device
+
+
+class Late(nn.Module):
+    """Make the device busy before the result is there, in forward and backward; who does not wait reads too early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Late.apply(x * self.scale)
+        return y
+
+
+class _Late(torch.autograd.Function):
+    CYCLES = 2_000_000  # about a millisecond
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.cuda._sleep(_Late.CYCLES)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        torch.cuda._sleep(_Late.CYCLES)
+        return grads[0] * 2
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("streams", [True, False], ids=["copy streams", "no copy streams"])
+def test_nothing_is_read_before_it_is_there(devices: list[str], checkpoint: Any, streams: bool) -> None:
+    n = len(devices)
+    model = GPipe(
+        nn.Sequential(*(Late() for _ in range(n))),
+        [1] * n,
+        devices=devices,
+        chunks=3,
+        checkpoint=checkpoint,
+        copy_streams=streams,
+    )
+    # Large enough that a copy takes a while; small whole numbers, so that every sum is exact.
+    x = torch.randint(3, (6, 1 << 18), device=devices[0]).float().requires_grad_()
+    for step in range(1, 4):
+        y = model(x)
+        y.sum().backward()
+        assert torch.equal(y.detach().to(devices[0]), x.detach() * 2**n)
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, float(2**n * step)))
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_stream_of_the_callers_own(devices: list[str], checkpoint: Any) -> None:
+    """The pipeline computes on the streams that are current when it is called; backward may be called on others."""
+    model = GPipe(layers(), balance(len(devices)), devices=devices, chunks=3, checkpoint=checkpoint)
+    x = torch.randn(13, 16, device=devices[0])
+    y = model(x)
+    y.square().sum().backward()
+    expected = [y.detach(), *(p.grad for p in model.parameters())]
+    model.zero_grad()
+
+    streams = [torch.cuda.Stream(d) for d in range(DEVICES)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        y = model(x)
+        loss = y.square().sum()
+    for stream in streams:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+    loss.backward()
+    torch.cuda.synchronize()
+
+    found = [y.detach(), *(p.grad for p in model.parameters())]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_checkpointed_run_keeps_only_the_inputs_of_tasks() -> None:
+    width, kept = 256, {}
+    for checkpoint in ("always", "never"):
+        torch.manual_seed(0)
+        block = [nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+        model = GPipe(nn.Sequential(*block), [4], devices=["cuda:0"], chunks=4, checkpoint=checkpoint)
+        x = torch.randn(1024, width, device="cuda:0")
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=False)
+        gc.collect()
+        before = torch.cuda.memory_allocated(0)
+        y = model(x)
+        kept[checkpoint] = torch.cuda.memory_allocated(0) - before - y.nbytes
+        y.sum().backward()
+        del y
+    activation = 1024 * width * 4
+    # The micro-batches' inputs are views of x; their outputs have been concatenated.
+    assert kept["always"] < activation / 2
+    # What both tanh gave.
+    assert kept["never"] >= 2 * activation
+
+
+class Fails(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == ("recompute" if is_recomputing() else "forward"):
+            raise ZeroDivisionError(self.where)
+        y: Tensor = _Fails.apply(x, self)
+        return y
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Fails) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.layer.where == "backward":
+            raise ZeroDivisionError("backward")
+        return grads[0], None
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
+def test_an_error_arrives_and_the_next_call_works(devices: list[str], where: str) -> None:
+    fails = Fails(where)
+    module = layers()
+    module[3] = fails
+    model = GPipe(module, balance(len(devices)), devices=devices, chunks=4, checkpoint="always")
+    x = torch.randn(8, 16)
+    with pytest.raises(ZeroDivisionError, match=where) as caught:
+        model(x).sum().backward()
+    assert {"forward", "backward"} & {entry.name for entry in caught.traceback[-1:]}
+
+    fails.where = ""
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("devices", PLACES)
+def test_deferred_batch_norm(devices: list[str]) -> None:
+    n = len(devices)
+    module = nn.Sequential(*(nn.BatchNorm1d(16) for _ in range(n)))
+    model = GPipe(module, [1] * n, devices=devices, chunks=4, checkpoint="always", deferred_batch_norm=True)
+    plain = nn.BatchNorm1d(16).to(devices[0])
+    x = torch.randn(14, 16, device=devices[0]) * 3 + 5
+    model(x).sum().backward()
+    plain(x)
+    torch.testing.assert_close(model[0].running_mean, plain.running_mean)
+    torch.testing.assert_close(model[0].running_var, plain.running_var)

@@ -30,8 +30,9 @@ class Row:
     """Configure one training run, whole.
 
     `partitions=None` is plain training on one device, without a pipeline. `balance=None` asks for one that is
-    profiled on the spot. `over` names the row of the same table that the speed-up is taken over,
-    `published` the row of the experiment's published table that this one reproduces.
+    profiled on the spot. `published` names the row of the experiment's published table that this one reproduces,
+    `over` the row of the same table that the speed-up is taken over, and `over_published` the one that works most
+    like the row that the published speed-up is over.
     """
 
     name: str = ""
@@ -46,7 +47,9 @@ class Row:
     balance: tuple[int, ...] | None = None
     optimizer: Optimizer
     loss: str
+    num_classes: int
     over: str | None = None
+    over_published: str | None = None
     published: str | None = None
 
     @property
@@ -86,6 +89,7 @@ class Row:
             "optimizer": self.optimizer.name,
             **self.optimizer.options,
             "loss": self.loss,
+            "num_classes": self.num_classes,
             "dtype": "float32",
             "dataset": "fake",
         }

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.cli import INTERRUPTED, main
+from reproduce.cli import INTERRUPTED, _advice, main
+from reproduce.devices import Devices
 from reproduce.experiments import Experiment
 from reproduce.layout import WIDTH
 from reproduce.record import load
@@ -65,6 +66,22 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "amoebanet-speed, scale paper" in out and "amoebanet-memory, scale small" in out
     assert max(map(len, out.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (
+            Devices("cuda", 1),
+            "one CUDA device runs no pipeline; --on cpu runs them on the CPU's 2 cores, at scale small",
+        ),
+        (Devices("cuda", 2), None),
+        (Devices("cpu", 1, 2), None),
+    ],
+)
+def test_advice_to_who_has_one_gpu(devices: Devices, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reproduce.cli.cores", lambda: 2)
+    assert _advice(devices) == said
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,9 +210,7 @@ def test_only_torch_click_and_tabulate_are_needed(
     others = ("torchvision", "msgspec", "pydantic", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})
     script = Path(__file__).with_name("tiny.py")
-    process = start(
-        str(script), "run", "tiny-memory", "tiny-speed", *SMALL, "--steps", "1", "--out", str(tmp_path), first=folder
-    )
+    process = start(str(script), "run", "tiny-speed", *SMALL, "--steps", "1", "--out", str(tmp_path), first=folder)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     (path,) = tmp_path.glob("*.json")
@@ -213,7 +228,7 @@ def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., object
 
 def test_ctrl_c_while_pytorch_is_imported(start: Callable[..., object], broken_modules: Callable[..., Path]) -> None:
     """An import that swallows the interrupt, as PyTorch's does, must not keep the program going."""
-    swallow = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    [0] * 9\nexcept BaseException:\n    pass"
+    swallow = "import os\ntry:\n    os.kill(os.getpid(), 2)\n    [0] * 9\nexcept BaseException:\n    pass"
     process = start("-m", "reproduce", "list", first=broken_modules(torch=swallow))
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (INTERRUPTED, "", "reproduce: interrupted\n")

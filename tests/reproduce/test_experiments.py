@@ -10,10 +10,7 @@ from reproduce.record import Result
 from reproduce.training import LOSSES, MODELS, size_names
 
 ALL = [
-    (experiment, scale, row)
-    for experiment in EXPERIMENTS.values()
-    for scale in experiment.scales
-    for row in scale.rows
+    (experiment, scale, row) for experiment in EXPERIMENTS.values() for scale in experiment.scales for row in scale.rows
 ]
 EXACT = [
     (experiment, row)
@@ -23,7 +20,7 @@ EXACT = [
 
 # What a published configuration says that a row does not: what it measured in, and what is known from the rest.
 NOT_OURS = {
-    "n", "m", "num_classes", "parameters_exact", "layers", "dataset_size", "epochs", "skip_epochs", "steps_per_epoch",
+    "n", "m", "parameters_exact", "layers", "dataset_size", "epochs", "skip_epochs", "steps_per_epoch",
     "last_batch_size", "bytes_per_parameter", "steps",
 }  # fmt: skip
 

@@ -6,15 +6,17 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from reproduce.devices import Devices
-from reproduce.experiments import EXPERIMENTS, Row
+from reproduce.experiments import EXPERIMENTS
 from reproduce.memory import LiveBytes, measure_peak
 from reproduce.training import Balancer, FakeData, Training
+from torchgpipe import GPipe
 
 Case = Callable[[], Iterator[object]]
 FLOAT = 4
@@ -144,46 +146,65 @@ def test_counts_are_right_after_many_threads() -> None:
 
 BASE = replace(EXPERIMENTS["amoebanet-memory"].scale("small").rows[0], size=(3, 16), batch_size=4)
 PIPELINE = replace(BASE, partitions=2, chunks=4, balance=(4, 5))
+ROWS = {
+    "plain": BASE,
+    "never": replace(PIPELINE, checkpoint="never"),
+    "always": replace(PIPELINE, checkpoint="always"),
+    "except_last": replace(PIPELINE, checkpoint="except_last"),
+}
 
 
-def train(row: Row) -> tuple[Training, list[int]]:
+class Trained(NamedTuple):
+    training: Training
+    counter: LiveBytes
+    peaks: list[int]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Trained]:
+    """Run two steps of every row, and keep what is alive afterwards."""
     devices = Devices("cpu", 2, threads=1)
-    training = Training(row, devices, FakeData([row], 0), Balancer(devices), 0)
-    return training, measure_peak(training, devices, steps=2).allocated
+    found = {}
+    for name, row in ROWS.items():
+        counters: list[LiveBytes] = []
+        training = Training(row, devices, FakeData([row], 0), Balancer(devices), 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("reproduce.memory.LiveBytes", lambda n, to=counters: to.append(LiveBytes(n)) or to[0])
+            peaks = measure_peak(training, devices, steps=2).allocated
+        found[name] = Trained(training, counters[0], peaks)
+    return found
 
 
-def state(partition: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*partition.parameters(), *partition.buffers()))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [BASE] + [replace(PIPELINE, checkpoint=checkpoint) for checkpoint in ("never", "always", "except_last")],
-    ids=lambda row: str(row.checkpoint),
-)
-def test_peak_holds_at_least_the_model(row: Row) -> None:
-    """Parameters, gradients and RMSprop's state are alive together at the end of backward's second step."""
-    training, peaks = train(row)
-    assert len(peaks) == row.devices
+@pytest.mark.parametrize("name", ROWS)
+def test_peak_holds_at_least_the_model(trained: dict[str, Trained], name: str) -> None:
+    """Parameters, gradients and RMSprop's state are alive together at the end of the second step's backward."""
+    training, _, peaks = trained[name]
+    assert len(peaks) == ROWS[name].devices
     for partition, peak in zip(training.partitions, peaks, strict=True):
         parameters = sum(parameter.nbytes for parameter in partition.parameters())
-        assert peak > 3 * parameters
-        assert peak < 3 * parameters + 4 * 40 * 2**20, "no more than 40 MiB per sample beside it"
+        assert 3 * parameters < peak < 3 * parameters + 4 * 40 * 2**20, "and at most 40 MiB for each sample"
 
 
-def test_checkpointing_lowers_the_peak() -> None:
-    peaks = {mode: sum(train(replace(PIPELINE, checkpoint=mode))[1]) for mode in ("never", "always", "except_last")}
-    assert max(peaks["always"], peaks["except_last"]) < peaks["never"]
+def test_checkpointing_lowers_the_peak(trained: dict[str, Trained]) -> None:
+    peaks = {name: sum(found.peaks) for name, found in trained.items()}
+    assert max(peaks["always"], peaks["except_last"]) < min(peaks["never"], peaks["plain"])
 
 
-def test_after_a_step_only_state_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    counters: list[LiveBytes] = []
-    monkeypatch.setattr("reproduce.memory.LiveBytes", lambda n: counters.append(LiveBytes(n)) or counters[0])
-    training, _ = train(replace(PIPELINE, checkpoint="except_last"))
+@pytest.mark.parametrize("name", ROWS)
+def test_after_a_step_only_state_is_alive(trained: dict[str, Trained], name: str) -> None:
+    training, counter, _ = trained[name]
     gc.collect()
-    optimizer = training.optimizer.state
-    own = [training.input.nbytes, training.target.nbytes]
-    own[0] += sum(values["step"].nbytes for values in optimizer.values())  # made from no tensor: the first device's
+    state = training.optimizer.state
+    own = [0] * len(training.partitions)
+    own[0] += training.input.nbytes
+    own[-1] += training.target.nbytes
+    own[0] += sum(values["step"].nbytes for values in state.values())  # made from no tensor: the first device's
     for j, partition in enumerate(training.partitions):
-        averages = sum(optimizer[parameter]["square_avg"].nbytes for parameter in partition.parameters())
-        assert counters[0].live[j] == state(partition) + averages + own[j]
+        kept = [*partition.parameters(), *partition.buffers()]
+        kept += [state[parameter]["square_avg"] for parameter in partition.parameters()]
+        assert counter.live[j] == sum(tensor.nbytes for tensor in kept) + own[j]
+
+
+def test_the_observer_is_taken_away(trained: dict[str, Trained]) -> None:
+    assert isinstance(trained["never"].training.model, GPipe)
+    assert trained["never"].training.model.observer is None

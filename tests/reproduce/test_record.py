@@ -55,9 +55,7 @@ def test_is_written_for_people(tmp_path: Path) -> None:
     lines = (tmp_path / "r.json").read_text().splitlines()
     assert lines[1:3] == [' "format": "torchgpipe-reproduce",', ' "version": 1,']
     assert '    "step_time": [0.1, 1e-09]' in lines, "a list of values stands on one line"
-    assert not any("reason" in line for line in lines[: lines.index('   "row": "s",')]), (
-        "what is not there is left out"
-    )
+    assert not any("reason" in line for line in lines[: lines.index('   "row": "s",')]), "what is not there is left out"
 
 
 @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])

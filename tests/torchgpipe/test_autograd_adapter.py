@@ -1,56 +1,153 @@
-"""The private names of PyTorch that `torchgpipe._autograd` uses: where they are, and what they do."""
+"""What the library uses of PyTorch without a promise that it stays. A failure here names what has moved.
+
+This file imports from torchgpipe within tests only, so that it says so even where torchgpipe cannot be imported.
+"""
 
 from __future__ import annotations
 
+import ast
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe._autograd import accumulates, keeps_graph, run_backward
+LIBRARY = Path(__file__).parents[2] / "torchgpipe"
 
-
-@pytest.mark.parametrize(
-    ("holder", "name"),
-    [
-        (lambda: torch.autograd.Variable._execution_engine, "run_backward"),
-        (lambda: torch.autograd.Variable._execution_engine, "is_checkpoint_valid"),
-        (lambda: torch._C._autograd, "_get_current_graph_task_keep_graph"),
-    ],
-)
-def test_the_name_is_still_there(holder: Any, name: str) -> None:
-    assert hasattr(holder(), name), f"this PyTorch ({torch.__version__}) has moved {name}; see torchgpipe/_autograd.py"
-
-
-def test_run_backward_accumulates_like_torch_autograd_backward() -> None:
-    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    for _ in range(2):
-        product, total = x * y, x + y
-        run_backward(
-            [get_gradient_edge(product), get_gradient_edge(total)],
-            [torch.full((3,), 2.0), torch.ones(3)],
-            keep_graph=False,
-        )
-    assert x.grad is not None and y.grad is not None
-    assert torch.equal(x.grad, 2 * (2 * y + 1).detach())
-    assert torch.equal(y.grad, 2 * (2 * x + 1).detach())
+# Name, and where the library uses it.
+PRIVATE = {
+    "torch.autograd.Variable._execution_engine": "_autograd.py",
+    "torch._C._autograd._get_current_graph_task_keep_graph": "_autograd.py",
+    "torch._C._nn._parse_to": "gpipe.py",
+    "torch.nn.modules.batchnorm._BatchNorm": "batchnorm.py",
+    "torch.nn.modules.batchnorm._NormBase": "stage.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "randomness.py",
+}
+OF_OBJECTS = [
+    ("torch.autograd.Variable._execution_engine", "run_backward"),
+    ("torch.autograd.Variable._execution_engine", "is_checkpoint_valid"),
+    ("torch.autograd.graph", "get_gradient_edge"),
+    ("torch.autograd.graph", "GradientEdge"),
+    ("torch.Tensor", "_version"),
+]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_run_backward_keeps_the_graph_if_asked(keep: bool) -> None:
-    x = torch.randn(3, requires_grad=True)
-    edge = get_gradient_edge(x.exp())
-    run_backward([edge], [torch.ones(3)], keep_graph=keep)
-    if keep:
-        run_backward([edge], [torch.ones(3)], keep_graph=False)
-    else:
-        with pytest.raises(RuntimeError, match="second time"):
-            run_backward([edge], [torch.ones(3)], keep_graph=False)
+def find(name: str, where: str) -> Any:
+    __import__("torch.utils._python_dispatch")
+    try:
+        return reduce(getattr, name.split(".")[1:], torch)
+    except AttributeError as error:
+        pytest.fail(f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe/{where} uses: {error}")
+
+
+@pytest.mark.parametrize(("name", "where"), PRIVATE.items())
+def test_still_there(name: str, where: str) -> None:
+    find(name, where)
+
+
+@pytest.mark.parametrize(("owner", "name"), OF_OBJECTS, ids=[name for _, name in OF_OBJECTS])
+def test_still_has(owner: str, name: str) -> None:
+    find(f"{owner}.{name}", "_autograd.py")
+
+
+def private_names(source: str) -> set[str]:
+    """Return the dotted names of torch, with a part that begins with one underscore, in a module's source."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            parts = name.split(".")
+            private = any(p.startswith("_") and not p.startswith("__") for p in parts)
+            if parts[0] == "torch" and private and all(map(str.isidentifier, parts)):
+                found.add(name)
+    return {name for name in found if not any(other.startswith(name + ".") for other in found)}
+
+
+def test_no_other_private_name_is_used() -> None:
+    used = {
+        (name, path.relative_to(LIBRARY).as_posix())
+        for path in LIBRARY.rglob("*.py")
+        for name in private_names(path.read_text())
+    }
+    assert used == set(PRIVATE.items()), "list what is new, or keep it behind torchgpipe/_autograd.py"
+
+
+def test_private_names_are_found() -> None:
+    source = "import torch._dynamo\nfrom torch._C import x\nfrom torch import nn\ntorch.nn._a.b(torch.__version__)"
+    assert private_names(source) == {"torch._dynamo", "torch._C.x", "torch.nn._a.b"}
+
+
+class TestRunBackward:
+    def test_accumulates_into_leaves(self) -> None:
+        from torch.autograd.graph import get_gradient_edge
+
+        from torchgpipe._autograd import run_backward
+
+        w, v = torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
+        w.grad = torch.tensor(100.0)
+        y, z = w * v, 2 * w
+        edges = [get_gradient_edge(y), get_gradient_edge(z)]
+        del y, z
+
+        run_backward(edges, (torch.tensor(10.0), torch.tensor(1.0)), keep_graph=False)
+
+        assert v.grad is not None
+        assert (w.grad.item(), v.grad.item()) == (100 + 50 + 2, 30)
+
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_keeps_the_graph_if_asked(self, keep: bool) -> None:
+        from torch.autograd.graph import get_gradient_edge
+
+        from torchgpipe._autograd import run_backward
+
+        w = torch.tensor(3.0, requires_grad=True)
+        edges = [get_gradient_edge(w * w)]
+        run_backward(edges, (torch.tensor(1.0),), keep_graph=keep)
+        if keep:
+            run_backward(edges, (torch.tensor(1.0),), keep_graph=False)
+            assert w.grad is not None
+            assert w.grad.item() == 12
+        else:
+            with pytest.raises(RuntimeError, match="second time"):
+                run_backward(edges, (torch.tensor(1.0),), keep_graph=False)
+
+    def test_within_another_backward(self) -> None:
+        from torch.autograd.graph import get_gradient_edge
+
+        from torchgpipe._autograd import run_backward
+
+        w = torch.tensor(3.0, requires_grad=True)
+        inner = get_gradient_edge(w * w)
+
+        class Outer(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Tensor:
+                run_backward([inner], grads, keep_graph=False)
+                return grads[0]
+
+        x = torch.tensor(1.0, requires_grad=True)
+        (Outer.apply(x) * 2).backward()
+
+        assert w.grad is not None
+        assert x.grad is not None
+        assert (w.grad.item(), x.grad.item()) == (12, 2)
 
 
 class Ask(torch.autograd.Function):
+    """Ask, in backward, what kind of backward it is."""
+
     answers: tuple[bool, bool]
 
     @staticmethod
@@ -59,21 +156,25 @@ class Ask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        Ask.answers = (keeps_graph(), accumulates())
+        from torchgpipe._autograd import accumulates, keeps_graph
+
+        Ask.answers = accumulates(), keeps_graph()
         return grads[0]
 
 
-@pytest.mark.parametrize(
-    ("backward", "keeps", "all_leaves"),
-    [
-        (lambda y, x: y.backward(), False, True),
-        (lambda y, x: y.backward(retain_graph=True), True, True),
-        (lambda y, x: torch.autograd.grad(y, x), False, False),
-        (lambda y, x: y.backward(inputs=[x]), False, False),
-    ],
-    ids=["backward", "retain_graph", "grad", "inputs"],
-)
-def test_what_a_backward_says_of_itself(backward: Any, keeps: bool, all_leaves: bool) -> None:
-    x = torch.randn(3, requires_grad=True)
-    backward(Ask.apply(x).sum(), x)
-    assert Ask.answers == (keeps, all_leaves)
+# How backward is asked for; whether it accumulates into every leaf, and keeps the graph.
+BACKWARDS: dict[str, tuple[Any, bool, bool]] = {
+    "backward": (lambda y, x: y.backward(), True, False),
+    "backward, retain_graph": (lambda y, x: y.backward(retain_graph=True), True, True),
+    "autograd.backward": (lambda y, x: torch.autograd.backward(y), True, False),
+    "backward, inputs": (lambda y, x: y.backward(inputs=[x]), False, False),
+    "autograd.grad": (lambda y, x: torch.autograd.grad(y, x), False, False),
+    "autograd.grad, retain_graph": (lambda y, x: torch.autograd.grad(y, x, retain_graph=True), False, True),
+}
+
+
+@pytest.mark.parametrize(("ask", "accumulates", "keeps"), BACKWARDS.values(), ids=BACKWARDS.keys())
+def test_what_a_backward_says_of_itself(ask: Any, accumulates: bool, keeps: bool) -> None:
+    x = torch.tensor(1.0, requires_grad=True)
+    ask(Ask.apply(x), x)
+    assert Ask.answers == (accumulates, keeps)

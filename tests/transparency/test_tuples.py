@@ -65,7 +65,9 @@ CASES = {
     "in, unused": Case(lambda: [lambda a, b: a, linear(), linear()], lambda: (real(), real())),
     "of one": Case(lambda: [lambda a: (a,), First(linear()), First(linear())], lambda: (real(),)),
     "between": Case(lambda: [linear(), lambda a: (a, a * 2), lambda a, b: a * b, linear()], real, (2, 1, 1)),
-    "between, one unused": Case(lambda: [linear(), lambda a: (a.sin(), a.exp()), lambda a, b: b, linear()], real, (2, 1, 1)),
+    "between, one unused": Case(
+        lambda: [linear(), lambda a: (a.sin(), a.exp()), lambda a, b: b, linear()], real, (2, 1, 1)
+    ),
     "out": Case(lambda: [linear(), linear(), lambda a: (a, a.sum(1))], real),
     "all the way": Case(lambda: [First(linear()), First(linear()), First(linear())], lambda: (real(), real())),
     "longer and shorter": Case(
@@ -74,7 +76,9 @@ CASES = {
     ),
     "the same tensor twice": Case(lambda: [lambda a: (a, a), lambda a, b: a * b, linear()], real),
     "an input is an output": Case(lambda: [lambda a: a, lambda a: (a, a.exp()), lambda a, b: (b, a)], real),
-    "views": Case(lambda: [lambda a: (a[:, :2], a.view(-1, 2, 2)), lambda a, b: a + b.sum(1), lambda a: a.t().t()], real),
+    "views": Case(
+        lambda: [lambda a: (a[:, :2], a.view(-1, 2, 2)), lambda a, b: a + b.sum(1), lambda a: a.t().t()], real
+    ),
     "embedding": Case(lambda: [nn.Embedding(5, 4), linear(), linear()], ids),
     "an integer goes along": Case(
         lambda: [First(linear()), lambda a, k: (a * (1 + k).unsqueeze(1), k), lambda a, k: (a[:, :2], k)],
