@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.layout import Table
+from reproduce.layout import Table, many
 from reproduce.memory_tables import memory_tables
-from reproduce.record import Record, Result
+from reproduce.record import Record, Result, Run
 from reproduce.speed_table import speed_tables
 
 __all__ = ["document", "tables"]
@@ -24,8 +25,18 @@ def tables(record: Record, experiment: str | None = None) -> list[Table]:
     made: list[Table] = []
     for name, results in by_experiment.items():
         if name in EXPERIMENTS and experiment in (None, name):
-            made.extend(MAKERS[EXPERIMENTS[name].measures](EXPERIMENTS[name], results))
+            measures = EXPERIMENTS[name].measures
+            found = MAKERS[measures](EXPERIMENTS[name], results)
+            busy = busy_note(record.run) if measures == "speed" else None
+            made.extend(found if busy is None else [replace(table, notes=[*table.notes, busy]) for table in found])
     return made
+
+
+def busy_note(run: Run | None) -> str | None:
+    """Warn where other programs kept the CPU busy as a run on it began, by more than a quarter of its cores."""
+    if run is None or run.device != "cpu" or run.load is None or run.load[0] <= run.machine.cores / 4:
+        return None
+    return f"the machine was busy: load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} before the start"
 
 
 def document(record: Record) -> str:

@@ -139,6 +139,18 @@ def test_one_row_can_lack_what_it_is_compared_with() -> None:
     assert cells(found, "equal batch")["GPipe", "2", "4"] == ["64.0", "", "1.00", "1.54"]
 
 
+@pytest.mark.parametrize(
+    ("device", "load", "warned"),
+    [("cpu", [1.5, 0, 0], True), ("cpu", [0.9, 9, 9], False), ("cpu", None, False), ("cuda", [9, 9, 9], False)],
+)
+def test_a_busy_machine_is_told(device: str, load: list[float] | None, warned: bool) -> None:
+    found = speed_record("small", gpipe_is_faster)
+    found = replace(found, run=replace(RUN, device=device, load=load))
+    note = "the machine was busy: load 1.50 on 4 cores before the start"
+    assert (note in tables(found)[0].notes) == warned
+    assert warned or not any("busy" in note for note in tables(found)[0].notes)
+
+
 def memory_record(scale: str, device: str, peak: Callable[[int], list[int]], **more: object) -> Record:
     exact = {"parameters": 1_844_858_344, "model_bytes": 12 * 1_844_858_344}
     counted = [result(MEMORY.name, row, "paper", "meta", values=exact) for row in MEMORY.scale("paper").rows]
