@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -239,6 +240,36 @@ def _needs(task: Task, failed: Task) -> bool:
             return task.i < failed.i and task.j == failed.j
         return task.i <= failed.i and task.j <= failed.j
     return task.kind == "backward" and task.i <= failed.i and task.j <= failed.j
+
+
+def test_a_recomputation_under_way_is_not_followed_by_its_backward(new_journal: Callable[[Mode], Journal]) -> None:
+    """The last partition waits for nobody's gradient, and has to ask before it goes on."""
+    journal = new_journal("always")
+    model = pipeline(journal, "workers", "always", n=2)
+    under_way = threading.Event()
+    started: list[Task] = []
+
+    @contextmanager
+    def observer(task: tuple[str, int, int]) -> Iterator[None]:
+        started.append(Task(*task))
+        if task == ("recompute", 0, 1):
+            under_way.set()
+            assert journal.known.wait(PATIENCE)
+        if task == ("recompute", M - 1, 0):
+            assert under_way.wait(PATIENCE)
+            raise Boom(1, reason="meanwhile")
+        yield
+
+    model.observer = observer
+    loss = model(torch.rand(M, 3)).sum()
+    started.clear()
+    with pytest.raises(Boom, match="meanwhile"):
+        loss.backward()
+
+    assert [(kind, i) for kind, i, j in started if j == 1] == [
+        *((kind, i) for i in reversed(range(1, M)) for kind in ("recompute", "backward")),
+        ("recompute", 0),
+    ]
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {

@@ -198,7 +198,7 @@ def _combine(tracked: list[Statistics], *, like: Tensor) -> tuple[Tensor, Tensor
     variances = torch.stack([var.to(like.device, dtype) for _, _, var in tracked])
 
     def weights(parts: list[float]) -> Tensor:
-        return torch.tensor(parts, dtype=dtype).to(like.device).unsqueeze(1)
+        return torch.tensor(parts, dtype=dtype).to(like.device, non_blocking=True).unsqueeze(1)
 
     mean = (weights([n / total for n in counts]) * means).sum(0)
     within = (weights([(n - 1) / (total - 1) for n in counts]) * variances).sum(0)

@@ -87,15 +87,12 @@ class GPipe(nn.Module):
     ) -> None:
         super().__init__()
         check_module(module)
-        if not isinstance(chunks, int) or chunks < 1:
-            raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
-        if checkpoint not in MODES:
-            raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
+        _check_settings(chunks, checkpoint)
         verify_skippables(module)
         if deferred_batch_norm:
             module = _as_sequential(DeferredBatchNorm.convert_deferred_batch_norm(module, None))
 
-        counts, partitions, chosen = split(module, None if balance is None else list(balance), devices)
+        counts, partitions, chosen = split(module, balance, devices)
         self.balance = counts
         self.devices = chosen
         self.chunks = chunks
@@ -149,8 +146,13 @@ class GPipe(nn.Module):
             ValueError: the tensors of `input` have no batch dimension, or disagree on it.
         """
         check(input)
+        _check_settings(self.chunks, self.checkpoint)
         if not self.partitions:
             return input
+        if [layer for partition in self.partitions for layer in partition._modules.values()] != [*self.children()]:
+            raise RuntimeError(
+                "a layer was replaced after the pipeline was made; change the layers first, then wrap them in a GPipe"
+            )
         micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         try:
@@ -211,6 +213,13 @@ _MOVING = (
     "a GPipe keeps each partition on the device that it was made with, and cannot be moved; "
     "name the devices when wrapping the module: GPipe(module, balance, devices=[…])"
 )
+
+
+def _check_settings(chunks: object, checkpoint: object) -> None:
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
+    if checkpoint not in MODES:
+        raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
 
 
 def _resolve(engine: str, devices: list[torch.device]) -> str:

@@ -4,8 +4,8 @@ It serves devices whose work runs on by itself, or at once: CUDA streams, `meta`
 autograd engine decides the order of backward, so the graph has to leave it one choice: `dependency` ties the
 micro-batches, and each checkpointed task is two nodes, `_Recompute` and `_Checkpoint`, in this order:
 
-    inputs → join → _Checkpoint → depart → fork ─────────→ join → copy → …
-                                             ╰ _Recompute ╯
+    inputs → _Checkpoint → depart → fork ─────────→ join → fork → copy → …
+    phony  ↗                          ╰ _Recompute ╯         ╰ phony of the next micro-batch
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchgpipe._autograd import accumulates, keeps_graph
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.copy import CopyStreams, Route, current_stream, using
-from torchgpipe.dependency import differentiable, fork, join
+from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.observe import Observer, observed
 from torchgpipe.randomness import SavedState
@@ -66,12 +66,13 @@ class _MiniBatch:
         self.values: list[Any] = [(x,) if isinstance(x, Tensor) else x for x in micro_batches]
         self._stages = engine.stages
         self._copies = engine.copies
-        # In one partition autograd's own order, latest node first, is the one that is wanted.
-        self._dependency = engine.dependency and len(engine.stages) > 1
         self._observer = observer
         self._ambient = Ambient(stage.device for stage in engine.stages)
         self._m = len(micro_batches)
         self._checkpointed = checkpointed(mode, self._m) if torch.is_grad_enabled() else 0
+        # In one partition autograd's own order, latest node first, is the one that is wanted; but recomputations
+        # are nodes of the CPU, and those of a device do not wait for them.
+        self._dependency = engine.dependency and (len(engine.stages) > 1 or self._checkpointed > 0)
         self._phonies: list[Tensor | None] = [None] * len(engine.stages)
         self._portals: Portals[Tensor | None] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}
@@ -81,21 +82,17 @@ class _MiniBatch:
     def task(self, i: int, j: int) -> None:
         stage = self._stages[j]
         inputs: Flat = (*self.values[i], *(self._arrive(i, j, a) for a in stage.arrivals))
-        if self._phonies[j] is not None:
-            inputs = _tied(inputs, self._phonies[j])
-
+        phony = self._phonies[j]
         task: _Task | None = None
         if i < self._checkpointed or (self._observer is not None and torch.is_grad_enabled()):
             task = self._new_task(i, j)
             self.has_segments = True
-            outputs: Flat = _Checkpoint.apply(task, _token, *inputs)
+            outputs: Flat = _Checkpoint.apply(task, _token if phony is None else phony, *inputs)
             self.atomic[i] = task.atomic
         else:
             with observed(self._observer, "forward", i, j):
-                outputs, self.atomic[i] = stage.run(inputs, self.atomic[i])
+                outputs, self.atomic[i] = stage.run(_tied(inputs, phony), self.atomic[i])
 
-        if self._dependency and i + 1 < self._m:
-            outputs, self._phonies[j] = _forked(outputs)
         self._hand_over(i, j, outputs, task)
 
     def _arrive(self, i: int, j: int, arrival: Arrival) -> Tensor | None:
@@ -111,6 +108,9 @@ class _MiniBatch:
         outputs = tuple(None if x is None else r.depart(x) for r, x in zip(routes, outputs, strict=True))
         if task is not None and task.segment.checkpoint:
             outputs = _recomputed_before(outputs, routes, task)
+        if self._dependency and i + 1 < self._m:
+            # After the recomputation, so that in backward it waits for the micro-batch after it, too.
+            outputs, self._phonies[j] = _forked(outputs, routes)
         for departure, x in zip(departures, outputs[count:], strict=True):
             self._portals.put(i, departure.key, x)
         self.values[i] = tuple(onward.copy(x) for x in outputs[:count] if x is not None)
@@ -151,11 +151,12 @@ _token = torch.empty(0, requires_grad=True)
 
 
 class _Checkpoint(torch.autograd.Function):
-    """A task as one node."""
+    """A task as one node; a phony in place of the token ties it, as `join` would tie its input."""
 
     @staticmethod
     def forward(ctx: Any, task: _Task, token: Tensor, *inputs: Tensor | None) -> Flat:
         ctx.task = task
+        ctx.tied = token is not _token
         ctx.set_materialize_grads(False)
         with torch.enable_grad(), observed(task.observer, "forward", task.i, task.j):
             outputs, task.atomic, needs = task.segment.forward(
@@ -171,7 +172,7 @@ class _Checkpoint(torch.autograd.Function):
         task: _Task = ctx.task
         with observed(task.observer, "backward", task.i, task.j):
             input_grads = task.segment.backward(grads, keep=keeps_graph())
-        return (None, None, *input_grads)
+        return (None, torch.empty(0) if ctx.tied else None, *input_grads)
 
 
 class _Recompute(torch.autograd.Function):
@@ -222,16 +223,18 @@ def check_backward() -> None:
 
 
 def _tied(inputs: Flat, phony: Tensor | None) -> Flat:
+    # Not by an input that takes no gradient: it would get one, for nothing.
     for k, x in enumerate(inputs):
-        if phony is not None and x is not None and differentiable(x):
+        if phony is not None and x is not None and x.requires_grad:
             return (*inputs[:k], join(x, phony), *inputs[k + 1 :])
     return inputs
 
 
-def _forked(outputs: Flat) -> tuple[Flat, Tensor | None]:
+def _forked(outputs: Flat, routes: Sequence[Route]) -> tuple[Flat, Tensor | None]:
     for k, x in enumerate(outputs):
         if x is not None and x.requires_grad:
-            y, phony = fork(x)
+            with routes[k].departing():
+                y, phony = fork(x)
             return (*outputs[:k], y, *outputs[k + 1 :]), phony
     return outputs, None
 

@@ -48,22 +48,29 @@ def scatter(value: TensorOrTensors, chunks: int) -> list[TensorOrTensors]:
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
-    """Concatenate the micro-batches' outputs along dimension 0, in order; undo `scatter`."""
-    first = outputs[0]
+    """Concatenate the micro-batches' outputs along dimension 0, in order; undo `scatter`.
+
+    Raises:
+        TypeError: one micro-batch's output is a tensor and another's a tuple, or tuples differ in length.
+        ValueError: an output is a scalar.
+    """
     if len(outputs) == 1:
-        return first
-    if isinstance(first, Tensor):
-        _check_gatherable(first)
-        return torch.cat([y for y in outputs if isinstance(y, Tensor)])
-    columns = list(zip(*outputs, strict=True))
-    for column in columns:
-        _check_gatherable(column[0])
-    return tuple(torch.cat(column) for column in columns)
-
-
-def _check_gatherable(y: Tensor) -> None:
-    if y.dim() == 0:
+        return outputs[0]
+    for i, y in enumerate(outputs):
+        if _structure(y) != _structure(outputs[0]):
+            raise TypeError(
+                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned {_structure(outputs[0])} "
+                f"and micro-batch {i} {_structure(y)}; return the same for every input"
+            )
+    columns = list(zip(*((y,) if isinstance(y, Tensor) else y for y in outputs), strict=True))
+    if any(y.dim() == 0 for column in columns for y in column):
         raise ValueError(
             "outputs of micro-batches are concatenated along the batch dimension, but the last partition "
             "returned a scalar; move a loss that reduces the batch out of the pipeline"
         )
+    gathered = tuple(torch.cat(column) for column in columns)
+    return gathered[0] if isinstance(outputs[0], Tensor) else gathered
+
+
+def _structure(y: TensorOrTensors) -> str:
+    return "a tensor" if isinstance(y, Tensor) else f"a tuple of {len(y)}"

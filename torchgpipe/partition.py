@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -
     return [_indexed(device) for device in found[:n]]
 
 
-def split(module: nn.Sequential, balance: Sequence[int] | None, devices: Any) -> tuple[
+def split(module: nn.Sequential, balance: Iterable[int] | None, devices: Any) -> tuple[
     list[int], list[nn.Sequential], list[torch.device]
 ]:
     """Split `module` into partitions of `balance[j]` consecutive layers and move each to its device.
@@ -74,12 +74,15 @@ def split(module: nn.Sequential, balance: Sequence[int] | None, devices: Any) ->
     Returns the balance as a list, the partitions and their devices. Layers keep their names.
 
     Raises:
+        TypeError: `balance` is no list.
         ValueError: the balance does not fit the module, or layers on different devices share a parameter.
     """
     if balance is None:
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
+    if not isinstance(balance, Iterable):
+        raise TypeError(f"balance must be a list, the layers of each partition, but got {balance!r}" + _ADVICE)
     balance = list(balance)
-    if any(not isinstance(b, int) or b <= 0 for b in balance):
+    if any(not isinstance(b, int) or isinstance(b, bool) or b <= 0 for b in balance):
         raise ValueError(f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE)
     if sum(balance) != len(module):
         raise ValueError(

@@ -50,12 +50,14 @@ class SavedState:
     def again(self) -> Iterator[None]:
         """Put the saved states back for the recomputation, and the present ones after it."""
         assert self._states is not None
-        present = self._get()
-        self._set(self._states)
-        try:
-            yield
-        finally:
-            self._set(present)
+        # Devices' recomputations may run in threads of the autograd engine at once.
+        with DEFAULT_GENERATOR_LOCK if self._device is not None else nullcontext():
+            present = self._get()
+            self._set(self._states)
+            try:
+                yield
+            finally:
+                self._set(present)
 
     def _get(self) -> tuple[Tensor, Tensor | None]:
         if self._device is None:

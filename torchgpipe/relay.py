@@ -6,6 +6,7 @@ which would only wait otherwise.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -97,6 +98,8 @@ class Workers:
     """Threads that wait for programs; `count` of them, started when first needed."""
 
     def __init__(self, count: int) -> None:
+        self._count = count
+        self._process = os.getpid()
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(count)]
         self._threads: list[threading.Thread | None] = [None] * count
         self._lock = threading.Lock()
@@ -110,6 +113,9 @@ class Workers:
         Raises the first exception of any program, with its own traceback. On an interrupt (Ctrl-C) the programs
         stop after their present tasks; a second interrupt does not wait for that.
         """
+        if os.getpid() != self._process:
+            # A fork leaves the threads behind, and whatever they held.
+            Workers.__init__(self, self._count)
         *others, own = programs
         posted = 0
         ended: list[int] = []

@@ -427,3 +427,34 @@ def test_passes(checkpoint: Any, passes: list[tuple[bool, bool, bool]], engine: 
     assert [layer.seen for layer in layers] == [passes, passes]
     assert not is_checkpointing()
     assert not is_recomputing()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("chunks", 0, "chunks must be a whole number of at least 1, but got 0"),
+        ("chunks", True, "chunks must be a whole number of at least 1, but got True"),
+        ("checkpoint", "sometimes", "checkpoint must be one of 'always', 'except_last', 'never', but got 'sometimes'"),
+    ],
+)
+def test_settings_changed_later_are_checked(name: str, value: Any, message: str) -> None:
+    model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+    setattr(model, name, value)
+    with pytest.raises(ValueError, match=message):
+        model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("where", ["pipeline", "partition"])
+def test_a_layer_replaced_after_wrapping_is_noticed(where: str) -> None:
+    model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu", "cpu"])
+    if where == "pipeline":
+        setattr(model, "1", nn.Linear(2, 2))
+    else:
+        model.partitions[1][0] = nn.Linear(2, 2)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match=r"replaced after the pipeline was made.*wrap them"):
+        model(torch.ones(1, 2))
+
+
+def test_a_balance_that_is_no_list() -> None:
+    with pytest.raises(TypeError, match="balance must be a list, the layers of each partition, but got 2"):
+        GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2)  # type: ignore[arg-type]

@@ -45,10 +45,13 @@ def test_nodes(m: int, n: int, checkpoint: str, dependency: bool) -> None:
     found = nodes(model(torch.rand(m, 2, requires_grad=True)))
 
     tasks = checkpointed(checkpoint, m) * n  # type: ignore[arg-type]
-    ties = (m - 1) * n if dependency and n > 1 else 0
+    tied = dependency and (n > 1 or tasks > 0)
     assert found["_CheckpointBackward"] == found["_RecomputeBackward"] == tasks
     # A recomputation is inserted by a fork and a join of its own.
-    assert found["_ForkBackward"] == found["_JoinBackward"] == ties + tasks
+    assert found["_ForkBackward"] == ((m - 1) * n if tied else 0) + tasks
+    # A checkpointed task takes the phony itself; another's input is joined to it.
+    plain = m - max(1, checkpointed(checkpoint, m))  # type: ignore[arg-type]
+    assert found["_JoinBackward"] == (plain * n if tied else 0) + tasks
 
 
 @pytest.mark.parametrize("grad", ["no_grad", "frozen"])
@@ -102,3 +105,47 @@ def test_switches_change_no_result(switch: str, checkpoint: str) -> None:
         y.square().sum().backward()
         results.append([y.detach(), *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def follows(node: Any, task: tuple[str, int, int]) -> bool:
+    """Return whether backward reaches a task's node from `node`, so that it has to come after it."""
+    seen: set[Any] = set()
+    waiting = [following for following, _ in node.next_functions]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == task[0] and (node.task.i, node.task.j) == task[1:]:
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def tasks(y: Tensor) -> dict[tuple[str, int, int], Any]:
+    found: dict[tuple[str, int, int], Any] = {}
+    seen: set[Any] = set()
+    waiting = [y.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() in ("_CheckpointBackward", "_RecomputeBackward"):
+            found[node.name(), node.task.i, node.task.j] = node
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_recomputation_lies_between_its_backward_and_the_one_of_the_next_micro_batch(n: int, checkpoint: str) -> None:
+    # By the edges of the graph alone: on a GPU the two are run by different threads of the engine.
+    m = 3
+    found = tasks(pipeline(n, m, checkpoint)(torch.randn(m, 2)))
+    recomputed = [(i, j) for name, i, j in found if name == "_RecomputeBackward"]
+    assert len(recomputed) == checkpointed(checkpoint, m) * n  # type: ignore[arg-type]
+    for i, j in recomputed:
+        assert follows(found["_RecomputeBackward", i, j], ("_CheckpointBackward", i, j))
+        if ("_CheckpointBackward", i + 1, j) in found:
+            assert follows(found["_CheckpointBackward", i + 1, j], ("_RecomputeBackward", i, j))

@@ -165,3 +165,24 @@ def test_gather_refuses_scalars(output: TensorOrTensors) -> None:
 @pytest.mark.parametrize("output", SCALARS.values(), ids=SCALARS.keys())
 def test_one_output_is_returned_as_it_is(output: TensorOrTensors) -> None:
     assert gather([output]) is output
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([torch.ones(1), (torch.ones(1),)], "micro-batch 0 returned a tensor and micro-batch 1 a tuple of 1"),
+        ([(torch.ones(1),), torch.ones(1)], "micro-batch 0 returned a tuple of 1 and micro-batch 1 a tensor"),
+        (
+            [(torch.ones(1),), (torch.ones(1),), (torch.ones(1), torch.ones(1))],
+            "micro-batch 0 returned a tuple of 1 and micro-batch 2 a tuple of 2",
+        ),
+    ],
+)
+def test_gather_refuses_outputs_that_differ(outputs: list[TensorOrTensors], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        gather(outputs)
+
+
+def test_gather_refuses_a_scalar_anywhere() -> None:
+    with pytest.raises(ValueError, match="returned a scalar"):
+        gather([torch.ones(1), torch.ones(())])
