@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -28,17 +28,21 @@ class Ambient:
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocast():
             yield
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Enter the autocast state alone, on or off, without its cache of weights.
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return what enters, in this thread, the autocast state alone, on or off, without its cache of weights.
 
         A weight that a task without a graph casts must not serve one with a graph: its gradient would be lost.
         """
         differing = [state for state in self._autocast if state[1] or torch.is_autocast_enabled(state[0])]
-        if not differing:
-            yield
-            return
-        with ExitStack() as stack:
-            for device_type, enabled, dtype in differing:
-                stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
-            yield
+        return _cast(differing) if differing else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _cast(states: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device_type, enabled, dtype in states:
+            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
+        yield

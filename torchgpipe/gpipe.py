@@ -47,7 +47,7 @@ class GPipe(nn.Module):
         deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches.
         engine: `"workers"` runs each partition in a thread of its own and is for CPU; `"graph"` issues every task
             from the calling thread and leaves backward's order to autograd. `"auto"` takes workers for several
-            CPU partitions, and the graph otherwise.
+            CPU partitions, and the graph otherwise, also for a single micro-batch, which has nothing to overlap.
         dependency: tie micro-batches so that backward has one order (graph engine; workers keep it always).
         copy_streams: copy between CUDA devices on streams of their own.
         portals: send skips straight to the partition that pops them, not through those in between.
@@ -70,6 +70,7 @@ class GPipe(nn.Module):
     observer: Observer | None
     _stages: list[Stage]
     _engine: GraphEngine | WorkersEngine
+    _engine_for_one: GraphEngine | WorkersEngine
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class GPipe(nn.Module):
         self.checkpoint = checkpoint
         self.observer = None
         self.training = module.training
-        self._switches = (_resolve(engine, chosen), dependency, copy_streams, portals)
+        _resolve(engine, chosen)
+        self._switches = (engine, dependency, copy_streams, portals)
         # The layers are this module's own children, by their own names: its state is the wrapped module's.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         for partition in partitions:
@@ -117,14 +119,16 @@ class GPipe(nn.Module):
             for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
         ]
         self.__dict__["_stages"] = stages
-        if engine == "workers":
+        copies = [CopyStreams(device, enabled=copy_streams) for device in self.devices]
+        graph = GraphEngine(stages, copies, dependency=dependency)
+        self.__dict__["_engine"] = self.__dict__["_engine_for_one"] = graph
+        if _resolve(engine, self.devices) == "workers":
             workers = WorkersEngine(stages)
             self.__dict__["_engine"] = workers
+            if engine == "workers":
+                self.__dict__["_engine_for_one"] = workers
             # Not of the engine: it holds the layers, and those may refer to this module.
             weakref.finalize(self, workers.workers.close)
-        else:
-            copies = [CopyStreams(device, enabled=copy_streams) for device in self.devices]
-            self.__dict__["_engine"] = GraphEngine(stages, copies, dependency=dependency)
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -156,7 +160,8 @@ class GPipe(nn.Module):
         micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         try:
-            outputs = self._engine.run(micro_batches, self.checkpoint, self.observer)
+            engine = self._engine if len(micro_batches) > 1 else self._engine_for_one
+            outputs = engine.run(micro_batches, self.checkpoint, self.observer)
         except BaseException:
             for norm in norms:
                 norm.discard()
@@ -202,12 +207,15 @@ class GPipe(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_stages")}
+        return {key: value for key, value in self.__dict__.items() if key not in _BUILT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._build()
 
+
+# What `_build` makes anew in a copy.
+_BUILT = ("_engine", "_engine_for_one", "_stages")
 
 _MOVING = (
     "a GPipe keeps each partition on the device that it was made with, and cannot be moved; "

@@ -109,10 +109,10 @@ class _MiniBatch:
         portals: Portals[Tensor | None] = Portals()
         results: list[Flat] = [()] * self._m
         # As in a plain backward, operators follow the autocast state where backward() is called.
-        casting = Ambient(()).autocast()
+        ambient = Ambient(())
         programs = [
             # The relay runs from the last partition to the first.
-            (self._n - 1 - j, casting(partial(self._backward, j, relay, portals, output_grads, results, keep)))
+            (self._n - 1 - j, partial(self._backward, j, relay, portals, output_grads, results, keep, ambient))
             for j in range(self._n)
         ]
         self._run(relay, programs)
@@ -188,31 +188,33 @@ class _MiniBatch:
         output_grads: list[Flat],
         results: list[Flat],
         keep: bool,
+        ambient: Ambient,
     ) -> None:
         stage = self._stages[j]
         position = self._n - 1 - j
-        for i in reversed(range(self._m)):
-            segment = self._segments[j][i]
-            last = j + 1 == self._n
-            relay.check()
-            if segment.checkpoint and not (last and all(g is None for g in output_grads[i])):
-                with observed(self._observer, "recompute", i, j):
-                    segment.recompute()
-            grads: Flat = output_grads[i] if last else relay.take(position)
-            grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
+        with ambient.autocast():
+            for i in reversed(range(self._m)):
+                segment = self._segments[j][i]
+                last = j + 1 == self._n
+                relay.check()
+                if segment.checkpoint and not (last and all(g is None for g in output_grads[i])):
+                    with observed(self._observer, "recompute", i, j):
+                        segment.recompute()
+                grads: Flat = output_grads[i] if last else relay.take(position)
+                grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
 
-            relay.check()
-            with observed(self._observer, "backward", i, j):
-                grads = segment.backward(grads, keep=keep)
+                relay.check()
+                with observed(self._observer, "backward", i, j):
+                    grads = segment.backward(grads, keep=keep)
 
-            for arrival in reversed(stage.arrivals):
-                portals.put(i, arrival.key, grads[-1])
-                grads = grads[:-1]
-            if j > 0:
-                relay.give(position, grads)
-            else:
-                results[i] = grads
-            del grads
+                for arrival in reversed(stage.arrivals):
+                    portals.put(i, arrival.key, grads[-1])
+                    grads = grads[:-1]
+                if j > 0:
+                    relay.give(position, grads)
+                else:
+                    results[i] = grads
+                del grads
 
 
 # Makes the pipeline part of the graph, also where only parameters take gradients.
