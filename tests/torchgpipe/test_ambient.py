@@ -101,6 +101,15 @@ def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None
     assert linear.weight.grad is not None
 
 
+def test_the_cache_of_weights_is_off_inside_and_the_callers_outside() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+        ambient = Ambient(CPU)
+        for context in (ambient.autocast, ambient.entered):
+            with context():
+                assert not torch.is_autocast_cache_enabled()
+            assert torch.is_autocast_cache_enabled()
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
 def test_of_devices_that_are_not_there(device: str) -> None:
     # Only the state is looked at, so that this needs no such device.

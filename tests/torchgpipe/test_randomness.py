@@ -308,6 +308,21 @@ def test_a_mini_batch_that_failed_teaches_nothing() -> None:
     mini_batch(stages(nn.Tanh()))
 
 
+def test_a_partition_that_draws_now_and_then_stays_seeded() -> None:
+    drawing = Drawing()
+    parts = stages(drawing, nn.Tanh())
+    for drawing.draws in (True, False, False, True):
+        mini_batch(parts)
+        assert [stage.draws for stage in parts] == [{True: True}, {True: False}]
+
+
+def test_another_threads_draw_is_no_layers_where_all_are_seeded() -> None:
+    parts = stages(Drawing())
+    for _ in range(2):
+        mini_batch(parts, meanwhile=lambda: torch.rand(1))
+    assert parts[0].draws == {True: True}
+
+
 def test_draws_between_mini_batches_are_the_callers() -> None:
     parts = stages(nn.Tanh())
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,24 @@ def test_an_input_that_is_no_leaf(chunks: int, way: dict[str, Any], plainly: Any
         loss_of(model(encoder(x).sigmoid())).backward()
         grads.append([p.grad.clone() for p in encoder.parameters()])
     assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "workers"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_mini_batches_of_different_sizes(checkpoint: Any, engine: Any, plainly: Any, loss_of: Any) -> None:
+    # With a single sample there is nothing to overlap, for which "auto" has another engine.
+    module = layers()
+    plain = plainly(copy.deepcopy(module), 3)
+    model = GPipe(module, [2, 2, 2], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint, engine=engine)
+    for size in (9, 1, 4, 1, 1, 9):
+        x = torch.randn(size, 5)
+        outputs = []
+        for run in (plain, model):
+            run.zero_grad()
+            outputs.append(run(x))
+            loss_of(outputs[-1]).backward()
+        assert torch.equal(*outputs)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

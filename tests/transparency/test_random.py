@@ -211,6 +211,17 @@ def test_from_evaluation_to_training_and_back(way: dict[str, Any]) -> None:
         assert_recomputed_alike(module)
 
 
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_mini_batches_of_different_sizes(checkpoint: str) -> None:
+    # A single sample goes through another engine, with random numbers of its own.
+    module = drawing()
+    model = pipeline(module, engine="auto", checkpoint=checkpoint)
+    for size in (1, 8, 1, 1, 8, 8, 3):
+        forget(module)
+        model(torch.ones(size, 6)).sum().backward()
+        assert_recomputed_alike(module)
+
+
 def test_a_first_draw_that_comes_late_is_said_once(way: dict[str, Any]) -> None:
     late = False
 
