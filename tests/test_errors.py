@@ -30,7 +30,7 @@ from torchgpipe.relay import Relay
 from torchgpipe.skip import pop, skippable, stash
 
 PATIENCE = 60  # seconds; only a hang takes as long
-ENGINES = ["graph", "workers"]
+ENGINES = ["graph", "inline", "workers"]
 MODES: list[Mode] = ["always", "except_last", "never"]
 M, N = 4, 3
 

@@ -22,7 +22,7 @@ from torchgpipe.skip import pop, skippable, stash
 
 WAYS = [
     {"engine": engine, "checkpoint": checkpoint}
-    for engine in ("graph", "workers")
+    for engine in ("graph", "inline", "workers")
     for checkpoint in ("always", "except_last", "never")
 ]
 # Many samples of few features, so that activations outweigh the gradients of weights.
@@ -128,7 +128,7 @@ ACTIVATIONS = 2 * UNIT
 
 
 @pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: way["checkpoint"])
-@pytest.mark.parametrize("engine", ["graph", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
 def test_only_inputs_of_tasks_are_kept_for_backward(engine: str, way: dict[str, Any]) -> None:
     checkpointed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[way["checkpoint"]]
     model = piped(layers(), {**way, "engine": engine})
@@ -142,7 +142,7 @@ def test_only_inputs_of_tasks_are_kept_for_backward(engine: str, way: dict[str, 
     assert eventually(lambda: ledger.alive == 0), f"{ledger.alive} bytes are left after backward"
 
 
-@pytest.mark.parametrize("engine", ["graph", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
 def test_backward_takes_one_tasks_working_set_more(engine: str) -> None:
     def peak_of_one_task() -> int:
         ledger, module = Ledger(), layers()[:3]
@@ -167,7 +167,7 @@ def test_backward_takes_one_tasks_working_set_more(engine: str) -> None:
     assert bound < CHUNKS * 3 * ACTIVATIONS
 
 
-@pytest.mark.parametrize("engine", ["graph", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
 @pytest.mark.parametrize("portals", [True, False])
 def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None:
     @skippable(stash=["skip"])
@@ -354,7 +354,7 @@ def test_dropping_a_pipeline_frees_all_of_it(use: Callable[[GPipe, Tensor], None
     threads = set(threading.enumerate())
     model = piped(nn.Sequential(Trouble(), Trouble(), Trouble()), way, (1, 1, 1))
     ledger = model.observer = Ledger()
-    refs = [weakref.ref(x) for x in (model, *model, *model.partitions, model._engine)]
+    refs = [weakref.ref(x) for x in (model, *model, *model.partitions, model._engines)]
     storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     use(model, torch.randn(BATCH, WIDTH))
     model.zero_grad()

@@ -33,8 +33,10 @@ class Ambient:
 
         A weight that a task without a graph casts must not serve one with a graph: its gradient would be lost.
         """
-        differing = [state for state in self._autocast if state[1] or torch.is_autocast_enabled(state[0])]
-        return _cast(differing) if differing else _NOTHING
+        for state in self._autocast:
+            if state[1] or torch.is_autocast_enabled(state[0]):
+                return _cast([s for s in self._autocast if s[1] or torch.is_autocast_enabled(s[0])])
+        return _NOTHING
 
 
 _NOTHING = nullcontext()

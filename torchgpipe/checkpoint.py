@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, get_args
 
 __all__ = ["Mode", "checkpointed", "checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
@@ -43,21 +41,21 @@ def is_recomputing() -> bool:
     return _pass.recomputing
 
 
-@contextmanager
-def checkpointing() -> Iterator[None]:
+class checkpointing:
     """Mark this thread as running the first pass of a checkpointed task."""
-    outer, _pass.checkpointing = _pass.checkpointing, True
-    try:
-        yield
-    finally:
-        _pass.checkpointing = outer
+
+    def __enter__(self) -> None:
+        self._outer, _pass.checkpointing = _pass.checkpointing, True
+
+    def __exit__(self, *_: object) -> None:
+        _pass.checkpointing = self._outer
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
+class recomputing:
     """Mark this thread as running the second pass of a checkpointed task."""
-    outer, _pass.recomputing = _pass.recomputing, True
-    try:
-        yield
-    finally:
-        _pass.recomputing = outer
+
+    def __enter__(self) -> None:
+        self._outer, _pass.recomputing = _pass.recomputing, True
+
+    def __exit__(self, *_: object) -> None:
+        _pass.recomputing = self._outer

@@ -13,8 +13,8 @@ wait for the gradient. Memory that is used on another stream than the one it was
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -120,11 +120,18 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-@contextmanager
-def using(*streams: torch.cuda.Stream | None) -> Iterator[None]:
+def using(*streams: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Make `streams` the current ones of their devices; pass over `None`."""
+    on = [stream for stream in streams if stream is not None]
+    return _using(on) if on else _ANYWHERE
+
+
+_ANYWHERE = nullcontext()
+
+
+@contextmanager
+def _using(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     with ExitStack() as stack:
         for stream in streams:
-            if stream is not None:
-                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.cuda.stream(stream))
         yield

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.checkpoint import MODES, Mode
-from torchgpipe.copy import CopyStreams
-from torchgpipe.graph import GraphEngine
+from torchgpipe.engines import EngineName, Engines, check_engine
 from torchgpipe.microbatch import TensorOrTensors, check, gather, scatter
 from torchgpipe.observe import Observer
 from torchgpipe.partition import check_module, split, translate_old_state
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.stage import Stage
-from torchgpipe.workers import WorkersEngine
 
 __all__ = ["GPipe"]
 
-Engine = Literal["auto", "graph", "workers"]
 Device = int | str | torch.device
 
 
@@ -45,9 +42,11 @@ class GPipe(nn.Module):
         checkpoint: keep only the inputs of tasks, and recompute the rest in backward, for `"always"` all,
             `"except_last"` all but the last, or `"never"` any of the micro-batches.
         deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches.
-        engine: `"workers"` runs each partition in a thread of its own and is for CPU; `"graph"` issues every task
-            from the calling thread and leaves backward's order to autograd. `"auto"` takes workers for several
-            CPU partitions, and the graph otherwise, also for a single micro-batch, which has nothing to overlap.
+        engine: `"graph"` issues every task from the calling thread and leaves backward's order to autograd;
+            `"workers"` runs each partition in a thread of its own, and `"inline"` all of them in the calling one,
+            both on the CPU only. `"auto"` takes the graph for devices; on the CPU it takes workers, or inline
+            where they have nothing to gain: one partition, one micro-batch, or tasks of less than a fraction of
+            a millisecond.
         dependency: tie micro-batches so that backward has one order (graph engine; workers keep it always).
         copy_streams: copy between CUDA devices on streams of their own.
         portals: send skips straight to the partition that pops them, not through those in between.
@@ -69,8 +68,7 @@ class GPipe(nn.Module):
     checkpoint: Mode
     observer: Observer | None
     _stages: list[Stage]
-    _engine: GraphEngine | WorkersEngine
-    _engine_for_one: GraphEngine | WorkersEngine
+    _engines: Engines
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: Mode = "except_last",
         deferred_batch_norm: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         dependency: bool = True,
         copy_streams: bool = True,
         portals: bool = True,
@@ -100,7 +98,7 @@ class GPipe(nn.Module):
         self.checkpoint = checkpoint
         self.observer = None
         self.training = module.training
-        _resolve(engine, chosen)
+        check_engine(engine, chosen)
         self._switches = (engine, dependency, copy_streams, portals)
         # The layers are this module's own children, by their own names: its state is the wrapped module's.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
@@ -119,16 +117,11 @@ class GPipe(nn.Module):
             for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
         ]
         self.__dict__["_stages"] = stages
-        copies = [CopyStreams(device, enabled=copy_streams) for device in self.devices]
-        graph = GraphEngine(stages, copies, dependency=dependency)
-        self.__dict__["_engine"] = self.__dict__["_engine_for_one"] = graph
-        if _resolve(engine, self.devices) == "workers":
-            workers = WorkersEngine(stages)
-            self.__dict__["_engine"] = workers
-            if engine == "workers":
-                self.__dict__["_engine_for_one"] = workers
+        engines = Engines(engine, stages, dependency=dependency, copy_streams=copy_streams)
+        self.__dict__["_engines"] = engines
+        if engines.workers is not None:
             # Not of the engine: it holds the layers, and those may refer to this module.
-            weakref.finalize(self, workers.workers.close)
+            weakref.finalize(self, engines.workers.workers.close)
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -151,17 +144,16 @@ class GPipe(nn.Module):
         """
         check(input)
         _check_settings(self.chunks, self.checkpoint)
-        if not self.partitions:
+        if not self._stages:
             return input
-        if [layer for partition in self.partitions for layer in partition._modules.values()] != [*self.children()]:
+        if [layer for stage in self._stages for layer in stage.partition] != [*self._modules.values()]:
             raise RuntimeError(
                 "a layer was replaced after the pipeline was made; change the layers first, then wrap them in a GPipe"
             )
         micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         try:
-            engine = self._engine if len(micro_batches) > 1 else self._engine_for_one
-            outputs = engine.run(micro_batches, self.checkpoint, self.observer)
+            outputs = self._engines.choose(micro_batches).run(micro_batches, self.checkpoint, self.observer)
         except BaseException:
             for norm in norms:
                 norm.discard()
@@ -215,7 +207,7 @@ class GPipe(nn.Module):
 
 
 # What `_build` makes anew in a copy.
-_BUILT = ("_engine", "_engine_for_one", "_stages")
+_BUILT = ("_engines", "_stages")
 
 _MOVING = (
     "a GPipe keeps each partition on the device that it was made with, and cannot be moved; "
@@ -230,19 +222,10 @@ def _check_settings(chunks: object, checkpoint: object) -> None:
         raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
 
 
-def _resolve(engine: str, devices: list[torch.device]) -> str:
-    on_cpu = all(device.type == "cpu" for device in devices)
-    if engine == "auto":
-        return "workers" if on_cpu and len(devices) > 1 else "graph"
-    if engine not in ("graph", "workers"):
-        raise ValueError(f"engine must be 'auto', 'graph' or 'workers', but got {engine!r}")
-    if engine == "workers" and not on_cpu:
-        raise ValueError(f"engine='workers' is for CPU devices, but got {sorted({str(d) for d in devices})}")
-    return engine
-
-
 def _moved(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
     def move(x: torch.Tensor) -> torch.Tensor:
+        if x.device == device:
+            return x
         # Not to the host: what is copied there without waiting may be read before it has arrived.
         return x.to(device, non_blocking=device.type == "cuda")
 

@@ -2,9 +2,9 @@
 
 It serves devices whose work runs on by itself, or at once: CUDA streams, `meta`, a single CPU partition. The
 autograd engine decides the order of backward, so the graph has to leave it one choice: `dependency` ties the
-micro-batches, and each checkpointed task is two nodes, `_Recompute` and `_Checkpoint`, in this order:
+micro-batches, and each checkpointed task is two nodes, its segment and its recomputation, in this order:
 
-    inputs → _Checkpoint → depart → fork ─────────→ join → fork → copy → …
+    inputs → segment → depart → fork ─────────→ join → fork → copy → …
     phony  ↗                          ╰ _Recompute ╯         ╰ phony of the next micro-batch
 """
 
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe._autograd import accumulates, keeps_graph
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.copy import CopyStreams, Route, current_stream, using
+from torchgpipe.copy import CopyStreams, Route, current_stream
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.node import TaskNode, guarded
 from torchgpipe.observe import Observer, observed
 from torchgpipe.randomness import SavedState
 from torchgpipe.schedule import clock_cycles
-from torchgpipe.segment import Segment, detached
+from torchgpipe.segment import Segment
 from torchgpipe.skip.layout import Arrival
 from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
 
-__all__ = ["GraphEngine", "check_backward"]
+__all__ = ["GraphEngine"]
 
 
 @dataclass
@@ -50,7 +50,9 @@ class GraphEngine:
         for cycle in clock_cycles(len(micro_batches), len(self.stages)):
             for i, j in cycle:
                 batch.task(i, j)
-        values = _guarded(batch.values) if batch.has_segments else batch.values
+        values = batch.values
+        if batch.nodes:
+            values[batch.nodes :] = guarded(values[batch.nodes :])
         return [v[0] if atomic else v for v, atomic in zip(values, batch.atomic, strict=True)]
 
 
@@ -76,18 +78,17 @@ class _MiniBatch:
         self._phonies: list[Tensor | None] = [None] * len(engine.stages)
         self._portals: Portals[Tensor | None] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}
-        self.has_segments = False
-        """Whether a task has a graph of its own."""
+        self.nodes = self._m if observer is not None and torch.is_grad_enabled() else self._checkpointed
+        """How many micro-batches' tasks are nodes, each with a graph of its own."""
 
     def task(self, i: int, j: int) -> None:
         stage = self._stages[j]
         inputs: Flat = (*self.values[i], *(self._arrive(i, j, a) for a in stage.arrivals))
         phony = self._phonies[j]
-        task: _Task | None = None
-        if i < self._checkpointed or (self._observer is not None and torch.is_grad_enabled()):
+        task: TaskNode | None = None
+        if i < self.nodes:
             task = self._new_task(i, j)
-            self.has_segments = True
-            outputs: Flat = _Checkpoint.apply(task, _token if phony is None else phony, *inputs)
+            outputs = task.run(inputs, phony)
             self.atomic[i] = task.atomic
         else:
             with observed(self._observer, "forward", i, j):
@@ -99,7 +100,7 @@ class _MiniBatch:
         x = self._portals.take(i, arrival.key)
         return None if x is None else self._route(arrival.source, j).copy(x)
 
-    def _hand_over(self, i: int, j: int, outputs: Flat, task: _Task | None) -> None:
+    def _hand_over(self, i: int, j: int, outputs: Flat, task: TaskNode | None) -> None:
         """Send the outputs on their way: the skips into portals, the rest to the next partition."""
         departures = self._stages[j].departures
         count = len(outputs) - len(departures)
@@ -115,15 +116,15 @@ class _MiniBatch:
             self._portals.put(i, departure.key, x)
         self.values[i] = tuple(onward.copy(x) for x in outputs[:count] if x is not None)
 
-    def _new_task(self, i: int, j: int) -> _Task:
+    def _new_task(self, i: int, j: int) -> TaskNode:
         segment = Segment(
             self._stages[j],
             checkpoint=i < self._checkpointed,
             ambient=self._ambient,
-            randomness=SavedState(self._stages[j].device),
+            randomness=SavedState(_with_generator(self._stages[j].device)),
         )
         stream = current_stream(self._stages[j].device)
-        return _Task(segment, self._observer, i, j, self.atomic[i], stream)
+        return TaskNode(segment, self._observer, i, j, self.atomic[i], j + 1 == len(self._stages), stream)
 
     def _route(self, source: int, target: int) -> Route:
         if (source, target) not in self._routes:
@@ -131,95 +132,22 @@ class _MiniBatch:
         return self._routes[source, target]
 
 
-@dataclass
-class _Task:
-    segment: Segment
-    observer: Observer | None
-    i: int
-    j: int
-    atomic: bool
-    stream: torch.cuda.Stream | None
-
-    def recompute(self) -> None:
-        # Autograd runs this node, whose tensors are on the CPU, with whatever streams backward() was called on.
-        with using(self.stream), observed(self.observer, "recompute", self.i, self.j):
-            self.segment.recompute()
-
-
-# Makes every task part of the graph, also where only parameters take gradients.
-_token = torch.empty(0, requires_grad=True)
-
-
-class _Checkpoint(torch.autograd.Function):
-    """A task as one node; a phony in place of the token ties it, as `join` would tie its input."""
-
-    @staticmethod
-    def forward(ctx: Any, task: _Task, token: Tensor, *inputs: Tensor | None) -> Flat:
-        ctx.task = task
-        ctx.tied = token is not _token
-        ctx.set_materialize_grads(False)
-        with torch.enable_grad(), observed(task.observer, "forward", task.i, task.j):
-            outputs, task.atomic, needs = task.segment.forward(
-                detached(inputs), task.atomic, ctx.needs_input_grad[2:]
-            )
-        ctx.mark_non_differentiable(
-            *(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n)
-        )
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        task: _Task = ctx.task
-        with observed(task.observer, "backward", task.i, task.j):
-            input_grads = task.segment.backward(grads, keep=keeps_graph())
-        return (None, torch.empty(0) if ctx.tied else None, *input_grads)
-
-
 class _Recompute(torch.autograd.Function):
     """The recomputation of a task as a node of its own; an identity of the phony."""
 
     @staticmethod
-    def forward(ctx: Any, task: _Task, phony: Tensor) -> Tensor:
-        ctx.task = task
+    def forward(ctx: Any, task: TaskNode, phony: Tensor) -> Tensor:
+        ctx.node = task
         return phony.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.task.recompute()
+        ctx.node.recompute()
         return None, grads[0]
 
 
-class _Guard(torch.autograd.Function):
-    """An identity of all outputs, which refuses a kind of backward before it has consumed or left out any task."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Flat:
-        ctx.set_materialize_grads(False)
-        return detached(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_backward()
-        return grads
-
-
-def _guarded(values: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    outputs = [y for flat in values for y in flat if y.requires_grad]
-    if not outputs:
-        return list(values)
-    guarded = iter(_Guard.apply(*outputs))
-    return [tuple(next(guarded) if y.requires_grad else y for y in flat) for flat in values]
-
-
-def check_backward() -> None:
-    """Refuse the kinds of backward that a task with a graph of its own cannot serve; raise `RuntimeError`."""
-    if not accumulates():
-        raise RuntimeError(
-            "the pipeline accumulates into its parameters' .grad, so it cannot serve torch.autograd.grad(…) or "
-            "backward(inputs=…); call loss.backward() and read .grad"
-        )
-    if torch.is_grad_enabled():
-        raise RuntimeError("the pipeline's backward cannot be differentiated again (create_graph=True)")
+def _with_generator(device: torch.device) -> torch.device | None:
+    return None if device.type in ("cpu", "meta") else device
 
 
 def _tied(inputs: Flat, phony: Tensor | None) -> Flat:
@@ -239,7 +167,7 @@ def _forked(outputs: Flat, routes: Sequence[Route]) -> tuple[Flat, Tensor | None
     return outputs, None
 
 
-def _recomputed_before(outputs: Flat, routes: Sequence[Route], task: _Task) -> Flat:
+def _recomputed_before(outputs: Flat, routes: Sequence[Route], task: TaskNode) -> Flat:
     """Insert the recomputation, such that its backward precedes that of the task."""
     for k, x in enumerate(outputs):
         if x is not None and x.requires_grad:

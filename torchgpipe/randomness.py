@@ -9,19 +9,24 @@ sequence, and the task. A task's numbers then depend on the seed alone, and not 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchgpipe.effort import Effort
+
 __all__ = ["DEFAULT_GENERATOR_LOCK", "UNSEEDED", "PrivateGenerator", "Randomness", "SavedState", "SeededTask"]
 
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever reads or changes the state of the CPU's default generator; twice by a pipeline in a pipeline."""
+
+
+_NOTHING = nullcontext()
 
 
 class Randomness(Protocol):
@@ -37,51 +42,62 @@ class Randomness(Protocol):
 class SavedState:
     """Save the states of the CPU's and the device's generators, and restore them for recomputation."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type not in ("cpu", "meta") else None
+    def __init__(self, device: torch.device | None) -> None:
+        """Prepare for layers on `device`; `None` where it has no generator beside the CPU's."""
+        self._device = device
         self._states: tuple[Tensor, Tensor | None] | None = None
 
     def first(self) -> AbstractContextManager[object]:
         """Save the states before the first pass."""
         self._states = self._get()
-        return nullcontext()
+        return _NOTHING
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[object]:
         """Put the saved states back for the recomputation, and the present ones after it."""
+        return self
+
+    def __enter__(self) -> None:
         assert self._states is not None
-        # Devices' recomputations may run in threads of the autograd engine at once.
-        with DEFAULT_GENERATOR_LOCK if self._device is not None else nullcontext():
-            present = self._get()
-            self._set(self._states)
-            try:
-                yield
-            finally:
-                self._set(present)
+        if self._device is not None:
+            # Devices' recomputations may run in threads of the autograd engine at once.
+            DEFAULT_GENERATOR_LOCK.acquire()
+        self._present = self._get()
+        self._set(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._present)
+        if self._device is not None:
+            DEFAULT_GENERATOR_LOCK.release()
 
     def _get(self) -> tuple[Tensor, Tensor | None]:
         if self._device is None:
-            return torch.get_rng_state(), None
-        return torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(self._device)
+            return torch.default_generator.get_state(), None
+        return torch.default_generator.get_state(), torch.get_device_module(self._device).get_rng_state(self._device)
 
     def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
+        torch.default_generator.set_state(states[0])
         if self._device is not None:
             torch.get_device_module(self._device).set_rng_state(states[1], self._device)
 
 
 class SeededTask:
-    """Draw a task's random numbers from a generator seeded with `seed`; call `drew` at each draw."""
+    """Draw a task's random numbers from a generator seeded with `seed`; call `drew` at each draw.
 
-    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
+    `effort`, where there is one, counts the operators of the first pass.
+    """
+
+    def __init__(self, seed: int, drew: Callable[[], None], effort: Effort | None = None) -> None:
         self._seed = seed
         self._drew = drew
+        self._effort = effort
 
     def first(self) -> AbstractContextManager[object]:
-        """Enter a generator with the task's seed, around either pass."""
-        return PrivateGenerator(self._seed, self._drew)
+        """Enter a generator with the task's seed around the first pass."""
+        return PrivateGenerator(self._seed, self._drew, self._effort)
 
-    again = first
+    def again(self) -> AbstractContextManager[object]:
+        """Enter a generator with the task's seed around the recomputation."""
+        return PrivateGenerator(self._seed, self._drew)
 
 
 class _Unseeded:
@@ -93,7 +109,6 @@ class _Unseeded:
     again = first
 
 
-_NOTHING = nullcontext()
 UNSEEDED = _Unseeded()
 
 
@@ -106,14 +121,21 @@ class PrivateGenerator(TorchDispatchMode):
 
     _kinds: dict[Any, str] = {}  # noqa: RUF012 (a cache that all instances share)
 
-    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
+    def __init__(self, seed: int, drew: Callable[[], None], effort: Effort | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator()
         self._generator.manual_seed(seed)
         self._drew = drew
+        self._effort = effort
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        out = self._run(func, args, kwargs)
+        if self._effort is not None:
+            self._effort.add(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind = self._kinds.get(func) or self._classify(func)
         if kind == "quiet" or kwargs.get("generator") is not None:
             return func(*args, **kwargs)

@@ -22,20 +22,11 @@ class Stopped(Exception):
 
 
 class Relay:
-    """Link `length` programs in a row, and remember the first exception of any of them.
+    """Link `length` programs in a row, and remember the first exception of any of them."""
 
-    With a `baton`, programs take turns: one runs until it has to wait for an item. That is for tasks so short
-    that Python's global lock, changing hands at every operator, would cost more than overlap gains.
-    """
-
-    # A program that waits for the baton as long as this goes on without: turns are a courtesy, not a lock.
-    PATIENCE = 10e-3
-
-    def __init__(self, length: int, baton: threading.Lock | None = None) -> None:
+    def __init__(self, length: int) -> None:
         self._links: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
         self._lock = threading.Lock()
-        self._baton = baton
-        self._holder: int | None = None
         self.stopped = False
         self.error: BaseException | None = None
 
@@ -45,27 +36,10 @@ class Relay:
 
     def take(self, position: int) -> Any:
         """Wait for the next item from the program before `position`; raise `Stopped` when a program failed."""
-        link = self._links[position - 1]
-        if self._baton is None or not link.empty():
-            item = link.get()
-        else:
-            self.pass_on(position)
-            item = link.get()
-            self.pick_up(position)
+        item = self._links[position - 1].get()
         if item is _STOP:
             raise Stopped
         return item
-
-    def pick_up(self, position: int) -> None:
-        """Take the baton, if turns are taken, before the program at `position` begins or goes on."""
-        if self._baton is not None and self._baton.acquire(timeout=self.PATIENCE):
-            self._holder = position
-
-    def pass_on(self, position: int) -> None:
-        """Let another program run."""
-        if self._baton is not None and self._holder == position:
-            self._holder = None
-            self._baton.release()
 
     def check(self) -> None:
         """Raise `Stopped` if a program has failed; call before each task, so that none starts after that."""
@@ -81,17 +55,14 @@ class Relay:
         for link in self._links:
             link.put(_STOP)
 
-    def attempt(self, position: int, program: Callable[[], None]) -> None:
-        """Run the program at `position`; an exception of it stops the others."""
-        self.pick_up(position)
+    def attempt(self, program: Callable[[], None]) -> None:
+        """Run a program; an exception of it stops the others."""
         try:
             program()
         except Stopped:
             pass
         except BaseException as error:
             self.stop(error)
-        finally:
-            self.pass_on(position)
 
 
 class Workers:
@@ -105,10 +76,8 @@ class Workers:
         self._lock = threading.Lock()
         self._closed = False
 
-    def run(self, relay: Relay, programs: Sequence[tuple[int, Callable[[], None]]]) -> None:
+    def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run one program per worker and a last one in this thread; return when all have ended.
-
-        A program comes with its position in the relay.
 
         Raises the first exception of any program, with its own traceback. On an interrupt (Ctrl-C) the programs
         stop after their present tasks; a second interrupt does not wait for that.
@@ -118,7 +87,7 @@ class Workers:
             Workers.__init__(self, self._count)
         *others, own = programs
         posted = 0
-        ended: list[int] = []
+        ended: list[None] = []
         wake: SimpleQueue[None] = SimpleQueue()
 
         def wait() -> None:
@@ -131,10 +100,10 @@ class Workers:
                 # All or none: two mini-batches from two threads must not get in each other's way in different orders.
                 with self._lock:
                     self._start()
-                    for inbox, (position, program) in zip(self._inboxes, others, strict=True):
-                        inbox.put(_finishing(relay, position, program, ended, wake))
+                    for inbox, program in zip(self._inboxes, others, strict=True):
+                        inbox.put(_finishing(relay, program, ended, wake))
                         posted += 1
-                relay.attempt(*own)
+                relay.attempt(own)
                 wait()
             except KeyboardInterrupt as interrupt:
                 if isinstance(relay.error, KeyboardInterrupt):
@@ -190,13 +159,13 @@ def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _finishing(
-    relay: Relay, position: int, program: Callable[[], None], ended: list[int], wake: SimpleQueue[None]
+    relay: Relay, program: Callable[[], None], ended: list[None], wake: SimpleQueue[None]
 ) -> Callable[[], None]:
     def run() -> None:
         try:
-            relay.attempt(position, program)
+            relay.attempt(program)
         finally:
-            ended.append(position)
+            ended.append(None)
             wake.put(None)
 
     return run

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchgpipe.effort import Effort
 from torchgpipe.randomness import DEFAULT_GENERATOR_LOCK, UNSEEDED, Randomness, SeededTask
-from torchgpipe.stage import Stage
+from torchgpipe.stage import Stage, training
 
 __all__ = ["Seeds"]
 
@@ -27,14 +28,15 @@ class _DefaultGenerator:
 class Seeds:
     """Seed the tasks of partitions that draw random numbers, and find out which partitions do.
 
-    In a partition's first mini-batch of training, and of evaluation, every task gets a generator of its own;
-    after it, only tasks of partitions in which one drew. An unexpected draw later is noticed, and warned of.
+    In a partition's first mini-batch of training, and of evaluation, every task gets a generator of its own, and
+    the first task's operators are counted; after it, only tasks of partitions in which one drew. An unexpected draw
+    later is noticed, and warned of.
     """
 
     def __init__(self, stages: Sequence[Stage], m: int) -> None:
         self._stages = stages
         self._n = len(stages)
-        self._training = any(layer.training for stage in stages for layer in stage.partition)
+        self._training = training(stages)
         self._seeded = [stage.draws.get(self._training, True) for stage in stages]
         self._drew = [False] * self._n
 
@@ -42,7 +44,10 @@ class Seeds:
         """Return the source of random numbers of task (i, j)."""
         if not self._seeded[j]:
             return UNSEEDED
-        return SeededTask(self._base + i * self._n + j, partial(self._note, j))
+        stage, effort = self._stages[j], None
+        if i == 0 and self._training not in stage.draws:
+            effort = stage.efforts[self._training] = Effort()
+        return SeededTask(self._base + i * self._n + j, partial(self._note, j), effort)
 
     def _note(self, j: int) -> None:
         self._drew[j] = True

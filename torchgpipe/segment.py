@@ -13,6 +13,7 @@ Because segments are apart, their backwards can run in different threads at once
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torchgpipe.dependency import differentiable
 from torchgpipe.randomness import Randomness
 from torchgpipe.stage import Flat, Stage
 
-__all__ = ["Needs", "Segment", "detached"]
+__all__ = ["Needs", "Segment", "all_none", "detached"]
 
 Needs = tuple[bool, ...]
 """Which of the tensors beside it take a gradient."""
@@ -34,6 +35,11 @@ Needs = tuple[bool, ...]
 
 class Segment:
     """The task of one micro-batch on `stage`, checkpointed or not."""
+
+    __slots__ = (
+        "_ambient", "_arity", "_edges", "_input_grads", "_kept", "_leaves", "_randomness", "_spent", "_stage",
+        "checkpoint",
+    )  # fmt: skip
 
     def __init__(self, stage: Stage, *, checkpoint: bool, ambient: Ambient, randomness: Randomness) -> None:
         self.checkpoint = checkpoint
@@ -46,6 +52,7 @@ class Segment:
         self._spent = False
         # Apart from the segment, so that the graph, which the segment holds, does not hold the segment.
         self._input_grads: list[Tensor | None] = []
+        self._leaves: Flat | None = None
 
     def forward(self, inputs: Flat, atomic: bool, needs: Needs) -> tuple[Flat, bool, Needs]:
         """Run the layers; return outputs that have no graph, and say which of them take a gradient."""
@@ -53,13 +60,25 @@ class Segment:
         if self.checkpoint and (any(needs) or self._stage.trainable()):
             return self._first_pass(inputs, atomic, needs)
         self.checkpoint = False
-        with self._randomness.first():
-            return self._build(inputs, atomic, needs)
+        with torch.enable_grad(), self._randomness.first():
+            if any(needs):
+                inputs = _Entrance.apply(self._input_grads, needs, _token, *inputs)
+            return self._build(inputs, atomic)
+
+    @property
+    def awaits_recomputation(self) -> bool:
+        """Whether this is a checkpointed task whose graph is not there."""
+        return self._kept is not None and self._edges is None
 
     def recompute(self) -> None:
         """Build the graph of a checkpointed task by running its layers a second time."""
         if self._kept is None or self._edges is not None:
             return
+        inputs, atomic, needs = self._kept
+        # Leaves cost less than an entrance, and nothing more is held: the inputs are kept in any case.
+        self._leaves = tuple(
+            [x.detach().requires_grad_(n) if x is not None else None for x, n in zip(inputs, needs, strict=True)]
+        )
         with (
             torch.enable_grad(),
             self._ambient.autocast(),
@@ -67,7 +86,7 @@ class Segment:
             self._stage.running_statistics_left_alone(),
             self._randomness.again(),
         ):
-            self._build(*self._kept)
+            self._build(self._leaves, atomic)
 
     def backward(self, grads: Flat, *, keep: bool = False) -> Flat:
         """Accumulate the parameters' gradients; return those of the inputs, `None` where there is none.
@@ -79,24 +98,36 @@ class Segment:
                 "the pipeline was already gone through backward and its activations are freed; "
                 "pass retain_graph=True to the first backward to go through it twice"
             )
-        self._input_grads[:] = [None] * self._arity
-        if any(g is not None for g in grads):
+        if self._input_grads:
+            self._input_grads.clear()
+        if not all_none(grads):
             self.recompute()
             assert self._edges is not None
             roots = [(e, g) for e, g in zip(self._edges, grads, strict=True) if e is not None and g is not None]
             if roots:
-                run_backward(*zip(*roots, strict=True), keep_graph=keep and not self.checkpoint)
+                run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
+        input_grads = self._take_input_grads()
         if self.checkpoint or not keep:
             self._edges = None
         if not keep:
             self._kept, self._spent = None, True
-        input_grads = tuple(self._input_grads)
-        self._input_grads.clear()
         return input_grads
+
+    def _take_input_grads(self) -> Flat:
+        if self._leaves is not None:
+            grads = tuple([None if x is None else x.grad for x in self._leaves])
+            self._leaves = None
+            return grads
+        if self._input_grads:
+            grads = tuple(self._input_grads)
+            self._input_grads.clear()
+            return grads
+        return (None,) * self._arity
 
     def _first_pass(self, inputs: Flat, atomic: bool, needs: Needs) -> tuple[Flat, bool, Needs]:
         versions = _versions(inputs)
-        with torch.no_grad(), self._ambient.autocast(), checkpointing(), self._randomness.first():
+        without_grad = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
+        with without_grad, self._ambient.autocast(), checkpointing(), self._randomness.first():
             outputs, out_atomic = self._stage.run(inputs, atomic)
         if _versions(inputs) != versions:
             raise RuntimeError(
@@ -105,19 +136,19 @@ class Segment:
             )
         self._kept = (inputs, atomic, needs)
         need = {id(x): n for x, n in zip(inputs, needs, strict=True)}
-        out_needs = tuple(need.get(id(y), y is not None and differentiable(y)) for y in outputs)
+        out_needs = tuple([need.get(id(y), y is not None and differentiable(y)) for y in outputs])
         return detached(outputs), out_atomic, out_needs
 
-    def _build(self, inputs: Flat, atomic: bool, needs: Needs) -> tuple[Flat, bool, Needs]:
-        if any(needs):
-            inputs = _Entrance.apply(self._input_grads, needs, _token, *inputs)
+    def _build(self, inputs: Flat, atomic: bool) -> tuple[Flat, bool, Needs]:
         outputs, out_atomic = self._stage.run(inputs, atomic)
-        out_needs = tuple(y is not None and y.requires_grad for y in outputs)
+        out_needs = tuple([y is not None and y.requires_grad for y in outputs])
         self._edges = tuple(
-            get_gradient_edge(y) if n and y is not None else None for y, n in zip(outputs, out_needs, strict=True)
+            [get_gradient_edge(y) if n and y is not None else None for y, n in zip(outputs, out_needs, strict=True)]
         )
         return detached(outputs), out_atomic, out_needs
 
+
+_AS_IT_IS = nullcontext()
 
 # Connects an entrance to a graph although its inputs have none; takes no gradient itself.
 _token = torch.empty(0, requires_grad=True)
@@ -144,7 +175,15 @@ class _Entrance(torch.autograd.Function):
 
 def detached(tensors: Flat) -> Flat:
     """Return the same data without its graph."""
-    return tuple(None if x is None else x.detach() for x in tensors)
+    return tuple([None if x is None else x.detach() for x in tensors])
+
+
+def all_none(grads: Flat) -> bool:
+    """Return whether there is no gradient."""
+    for g in grads:  # noqa: SIM110 (called for every task, and a generator would cost more than all of this)
+        if g is not None:
+            return False
+    return True
 
 
 def _versions(inputs: Flat) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.effort import Effort
 from torchgpipe.microbatch import check
 from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = ["Flat", "Stage"]
+__all__ = ["Flat", "Stage", "training"]
 
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
@@ -36,6 +37,8 @@ class Stage:
         self.departures = skips.departures
         self.draws: dict[bool, bool] = {}
         """Whether the partition draws random numbers in training (True) and evaluation (False), once known."""
+        self.efforts: dict[bool, Effort] = {}
+        """What a task takes in training (True) and evaluation (False), once counted."""
         self._keys = tuple(arrival.key for arrival in self.arrivals)
         modules = list(partition.modules())
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
@@ -72,22 +75,26 @@ class Stage:
         """Return whether any parameter of the partition takes a gradient."""
         return any(p.requires_grad for p in self.partition.parameters())
 
-    @contextmanager
-    def running_statistics_left_alone(self) -> Iterator[None]:
+    def running_statistics_left_alone(self) -> AbstractContextManager[object]:
         """Keep normalization layers from updating their running statistics, for a second pass over a batch."""
-        with self._turns, self._put_aside():
-            yield
+        return self._put_aside() if self._norms else _ANYWHERE
 
     @contextmanager
     def _put_aside(self) -> Iterator[None]:
-        updating = [m for m in self._norms if m.training and m.track_running_stats and m.running_mean is not None]
-        kept = [(m, m._buffers["running_mean"], m._buffers["running_var"]) for m in updating]
-        for m in updating:
-            m.track_running_stats = False
-            m._buffers["running_mean"] = m._buffers["running_var"] = None
-        try:
-            yield
-        finally:
-            for m, mean, var in kept:
-                m.track_running_stats = True
-                m._buffers["running_mean"], m._buffers["running_var"] = mean, var
+        with self._turns:
+            updating = [m for m in self._norms if m.training and m.track_running_stats and m.running_mean is not None]
+            kept = [(m, m._buffers["running_mean"], m._buffers["running_var"]) for m in updating]
+            for m in updating:
+                m.track_running_stats = False
+                m._buffers["running_mean"] = m._buffers["running_var"] = None
+            try:
+                yield
+            finally:
+                for m, mean, var in kept:
+                    m.track_running_stats = True
+                    m._buffers["running_mean"], m._buffers["running_var"] = mean, var
+
+
+def training(stages: Sequence[Stage]) -> bool:
+    """Return whether any layer is in training mode."""
+    return any(layer.training for stage in stages for layer in stage.partition)

@@ -17,7 +17,6 @@ partition, and a task's recomputation while its gradient is still on the way.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from torch import Tensor
 from torchgpipe._autograd import keeps_graph
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.graph import check_backward
 from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.node import check_backward
 from torchgpipe.observe import Observer, observed
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.seeds import Seeds
@@ -40,10 +39,6 @@ from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
 
 __all__ = ["WorkersEngine"]
-
-
-# Below this, in seconds, overlap costs more than it gains, and partitions take turns.
-SHORT_TASK = 200e-6
 
 
 @dataclass
@@ -55,7 +50,7 @@ class WorkersEngine:
     def __post_init__(self) -> None:
         self.workers = Workers(max(0, len(self.stages) - 1))
         self.task_seconds = math.inf
-        """How long a task took in the last mini-batch, on average."""
+        """How long a task took in the last mini-batch: the mean over partitions of each one's quickest."""
 
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
@@ -88,47 +83,40 @@ class _MiniBatch:
         self._m = m
         self._n = len(engine.stages)
         self._checkpointed = checkpointed(mode, m)
-        self._busy = [0.0] * self._n
+        self._quickest = [math.inf] * self._n
         self._segments: list[list[Segment]] = [[] for _ in engine.stages]
 
     def forward(self, micro_batches: list[TensorOrTensors]) -> list[tuple[Any, bool, Needs]]:
         """Run every task's forward; return the outputs without a graph, and which of them take a gradient."""
-        relay = self._relay()
+        relay = Relay(self._n)
         portals: Portals[tuple[Tensor | None, bool]] = Portals()
         results: list[tuple[Any, bool, Needs]] = []
-        programs = [
-            (j, partial(self._forward, j, relay, portals, micro_batches, results)) for j in range(self._n)
-        ]
-        self._run(relay, programs)
-        self._engine.task_seconds = sum(self._busy) / (self._n * self._m)
+        self._run(
+            relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)]
+        )
+        self._engine.task_seconds = sum(self._quickest) / self._n
         return results
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs."""
-        relay = self._relay()
+        relay = Relay(self._n)
         portals: Portals[Tensor | None] = Portals()
         results: list[Flat] = [()] * self._m
         # As in a plain backward, operators follow the autocast state where backward() is called.
         ambient = Ambient(())
         programs = [
-            # The relay runs from the last partition to the first.
-            (self._n - 1 - j, partial(self._backward, j, relay, portals, output_grads, results, keep, ambient))
-            for j in range(self._n)
+            partial(self._backward, j, relay, portals, output_grads, results, keep, ambient) for j in range(self._n)
         ]
-        self._run(relay, programs)
+        self._run(relay, programs, backward=True)
         return results
 
-    def _relay(self) -> Relay:
-        short = self._engine.task_seconds < SHORT_TASK
-        return Relay(self._n, threading.Lock() if short else None)
-
-    def _run(self, relay: Relay, programs: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        if self._m == 1 or self._n == 1:
-            # Nothing can overlap.
-            for _, program in sorted(programs, key=lambda p: p[0]):
-                program()
-        else:
+    def _run(self, relay: Relay, programs: Sequence[Callable[[], None]], *, backward: bool = False) -> None:
+        if self._m > 1 and self._n > 1:
             self._engine.workers.run(relay, programs)
+        else:
+            # Nothing can overlap.
+            for program in reversed(programs) if backward else programs:
+                program()
 
     def _forward(
         self,
@@ -156,7 +144,7 @@ class _MiniBatch:
                 began = time.perf_counter()
                 with observed(self._observer, "forward", i, j):
                     flat, atomic, needs = self._task(i, j, flat, atomic, needs)
-                self._busy[j] += time.perf_counter() - began
+                self._quickest[j] = min(self._quickest[j], time.perf_counter() - began)
 
                 for departure in reversed(stage.departures):
                     portals.put(i, departure.key, (flat[-1], needs[-1]))
@@ -191,6 +179,7 @@ class _MiniBatch:
         ambient: Ambient,
     ) -> None:
         stage = self._stages[j]
+        # The relay runs from the last partition to the first.
         position = self._n - 1 - j
         with ambient.autocast():
             for i in reversed(range(self._m)):

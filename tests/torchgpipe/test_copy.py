@@ -182,7 +182,7 @@ class Noted(nn.Module):
 def pipeline(log: list[str], *layers: nn.Module) -> GPipe:
     n = len(layers)
     model = GPipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, chunks=1, checkpoint="always", engine="graph")
-    engine: Any = model._engine
+    engine: Any = model._engines.graph
     for j, stage in enumerate(engine.stages):
         stage.device = OTHER if j + 1 == n else CPU
     engine.copies = [copy_streams(stage.device, log) for stage in engine.stages]

@@ -46,7 +46,7 @@ def test_nodes(m: int, n: int, checkpoint: str, dependency: bool) -> None:
 
     tasks = checkpointed(checkpoint, m) * n  # type: ignore[arg-type]
     tied = dependency and (n > 1 or tasks > 0)
-    assert found["_CheckpointBackward"] == found["_RecomputeBackward"] == tasks
+    assert found["_SegmentBackward"] == found["_RecomputeBackward"] == tasks
     # A recomputation is inserted by a fork and a join of its own.
     assert found["_ForkBackward"] == ((m - 1) * n if tied else 0) + tasks
     # A checkpointed task takes the phony itself; another's input is joined to it.
@@ -115,7 +115,7 @@ def follows(node: Any, task: tuple[str, int, int]) -> bool:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if node.name() == task[0] and (node.task.i, node.task.j) == task[1:]:
+        if node.name() == task[0] and (node.node.i, node.node.j) == task[1:]:
             return True
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
@@ -131,8 +131,8 @@ def tasks(y: Tensor) -> dict[tuple[str, int, int], Any]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() in ("_CheckpointBackward", "_RecomputeBackward"):
-            found[node.name(), node.task.i, node.task.j] = node
+        if node.name() in ("_SegmentBackward", "_RecomputeBackward"):
+            found[node.name(), node.node.i, node.node.j] = node
         waiting += [following for following, _ in node.next_functions]
     return found
 
@@ -146,6 +146,6 @@ def test_recomputation_lies_between_its_backward_and_the_one_of_the_next_micro_b
     recomputed = [(i, j) for name, i, j in found if name == "_RecomputeBackward"]
     assert len(recomputed) == checkpointed(checkpoint, m) * n  # type: ignore[arg-type]
     for i, j in recomputed:
-        assert follows(found["_RecomputeBackward", i, j], ("_CheckpointBackward", i, j))
-        if ("_CheckpointBackward", i + 1, j) in found:
-            assert follows(found["_CheckpointBackward", i + 1, j], ("_RecomputeBackward", i, j))
+        assert follows(found["_RecomputeBackward", i, j], ("_SegmentBackward", i, j))
+        if ("_SegmentBackward", i + 1, j) in found:
+            assert follows(found["_SegmentBackward", i + 1, j], ("_RecomputeBackward", i, j))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.observe import Task, observed
 
-ENGINES = ["graph", "workers"]
+ENGINES = ["graph", "inline", "workers"]
 
 
 def test_a_task_is_a_tuple() -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -33,14 +33,9 @@ def workers() -> Iterator[Workers]:
     workers.close()
 
 
-def in_order(programs: list[Callable[[], None]]) -> list[tuple[int, Callable[[], None]]]:
-    return list(enumerate(programs))
-
-
 class TestRelay:
-    @pytest.mark.parametrize("baton", [False, True], ids=["free", "in turns"])
-    def test_items_arrive_in_order(self, baton: bool) -> None:
-        relay = Relay(3, threading.Lock() if baton else None)
+    def test_items_arrive_in_order(self) -> None:
+        relay = Relay(3)
         for item in (1, 2):
             relay.give(0, item)
         relay.give(1, "other link")
@@ -101,7 +96,7 @@ class TestRelay:
         def program() -> None:
             raise error
 
-        relay.attempt(0, program)
+        relay.attempt(program)
 
         assert relay.stopped
         assert relay.error is error
@@ -112,69 +107,10 @@ class TestRelay:
         def program() -> None:
             raise Stopped
 
-        relay.attempt(0, program)
+        relay.attempt(program)
 
         assert not relay.stopped
         assert relay.error is None
-
-
-class TestBaton:
-    def test_programs_take_turns(self) -> None:
-        """With a baton nothing runs between one program's waits for an item but that program."""
-        relay = Relay(2, threading.Lock())
-        relay.PATIENCE = PATIENCE
-        running = threading.Lock()
-        items = 5
-
-        def busy() -> None:
-            assert running.acquire(blocking=False), "two programs run at once"
-            time.sleep(0.002)
-            running.release()
-
-        def first() -> None:
-            for item in range(items):
-                busy()
-                relay.give(0, item)
-
-        def second() -> None:
-            for item in range(items):
-                assert relay.take(1) == item
-                busy()
-
-        thread = threading.Thread(target=relay.attempt, args=(0, first))
-        thread.start()
-        relay.attempt(1, second)
-        thread.join(PATIENCE)
-
-        assert relay.error is None
-
-    def test_patience_ends(self) -> None:
-        """A program that waits for another one outside of the relay does not block it."""
-        relay = Relay(2, threading.Lock())
-        together = threading.Barrier(2)
-
-        def program() -> None:
-            together.wait(PATIENCE)
-
-        thread = threading.Thread(target=relay.attempt, args=(0, program))
-        thread.start()
-        relay.attempt(1, program)
-        thread.join(PATIENCE)
-
-        assert relay.error is None
-
-    def test_it_is_put_down_at_the_end(self) -> None:
-        baton = threading.Lock()
-        relay = Relay(2, baton)
-
-        def program() -> None:
-            assert baton.locked()
-            raise Boom
-
-        relay.attempt(0, program)
-
-        assert isinstance(relay.error, Boom)
-        assert not baton.locked()
 
 
 class TestWorkers:
@@ -187,7 +123,7 @@ class TestWorkers:
             assert seen is threading.current_thread()
 
         for _ in range(3):
-            workers.run(Relay(3), in_order([partial(program, position) for position in range(3)]))
+            workers.run(Relay(3), [partial(program, position) for position in range(3)])
 
         assert set(threads) == {0, 1, 2}
         assert threads[2] is threading.current_thread()
@@ -195,7 +131,7 @@ class TestWorkers:
 
     def test_programs_run_at_once(self, workers: Workers) -> None:
         together = threading.Barrier(3)
-        workers.run(Relay(3), in_order([lambda: together.wait(PATIENCE) and None] * 3))
+        workers.run(Relay(3), [lambda: together.wait(PATIENCE) and None] * 3)
 
     def test_no_thread_before_the_first_run(self) -> None:
         before = alive()
@@ -219,13 +155,13 @@ class TestWorkers:
                 ended.append(own)
 
         with pytest.raises(Boom) as caught:
-            workers.run(relay, in_order([partial(program, own) for own in range(3)]))
+            workers.run(relay, [partial(program, own) for own in range(3)])
 
         assert caught.value is error
         assert caught.value.__context__ is None
         assert sorted(ended) == [0, 1, 2]
         assert relay.error is None
-        workers.run(Relay(3), in_order([lambda: None] * 3))
+        workers.run(Relay(3), [lambda: None] * 3)
 
     def test_two_callers_do_not_get_in_each_others_way(self, workers: Workers) -> None:
         done: list[int] = []
@@ -240,7 +176,7 @@ class TestWorkers:
                 def last(relay: Relay = relay) -> None:
                     done.append(relay.take(2) - 1)
 
-                workers.run(relay, in_order([partial(relay.give, 0, caller), middle, last]))
+                workers.run(relay, [partial(relay.give, 0, caller), middle, last])
 
         callers = [threading.Thread(target=call, args=(caller,), daemon=True) for caller in range(3)]
         for thread in callers:
@@ -253,7 +189,7 @@ class TestWorkers:
     def test_close_ends_the_threads(self) -> None:
         before = alive()
         workers = Workers(2)
-        workers.run(Relay(3), in_order([lambda: None] * 3))
+        workers.run(Relay(3), [lambda: None] * 3)
         threads = alive() - before
         assert len(threads) == 2
 
@@ -267,12 +203,12 @@ class TestWorkers:
         """The graph of an output outlives its pipeline, and still has to go backward; no thread stays."""
         before = alive()
         workers = Workers(2)
-        workers.run(Relay(3), in_order([lambda: None] * 3))
+        workers.run(Relay(3), [lambda: None] * 3)
         workers.close()
         ran: list[int] = []
 
         caller = threading.Thread(
-            target=lambda: workers.run(Relay(3), in_order([partial(ran.append, j) for j in range(3)])), daemon=True
+            target=lambda: workers.run(Relay(3), [partial(ran.append, j) for j in range(3)]), daemon=True
         )
         caller.start()
         caller.join(PATIENCE)
@@ -297,11 +233,11 @@ class TestWorkers:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", fails_the_second_time)
             with pytest.raises(RuntimeError, match="can't start new thread"):
-                workers.run(Relay(3), in_order([lambda: None] * 3))
+                workers.run(Relay(3), [lambda: None] * 3)
 
         ran: list[int] = []
         caller = threading.Thread(
-            target=lambda: workers.run(Relay(3), in_order([partial(ran.append, j) for j in range(3)])), daemon=True
+            target=lambda: workers.run(Relay(3), [partial(ran.append, j) for j in range(3)]), daemon=True
         )
         start(caller)
         caller.join(PATIENCE)
@@ -315,7 +251,7 @@ def test_a_forked_process_starts_threads_of_its_own() -> None:
 
     def run() -> None:
         relay = Relay(2)
-        workers.run(relay, [(0, lambda: relay.give(0, os.getpid())), (1, lambda: ran.append(relay.take(1)))])
+        workers.run(relay, [lambda: relay.give(0, os.getpid()), lambda: ran.append(relay.take(1))])
 
     run()
     with warnings.catch_warnings():

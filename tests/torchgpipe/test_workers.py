@@ -158,18 +158,6 @@ def test_backward_order_within_a_partition(checkpoint: str) -> None:
         assert order == [("forward", i) for i in range(3)] + [step for steps in backward for step in steps]
 
 
-def test_short_tasks_take_turns_without_blocking_each_other() -> None:
-    # After a mini-batch of short tasks, partitions take turns; one that waits for another must still get there.
-    barrier = threading.Barrier(2)
-    first, second = Meet(barrier), Meet(barrier)
-    model = pipeline(first, second, chunks=2)
-    model(torch.ones(2, 1))
-    model._engine.task_seconds = 0.0  # type: ignore[union-attr]
-    first.forward_call, second.forward_call = first.calls[0] + 1, second.calls[0]
-    assert torch.equal(model(torch.ones(2, 1)), torch.ones(2, 1))
-    assert barrier.n_waiting == 0 and not barrier.broken
-
-
 class LockStep(nn.Module):
     """Meet all other tasks of the same clock cycle, in forward and in backward."""
 

@@ -114,7 +114,7 @@ def test_generated(equals_plain: Callable[..., Any], data: st.DataObject, model:
     options = {
         name: data.draw(st.sampled_from(choices), label=name)
         for name, choices in {
-            "engine": ["graph", "workers"],
+            "engine": ["graph", "inline", "workers"],
             "checkpoint": ["always", "except_last", "never"],
             "chunks": range(1, 10),
             "portals": [True, False],

@@ -1,0 +1,86 @@
+"""Which engine runs a mini-batch: by the devices, and on the CPU by what there is to gain from threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from torchgpipe.copy import CopyStreams
+from torchgpipe.graph import GraphEngine
+from torchgpipe.inline import InlineEngine
+from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.stage import Stage, training
+from torchgpipe.workers import WorkersEngine
+
+__all__ = ["EngineName", "Engines", "check_engine"]
+
+# In seconds by count, for a mean task: below, threads that hand over tasks, and share Python's lock, cost more than
+# their overlap gains.
+SHORT_TASK = 200e-6
+# In seconds by the clock: a task that was counted as short and takes this long does something that no count knows of.
+LONG_TASK = 25 * SHORT_TASK
+
+EngineName = Literal["auto", "graph", "inline", "workers"]
+Engine = GraphEngine | InlineEngine | WorkersEngine
+
+
+def check_engine(name: str, devices: Sequence[torch.device]) -> None:
+    """Raise `ValueError` where there is no such engine, or it cannot serve the devices."""
+    if name not in get_args(EngineName):
+        raise ValueError(f"engine must be one of {', '.join(map(repr, get_args(EngineName)))}, but got {name!r}")
+    if name in ("inline", "workers") and any(device.type != "cpu" for device in devices):
+        raise ValueError(f"engine={name!r} is for CPU devices, but got {sorted({str(d) for d in devices})}")
+
+
+class Engines:
+    """The engines that may serve a pipeline; `name` asks for one of them, or for the best ("auto")."""
+
+    def __init__(
+        self, name: EngineName, stages: Sequence[Stage], *, dependency: bool, copy_streams: bool
+    ) -> None:
+        on_cpu = all(stage.device.type == "cpu" for stage in stages)
+        self._stages = stages
+        # Elements of the micro-batch that was counted, in training or not, and of the last that workers timed.
+        self._counted: dict[bool, int] = {}
+        self._timed = 1
+        self.graph: GraphEngine | None = None
+        self.inline: InlineEngine | None = None
+        self.workers: WorkersEngine | None = None
+        if name == "graph" or (name == "auto" and not on_cpu):
+            copies = [CopyStreams(stage.device, enabled=copy_streams) for stage in stages]
+            self.graph = GraphEngine(stages, copies, dependency=dependency)
+        if name == "inline" or (name == "auto" and on_cpu):
+            self.inline = InlineEngine(stages)
+        if name == "workers" or (name == "auto" and on_cpu and len(stages) > 1):
+            self.workers = WorkersEngine(stages)
+
+    def choose(self, micro_batches: Sequence[TensorOrTensors]) -> Engine:
+        """Return the engine for a mini-batch."""
+        size = _elements(micro_batches[0])
+        if self.workers is not None and not (self.inline and self._nothing_to_gain(len(micro_batches), size)):
+            self._timed = max(1, size)
+            return self.workers
+        engine = self.graph or self.inline
+        assert engine is not None
+        return engine
+
+    def _nothing_to_gain(self, m: int, size: int) -> bool:
+        if m == 1:
+            return True
+        mode = training(self._stages)
+        if any(mode not in stage.draws for stage in self._stages):
+            # The first mini-batch of its kind, whose operators the workers' tasks count.
+            self._counted[mode] = max(1, size)
+            return False
+        growth = size / self._counted[mode]
+        by_count = sum(stage.efforts[mode].seconds(growth) for stage in self._stages) / len(self._stages)
+        assert self.workers is not None
+        by_clock = self.workers.task_seconds * min(1.0, size / self._timed)
+        return by_count < SHORT_TASK and by_clock < LONG_TASK
+
+
+def _elements(micro_batch: TensorOrTensors) -> int:
+    return sum(x.numel() for x in ((micro_batch,) if isinstance(micro_batch, Tensor) else micro_batch))
