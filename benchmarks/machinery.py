@@ -14,79 +14,41 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.child import ROOT, Child, folder_with_torchgpipe
 from benchmarks.machinery_child import PLAIN, Sample
 
 CASES = [
     (n, m, checkpoint) for checkpoint in ("never", "always") for n in (1, 2, 4, 8) for m in (1, 8, 32)
 ]
-ROOT = Path(__file__).resolve().parent.parent
-
-
-class Child:
-    """A process that measures one version."""
-
-    def __init__(self, path: Path) -> None:
-        script = Path(__file__).with_name("machinery_child.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script)],
-            env={**os.environ, "PYTHONPATH": str(path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.version: str = self._read()
-
-    def measure(self, n: int, m: int, checkpoint: str, steps: int) -> list[Sample]:
-        """Return (forward, backward) seconds per task of each step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([n, m, checkpoint, steps]) + "\n")
-        self._process.stdin.flush()
-        return [(f, b) for f, b in self._read()]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"machinery: the measuring process ended with exit code {self._process.wait()}")
-        return json.loads(line)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machinery", description=__doc__.splitlines()[0])
-    parser.add_argument("--against", type=Path, metavar="DIR", help="folder with another torchgpipe")
+    parser.add_argument("--against", type=folder_with_torchgpipe, metavar="DIR", help="folder with another torchgpipe")
     parser.add_argument("--rounds", type=int, default=5, help="turns that each version gets per case (default 5)")
     parser.add_argument("--steps", type=int, default=20, help="steps per turn (default 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.steps < 1:
         parser.error("--rounds and --steps must be at least 1")
-    if options.against is not None and not (options.against / "torchgpipe").is_dir():
-        parser.error(f"--against {options.against}: there is no torchgpipe in this folder")
 
-    children = {"here": Child(ROOT)}
+    children = {"here": Child("machinery_child.py", ROOT)}
     if options.against is not None:
-        children["other"] = Child(options.against)
+        children["other"] = Child("machinery_child.py", options.against)
     samples: dict[str, dict[str, list[Sample]]] = {}
     try:
         for n, m, checkpoint in CASES:
             case = samples.setdefault(f"n={n} m={m} {checkpoint}", {})
             for _ in range(options.rounds):
                 for name, child in children.items():
-                    case.setdefault(name, []).extend(child.measure(n, m, checkpoint, options.steps))
-                case.setdefault("plain", []).extend(children["here"].measure(n, m, PLAIN[checkpoint], options.steps))
+                    case.setdefault(name, []).extend(child.ask(n, m, checkpoint, options.steps))
+                case.setdefault("plain", []).extend(children["here"].ask(n, m, PLAIN[checkpoint], options.steps))
             print(f"\r{len(samples)}/{len(CASES)} cases", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
