@@ -96,7 +96,7 @@ def circumstances(results: Results) -> str:
     parts = [
         f"scale {next(iter(results.values())).scale}: {model}, input {shape}",
         f"batch size {span([config['batch_size'] for config in configs])}",
-        f"{span(steps)} timed steps per row" if steps else "no step timed",
+        f"{span(steps)} timed step{'' if max(steps) == 1 else 's'} per row" if steps else "no step timed",
     ]
     return "; ".join(parts)
 

@@ -72,7 +72,8 @@ def _published_models(experiment: Experiment, results: Sequence[Result]) -> Tabl
         "published\nin all",
     )
     per_parameter = [result.values["model_bytes"] // result.values["parameters"] for result in results]
-    state = "itself and its gradient" if max(per_parameter) <= 2 * FLOAT_BYTES else "itself, its gradient and the optimizer's state"
+    stateless = max(per_parameter) == 2 * FLOAT_BYTES
+    state = "itself and its gradient" if stateless else "itself, its gradient and the optimizer's state"
     notes = [
         "counted on the models themselves, without memory for them (device meta); nothing is estimated",
         f"model: {span(per_parameter)} bytes per parameter: {state}",
