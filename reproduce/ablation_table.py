@@ -19,7 +19,7 @@ from reproduce.experiments import AS_PUBLISHED, COMPONENTS, LIKE_PUBLISHED, Expe
 from reproduce.layout import Table
 from reproduce.paper import published
 from reproduce.record import Result
-from reproduce.speed_table import busy_cell, busy_note
+from reproduce.utilization_table import busy_cell, busy_notes
 
 __all__ = ["ablation_tables"]
 
@@ -37,7 +37,8 @@ def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
     """Return a table of the published rows, and one of ours, on fewer devices."""
     exact = {each.row: each for each in results if each.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED)}
     ours = {each.row: each for each in results if each.row not in exact}
-    named = (("as published", exact), ("ours, on fewer devices", ours))
+    small = any(each.config["configuration"] == LIKE_PUBLISHED for each in exact.values())
+    named = (("like the published rows" if small else "as published", exact), ("ours, on fewer devices", ours))
     return [_table(f"{experiment.title}, {name}", experiment, group) for name, group in named if group]
 
 
@@ -67,7 +68,7 @@ def _table(title: str, experiment: Experiment, results: Results) -> Table:
         "dsp: dependency, streams, portals; x where it is on. Speed-up: over the first row, taken round by round",
         *([f"published on {hardware.get('num_gpus')} x {hardware.get('gpu')}: U-Net (5, 64), reserved memory"]
           if any(result.published for result in results.values()) else []),
-        *busy_note(results),
+        *busy_notes(results.values()),
         *([ON_CPU] if any(result.device == "cpu" for result in results.values()) else []),
         *([NO_DETOUR] if all(result.config["partitions"] == 2 for result in results.values()) else []),
         *problems(results),

@@ -107,7 +107,8 @@ def about_publication(experiment: Experiment, papers: Results) -> str:
     source, hardware = table.source or {}, table.hardware or {}
     batches = [result.config["batch_size"] for result in papers.values()]
     bases = {result.config["checkpoint"] for result in papers.values() if result.config["chunks"] == 1}
-    said = [f"published: {source.get('paper')}, on {hardware.get('num_gpus')} x {hardware.get('gpu')}"]
+    by = source.get("paper") or source.get("repo")
+    said = [f"published: {by}, on {hardware.get('num_gpus')} x {hardware.get('gpu')}"]
     if len(set(batches)) > 1:
         said.append(f"its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches")
     if bases == {"always"}:

@@ -1,4 +1,4 @@
-"""Offer the experiments on the command line: `python -m reproduce list | run | show | import-paper`."""
+"""Offer the experiments on the command line: `python -m reproduce list | run | show | render | import-paper`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 
 import click
 
+from reproduce.commands.render import render_command
 from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.experiments.choose import UnknownRowError, choose_rows
@@ -181,6 +182,9 @@ def import_paper(source: Path, out: Path) -> None:
     prepare_folder(out)
     for path in import_tables(source, out):
         click.echo(_shown(path))
+
+
+cli.add_command(render_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

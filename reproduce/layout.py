@@ -30,11 +30,12 @@ class Table:
         notes = [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in self.notes]
         return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *([""] if notes else []), *notes])
 
-    def markdown(self) -> str:
-        """Return the table as Markdown."""
-        flat = [[cell.replace("\n", " ") for cell in row] for row in (self.headings, *self.rows)]
+    def markdown(self, level: int = 2) -> str:
+        """Return the table as Markdown, under a heading of that level."""
+        headings = [heading.replace("publ.", "published") for heading in self.headings]  # there is room
+        flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
         body = self._tabulate(flat[1:], flat[0], "pipe")
-        return "\n".join([f"## {self.title}", "", body, "", *(f"- {note}" for note in self.notes)])
+        return "\n".join([f"{'#' * level} {self.title}", "", body, "", *(f"- {note}" for note in self.notes)])
 
     def _tabulate(self, rows: Sequence[Sequence[str]], headings: Sequence[str], style: str) -> str:
         align = ["left" if i < self.left else "right" for i in range(len(headings))]

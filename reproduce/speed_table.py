@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from reproduce.cells import (
@@ -22,21 +21,23 @@ from reproduce.cells import (
 from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, Experiment
 from reproduce.layout import Table, span
 from reproduce.record import Result
+from reproduce.utilization_table import utilization_tables
 
-__all__ = ["busy_cell", "busy_note", "speed_tables"]
+__all__ = ["speed_tables"]
 
 PUBLISHED = (AS_PUBLISHED, LIKE_PUBLISHED)
 
 
 def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table of the published rows, and one of ours at equal batch and at equal micro-batch size each."""
+    """Return tables of the published rows, of ours at equal batch and at equal micro-batch size, of utilization."""
     groups: dict[str, dict[str, Result]] = {AS_PUBLISHED: {}, "batch": {}, "micro-batch": {}}
     for result in results:
         published = result.config["configuration"] in PUBLISHED
         groups[AS_PUBLISHED if published else result.config.get("equal") or "batch"][result.row] = result
     papers = papers_of(experiment)
     makers = {AS_PUBLISHED: _as_published, "batch": _at_equal_batch, "micro-batch": _at_equal_micro_batch}
-    return [make(experiment, groups[group], papers) for group, make in makers.items() if groups[group]]
+    made = [make(experiment, groups[group], papers) for group, make in makers.items() if groups[group]]
+    return [*made, *utilization_tables(experiment, results)]
 
 
 def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -> Table:
@@ -63,7 +64,6 @@ def _controls(what: str, experiment: Experiment, results: Results, papers: Resul
                 speed_up_cell(result, over),
                 speed_up_cell(result, results.get(result.over_published or ""), quartiles=False),
                 paper_ratio(paper_row(result, papers), paper_row(over, papers)),
-                busy_cell(result),
             ]
         )
     headings = (
@@ -72,9 +72,8 @@ def _controls(what: str, experiment: Experiment, results: Results, papers: Resul
         "m",
         "samples/s\n(quartiles)",
         "over naive\n(quartiles)",
-        "m=1,\nalways",
-        "publ.\nthus",
-        "busy",
+        "over m=1,\nalways",
+        "published\nlikewise",
     )
     first = min(result.config["partitions"] for result in results.values() if result.config["partitions"] != 1)
     notes = [
@@ -83,7 +82,6 @@ def _controls(what: str, experiment: Experiment, results: Results, papers: Resul
         f"over naive: of the same n (checkpoint-only: over naive n={first}), taken round by round",
         *notes,
         "small micro-batches may be faster or slower by themselves: checkpoint-only shows by how much",
-        *busy_note(results),
         *problems(results),
     ]
     return Table(f"{experiment.title}, ours at equal {what}", *without_empty(headings, rows), notes)
@@ -104,7 +102,6 @@ def _as_published(experiment: Experiment, results: Results, papers: Results) -> 
                 three_digits(paper.values["throughput"]) if paper is not None and exact else "",
                 speed_up_cell(result, over),
                 paper_ratio(paper, paper_row(over, papers)),
-                busy_cell(result),
             ]
         )
     headings = (
@@ -115,14 +112,12 @@ def _as_published(experiment: Experiment, results: Results, papers: Results) -> 
         "publ.",
         "speed-up\n(quartiles)",
         "publ.",
-        "busy",
     )
     bases = dict.fromkeys(result.over for result in results.values() if result.over)
     notes = [
         circumstances(results),
         f"speed-up: over {', '.join(map(str, bases))}, taken round by round",
         about_publication(experiment, papers),
-        *busy_note(results),
         *problems(results),
     ]
     if not exact:
@@ -134,19 +129,3 @@ def _as_published(experiment: Experiment, results: Results, papers: Results) -> 
 def _mentioned(results: Results) -> bool:
     """Tell whether the table shows anything published."""
     return any(result.published for result in results.values())
-
-
-def busy_cell(result: Result) -> str:
-    """Return the mean utilization of a row's devices."""
-    found = result.values.get("utilization")
-    return f"{statistics.mean(found):.0%}" if found else ""
-
-
-def busy_note(results: Results) -> list[str]:
-    """Say what utilization is, where there is any."""
-    devices = {result.device for result in results.values() if result.values.get("utilization")}
-    meanings = {
-        "cpu": "busy: share of a step's time in which a device's worker was in a task, mean over devices",
-        "cuda": "busy: GPU utilization as the driver (NVML) reports it, mean over devices",
-    }
-    return [meanings[device] for device in meanings if device in devices]
