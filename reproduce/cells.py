@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from reproduce.decode import Json
 from reproduce.experiments import Experiment
@@ -47,7 +47,7 @@ def outcome(result: Result) -> str:
 def throughput_cell(result: Result) -> str:
     """Return samples per second, or why there are none."""
     found = throughput(result)
-    return outcome(result) if found is None else _write(found, three_digits)
+    return outcome(result) if found is None else _write(found)
 
 
 def speed_up_cell(result: Result, over: Result | None, quartiles: bool = True) -> str:
@@ -57,7 +57,7 @@ def speed_up_cell(result: Result, over: Result | None, quartiles: bool = True) -
     found = None if over is None else speed_up(result, over)
     if found is None:
         return ""
-    return _write(found if quartiles else Spread(found.median), "{:.2f}".format)
+    return _write(found if quartiles else Spread(found.median))
 
 
 def paper_ratio(row: Result | None, over: Result | None) -> str:
@@ -67,10 +67,10 @@ def paper_ratio(row: Result | None, over: Result | None) -> str:
     return f"{row.values['throughput'] / over.values['throughput']:.2f}"
 
 
-def _write(value: Spread, number: Callable[[float], str]) -> str:
+def _write(value: Spread) -> str:
     if value.low is None or value.high is None:
-        return number(value.median)
-    return f"{number(value.median)} ({number(value.low)}-{number(value.high)})"
+        return three_digits(value.median)
+    return f"{three_digits(value.median)} ({three_digits(value.low)}-{three_digits(value.high)})"
 
 
 def three_digits(value: float) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import tabulate
 
-__all__ = ["WIDTH", "Table", "failures", "many", "span"]
+__all__ = ["WIDTH", "Table", "failures", "in_lines", "many", "span"]
 
 WIDTH = 80
+DEVICES_PER_LINE = 4
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
 
 
@@ -43,6 +44,12 @@ class Table:
             rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
         )
         return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def in_lines(numbers: Sequence[str]) -> str:
+    """Return a number for each device, four to a line."""
+    lines = [numbers[i : i + DEVICES_PER_LINE] for i in range(0, len(numbers), DEVICES_PER_LINE)]
+    return "\n".join("  ".join(line) for line in lines)
 
 
 def failures(failed: Sequence[tuple[str, str]]) -> list[str]:

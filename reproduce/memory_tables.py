@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from reproduce.cells import outcome, papers_of, size, without_empty
 from reproduce.decode import Json
 from reproduce.experiments import Experiment
-from reproduce.layout import Table, failures, many, span
+from reproduce.layout import Table, failures, in_lines, many, span
 from reproduce.paper import published
 from reproduce.record import Result
 
@@ -15,7 +15,6 @@ __all__ = ["memory_tables"]
 
 MiB, GiB = 2**20, 2**30
 FLOAT_BYTES = 4
-DEVICES_PER_LINE = 4
 
 KINDS = {  # the values of a result -> what a table of them is called, and what the bytes are
     ("cpu", "peak_allocated"): ("live bytes", "the bytes of all tensors alive, counted"),
@@ -108,8 +107,7 @@ def _peaks(experiment: Experiment, results: Sequence[Result], value: str, name: 
         if not peaks:
             rows.append([result.row, size(result.config), outcome(result), "", "", ""])
             continue
-        lines = [peaks[i : i + DEVICES_PER_LINE] for i in range(0, len(peaks), DEVICES_PER_LINE)]
-        each = "\n".join("  ".join(map(write, line)) for line in lines)
+        each = in_lines([write(peak) for peak in peaks])
         model = result.values["model_bytes"]
         rows.append([result.row, size(result.config), each, write(sum(peaks)), write(model), write(sum(peaks) - model)])
     headings = ("row", "size", f"peak of each device\n{scale}", "sum", "model", "activations")

@@ -31,7 +31,7 @@ def run_speed(runner: Runner, experiment: Experiment) -> None:
     together.watch()
 
     crowded = together.crowded if company else []
-    del together
+    together.trainings.clear()
     for row in crowded:
         runner.free()
         alone = _Timing(runner, experiment, FakeData([row], runner.seed), paired=False)

@@ -19,7 +19,7 @@ from torchgpipe.observe import Observer, observed
 __all__ = ["LOSSES", "MODELS", "Balancer", "FakeData", "Training", "build_model", "count_parameters", "size_names"]
 
 PROFILE_SECONDS = 1.0  # for each balance
-PROFILE_SAMPLES = 16
+PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -121,12 +121,12 @@ class FakeData:
 
 
 class Balancer:
-    """Balance models over partitions by profiling, once for each model and number of partitions."""
+    """Balance models over partitions by profiling, once for each model, number of partitions and samples."""
 
     def __init__(self, devices: Devices, seconds: float | None = None) -> None:
         self.device = devices.first(1)[0]
         self.seconds = PROFILE_SECONDS if seconds is None else seconds
-        self.known: dict[tuple[str, tuple[int, ...], int], tuple[int, ...]] = {}
+        self.known: dict[tuple[str, tuple[int, ...], int, int], tuple[int, ...]] = {}
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
         """Return `row` with a balance: its own, where it has one."""
@@ -135,12 +135,13 @@ class Balancer:
         if row.partitions == 1:
             return replace(row, balance=(len(model),))
 
-        key = (row.model, row.size, row.partitions)
+        # Rows at equal batch size share a balance: a quarter of the batch is between their micro-batches.
+        samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
+        key = (row.model, row.size, row.partitions, min(samples, PROFILE_SAMPLES))
         if key not in self.known:
             from torchgpipe.balance import balance_by_time
 
-            # Between the micro-batches of the rows that share this balance.
-            sample = data.input(row, self.device)[: min(PROFILE_SAMPLES, math.ceil(row.batch_size / 4))]
+            sample = data.input(row, self.device)[: key[-1]]
             balance = balance_by_time(row.partitions, model, sample, timeout=self.seconds, device=self.device)
             self.known[key] = tuple(balance)
         return replace(row, balance=self.known[key])

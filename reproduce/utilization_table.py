@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from reproduce.experiments import Experiment
-from reproduce.layout import Table
+from reproduce.layout import Table, in_lines
 from reproduce.record import Result
 
 __all__ = ["busy_cell", "busy_notes", "utilization_tables"]
@@ -22,7 +22,7 @@ def utilization_tables(experiment: Experiment, results: Sequence[Result]) -> lis
     rows = []
     for result in results:
         if "bubble" in result.values:
-            each = "  ".join(f"{share:.0%}" for share in result.values.get("utilization") or [])
+            each = in_lines([f"{share:.0%}" for share in result.values.get("utilization") or []])
             rows.append([result.row, each or "-", busy_cell(result) or "-", f"{result.values['bubble']:.0%}"])
     if not rows:
         return []
@@ -31,7 +31,8 @@ def utilization_tables(experiment: Experiment, results: Sequence[Result]) -> lis
         "bubble: share of the devices' time, from a step's first task to its last, in which they waited",
         "of one step of each row that was not timed, or of a few",
     ]
-    return [Table(f"{experiment.title}: how busy the devices were", ("row", "each device", "mean", "bubble"), rows, notes)]
+    headings = ("row", "each device", "mean", "bubble")
+    return [Table(f"{experiment.title}: how busy the devices were", headings, rows, notes)]
 
 
 def busy_cell(result: Result) -> str:
