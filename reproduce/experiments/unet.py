@@ -28,7 +28,7 @@ BASE = Row(
     optimizer=Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0),
     loss="binary_cross_entropy_with_logits",
 )
-SMALL = replace(BASE, size=(5, 8), input_shape=(3, 64, 64), batch_size=64)
+SMALL = replace(BASE, size=(2, 16), input_shape=(3, 64, 64))
 
 # --- speed -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ ABLATION = Experiment(
         ),
         Scale(
             name="small",
-            rows=ablation_rows(replace(SMALL, size=(5, 16), batch_size=64), small=True),
+            rows=ablation_rows(replace(SMALL, batch_size=128), small=True),
             memory=4 * GiB,
             cuda=False,
             steps=10,
