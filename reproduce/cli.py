@@ -159,6 +159,8 @@ def run(
         raise click.ClickException(
             f"{many(len(failed), 'row')} failed, the first being {failed[0].row}: {failed[0].reason}"
         )
+    if tracer is not None and tracer.problems:
+        raise click.ClickException(f"--trace: {tracer.problems[0]}")
 
 
 @cli.command()

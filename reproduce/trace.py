@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from reproduce.chrome_trace import chrome_trace
-from reproduce.record import write_atomically
+from reproduce.record import RecordError, write_atomically
 from reproduce.timeline import StepTimeline
 
 __all__ = ["Tracer", "matplotlib_problem"]
@@ -18,7 +18,8 @@ PICTURES = (".svg", ".png")
 class Tracer:
     """Write each row's timeline beside `file`: `FILE.json` and `FILE.svg`, or `.png` where that is asked for.
 
-    Several rows cannot share a file, so their names come after it: `FILE-pipeline-2.json`.
+    Several rows cannot share a file, so their names come after it: `FILE-pipeline-2.json`. What cannot be written
+    is remembered in `problems`: a measurement shall not end for want of a picture.
     """
 
     def __init__(self, file: Path, *, several: bool, draw: bool = True) -> None:
@@ -26,13 +27,10 @@ class Tracer:
         self.several = several
         self.draw = draw
         self.written: list[Path] = []
+        self.problems: list[str] = []
 
     def __call__(self, experiment: str, row: str, timeline: StepTimeline) -> None:
-        """Write a row's timeline.
-
-        Raises:
-            RecordError: a file cannot be written.
-        """
+        """Write a row's timeline."""
         title = f"{experiment}: {row}"
         base = self.file.with_suffix("") if self.file.suffix in (".json", *PICTURES) else self.file
         if self.several:
@@ -45,8 +43,12 @@ class Tracer:
             self._write(base.with_name(base.name + kind), gantt(timeline, title, kind[1:]))
 
     def _write(self, path: Path, content: str | bytes) -> None:
-        write_atomically(path, content)
-        self.written.append(path)
+        try:
+            write_atomically(path, content)
+        except RecordError as error:
+            self.problems.append(str(error))
+        else:
+            self.written.append(path)
 
 
 def matplotlib_problem() -> str | None:

@@ -156,6 +156,20 @@ def test_rows_and_their_traces(
         assert sum(event["ph"] == "X" and event["cat"] == "forward" for event in events) == 2 * 8
 
 
+def test_a_trace_that_cannot_be_written_ends_no_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reproduce.cli.matplotlib_problem", lambda: "no picture")
+    (tmp_path / "t.json").mkdir()
+    row = ("--row", "naive n2", "--steps", "1")
+    assert main(["run", "tiny-speed", *SMALL, *row, "--out", str(tmp_path), "--trace", str(tmp_path / "t")]) == 1
+    out, err = capsys.readouterr()
+    assert "at equal batch size" in " ".join(out.split())
+    assert "no picture" in err and err.splitlines()[-1].startswith("reproduce: --trace: ")
+    (path,) = tmp_path.glob("tiny*.json")
+    assert load(path).results[0].status == "measured"
+
+
 def test_a_failed_row_is_told_at_the_end(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

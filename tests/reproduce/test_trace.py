@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from reproduce.chrome_trace import chrome_trace
-from reproduce.record import RecordError
 from reproduce.timeline import Span, StepTimeline
 from reproduce.trace import Tracer, matplotlib_problem
 from torchgpipe.observe import Task
@@ -84,6 +83,9 @@ def test_without_matplotlib_there_is_json(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="cannot be written"):
-        Tracer(tmp_path / "none" / "t.json", several=False)("e", "r", TIMELINE)
+def test_what_cannot_be_written_is_remembered(tmp_path: Path) -> None:
+    (tmp_path / "t.json").mkdir()
+    tracer = Tracer(tmp_path / "t", several=False)
+    tracer("e", "r", TIMELINE)
+    assert len(tracer.problems) == 1 and "t.json: cannot be written (Is a directory)" in tracer.problems[0]
+    assert [path.name for path in tracer.written] == ["t.svg"]
