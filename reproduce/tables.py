@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,6 @@ def facts(record: Record) -> Sequence[str]:
         f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}",
         f"versions: {found}; git revision {revision}",
         f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
-        f"command: `{' '.join(run.command)}`",
+        f"command: `{shlex.join(run.command)}`",
         f"record: `{record.name}.json`",
     ]
