@@ -39,7 +39,7 @@ def gantt(timeline: StepTimeline, title: str, kind: str) -> bytes:
         _numbers(axes, timeline, start, scale)
 
     axes.set_xlim(0, (end - start) * scale or 1)
-    axes.set_ylim(timeline.devices - 0.5, -0.5)
+    axes.set_ylim(timeline.devices - 0.5 + COPY_BAR, -0.5)
     axes.set_yticks(range(timeline.devices))
     axes.set_yticklabels(f"device {device}" for device in range(timeline.devices))
     axes.set_xlabel(f"{unit} since the first task began; white is the bubble")
