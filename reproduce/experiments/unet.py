@@ -154,7 +154,7 @@ ABLATION = Experiment(
             steps=10,
             least_steps=3,
             warmup=1,
-            seconds=100,
+            seconds=80,
         ),
     ),
 )
