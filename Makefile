@@ -6,10 +6,14 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test lint benchmark reproduce-amoebanet clean
+.PHONY: help setup test lint benchmark reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results clean
 
 help:
+	@echo "make reproduce            run every experiment here, one model after another"
 	@echo "make reproduce-amoebanet  run the AmoebaNet-D experiments here (ARGS='--scale small --steps 5')"
+	@echo "make reproduce-unet       run the U-Net experiments here"
+	@echo "make reproduce-resnet     run the ResNet-101 experiments here"
+	@echo "make results              write anew all tables that are made from records"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff and mypy"
 	@echo "make benchmark            cost of the machinery per task, beside a plain loop"
@@ -35,6 +39,20 @@ benchmark: $(READY)
 
 reproduce-amoebanet: $(READY)
 	$(BIN)/python -m reproduce run amoebanet-speed amoebanet-memory $(ARGS)
+
+reproduce-unet: $(READY)
+	$(BIN)/python -m reproduce run unet-speed unet-memory unet-ablation $(ARGS)
+
+reproduce-resnet: $(READY)
+	$(BIN)/python -m reproduce run resnet101-speed $(ARGS)
+
+reproduce: reproduce-amoebanet reproduce-unet reproduce-resnet
+
+results: $(READY)
+	$(BIN)/python -m reproduce render
+
+# One experiment at a time, also under make -j: they would disturb each other's times.
+.NOTPARALLEL:
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

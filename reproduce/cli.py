@@ -1,4 +1,4 @@
-"""Offer the experiments on the command line: `python -m reproduce list | run | show | import-paper`."""
+"""Offer the experiments on the command line: `python -m reproduce list | run | show | render | import-paper`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Literal
 
 import click
 
+from reproduce.commands.render import render_command
 from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.experiments.choose import UnknownRowError, choose_rows
 from reproduce.interrupt import interruptible
 from reproduce.layout import many
 from reproduce.listing import listing
@@ -24,6 +26,7 @@ from reproduce.recorder import Recorder, new_recorder, prepare_folder
 from reproduce.runner import UNITS, Runner
 from reproduce.scale import ScaleError, choose_scale
 from reproduce.tables import document, tables
+from reproduce.trace import Tracer, matplotlib_problem
 
 __all__ = ["INTERRUPTED", "main"]
 
@@ -78,6 +81,14 @@ def list_experiments(on: str | None, devices: int | None) -> None:
     help="Where to put the record and the tables. Default: results/measured.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of parameters, data and the rows' order.")
+@click.option("--row", "rows", multiple=True, metavar="NAME", help="Run this row only; may be given again.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Run one more step of every speed row, and write when each of its tasks started and ended: as FILE.json "
+    "for Perfetto, and as a picture, FILE.svg or .png.",
+)
 def run(
     experiments: list[Experiment],
     scale: str | None,
@@ -86,13 +97,17 @@ def run(
     steps: int | None,
     out: Path,
     seed: int,
+    rows: tuple[str, ...],
+    trace: Path | None,
 ) -> None:
     """Run EXPERIMENTS, print their tables and keep a record of them."""
+    experiments = choose_rows(experiments, rows)
     for experiment in experiments:
         published(experiment.table)  # a broken checkout should be noticed now
     found = find_devices(on, devices)
     chosen = choose_scale(experiments, found, scale)
     prepare_folder(out)
+    tracer = None if trace is None else _tracer(trace, experiments, chosen, found)
 
     recorder = new_recorder(
         out,
@@ -103,16 +118,24 @@ def run(
         devices=found,
         seed=seed,
         command=["python", "-m", "reproduce", *sys.argv[1:]],
-        settings={"steps": steps, **{each.name: each.scale(chosen).settings() for each in experiments}},
+        settings={
+            "steps": steps,
+            **({"rows": list(rows)} if rows else {}),
+            **{each.name: each.scale(chosen).settings() for each in experiments},
+        },
     )
     progress = Progress()
     advice = _advice(found)
     if advice is not None:
         progress.say(advice)
+    if tracer is not None and not tracer.draw:
+        progress.say(str(matplotlib_problem()))
     progress.say(f"scale {chosen} on {found}; what is finished is kept in\n{_shown(recorder.path)}")
     try:
         with interruptible() as check:
-            runner = Runner(found, recorder, progress, scale=chosen, seed=seed, steps=steps, check=check)
+            runner = Runner(
+                found, recorder, progress, scale=chosen, seed=seed, steps=steps, check=check, trace=tracer
+            )
             recorder.save()
             for experiment in experiments:
                 runner.plan(experiment)
@@ -129,12 +152,15 @@ def run(
         raise click.exceptions.Exit(INTERRUPTED) from None
 
     _finish(recorder, "finished")
-    click.echo(f"\nwritten:\n{_shown(recorder.path)}\n{_shown(recorder.path.with_suffix('.md'))}")
+    written = [recorder.path, recorder.path.with_suffix(".md"), *(tracer.written if tracer else [])]
+    click.echo("\n".join(["\nwritten:", *map(_shown, written)]))
     failed = [result for result in recorder.results.values() if result.status == "failed"]
     if failed:
         raise click.ClickException(
             f"{many(len(failed), 'row')} failed, the first being {failed[0].row}: {failed[0].reason}"
         )
+    if tracer is not None and tracer.problems:
+        raise click.ClickException(f"--trace: {tracer.problems[0]}")
 
 
 @cli.command()
@@ -160,13 +186,16 @@ def import_paper(source: Path, out: Path) -> None:
         click.echo(_shown(path))
 
 
+cli.add_command(render_command)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; an error is one line on stderr."""
     try:
         code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
-    except (DevicesError, ScaleError) as error:
+    except (DevicesError, ScaleError, UnknownRowError) as error:
         return _complain(str(error), 2)
     except RecordError as error:
         return _complain(str(error), 1)
@@ -176,6 +205,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _tracer(trace: Path, experiments: Sequence[Experiment], scale: str, devices: Devices) -> Tracer:
+    """Return what writes timelines; refuse now what could not be written later."""
+    if all(experiment.measures == "memory" for experiment in experiments):
+        raise click.UsageError("--trace: memory experiments time no step; name a speed experiment")
+    if trace.is_dir():
+        raise click.UsageError(f"--trace {trace}: is a folder; name a file, such as {trace / 'trace.json'}")
+    prepare_folder(trace.absolute().parent, "--trace")
+    rows = [
+        row
+        for experiment in experiments
+        for row in experiment.scale(scale).rows
+        if experiment.measures != "memory" and row.devices <= devices.count
+    ]
+    return Tracer(trace, several=len(rows) > 1, draw=matplotlib_problem() is None)
 
 
 def _finish(recorder: Recorder, state: Literal["finished", "interrupted"]) -> None:

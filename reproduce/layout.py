@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import tabulate
 
-__all__ = ["WIDTH", "Table", "failures", "many", "span"]
+__all__ = ["WIDTH", "Table", "failures", "in_lines", "many", "span"]
 
 WIDTH = 80
+DEVICES_PER_LINE = 4
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
 
 
@@ -30,11 +31,12 @@ class Table:
         notes = [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in self.notes]
         return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *([""] if notes else []), *notes])
 
-    def markdown(self) -> str:
-        """Return the table as Markdown."""
-        flat = [[cell.replace("\n", " ") for cell in row] for row in (self.headings, *self.rows)]
+    def markdown(self, level: int = 2) -> str:
+        """Return the table as Markdown, under a heading of that level."""
+        headings = [heading.replace("publ.", "published") for heading in self.headings]  # there is room
+        flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
         body = self._tabulate(flat[1:], flat[0], "pipe")
-        return "\n".join([f"## {self.title}", "", body, "", *(f"- {note}" for note in self.notes)])
+        return "\n".join([f"{'#' * level} {self.title}", "", body, "", *(f"- {note}" for note in self.notes)])
 
     def _tabulate(self, rows: Sequence[Sequence[str]], headings: Sequence[str], style: str) -> str:
         align = ["left" if i < self.left else "right" for i in range(len(headings))]
@@ -42,6 +44,12 @@ class Table:
             rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
         )
         return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def in_lines(numbers: Sequence[str]) -> str:
+    """Return a number for each device, four to a line."""
+    lines = [numbers[i : i + DEVICES_PER_LINE] for i in range(0, len(numbers), DEVICES_PER_LINE)]
+    return "\n".join("  ".join(line) for line in lines)
 
 
 def failures(failed: Sequence[tuple[str, str]]) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reproduce.devices import Devices
-from reproduce.experiments import EXPERIMENTS, Experiment, Row, Scale
-from reproduce.layout import Table
+from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, LIKE_PUBLISHED, Experiment, Row, Scale
+from reproduce.layout import Table, many
 from reproduce.scale import why_not
 
 __all__ = ["listing"]
@@ -13,38 +13,49 @@ __all__ = ["listing"]
 def listing(devices: Devices) -> str:
     """Return the list for a terminal, as seen from a machine with these devices."""
     parts = [
-        _table(experiment, scale, devices).text() for experiment in EXPERIMENTS.values() for scale in experiment.scales
+        table.text()
+        for experiment in EXPERIMENTS.values()
+        for scale in experiment.scales
+        for table in _tables(experiment, scale, devices)
     ]
     return "\n\n".join(parts)
 
 
-def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
+def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Table]:
+    """Return a table of the rows that reproduce published ones, and one of ours, which nobody has published."""
     reason = why_not(scale, devices)
-    return Table(
-        title=f"{experiment.name}, scale {scale.name}: {experiment.title}",
-        headings=("row", "size", "batch", "n", "m", "checkpoint", "reproduces", "needs"),
-        rows=[_row(row) for row in scale.rows],
-        notes=[
-            f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)",
-            f"on {devices}: "
-            + (
-                f"cannot run; {reason}" if reason else f"can run; {_runnable(scale, devices)} of {len(scale.rows)} rows"
-            ),
-        ],
-        left=2,
+    here = f"cannot run; {reason}" if reason else f"can run; {_runnable(scale, devices)} of {len(scale.rows)} rows"
+    notes = [
+        f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)",
+        f"on {devices}: {here}",
+    ]
+    ours = [row for row in scale.rows if row.configuration not in (AS_PUBLISHED, LIKE_PUBLISHED) and not row.published]
+    groups = (
+        ("", [row for row in scale.rows if row not in ours], notes),
+        (", ours", ours, ["nobody has published these rows; those named .../mb are at equal micro-batch size"]),
     )
+    return [
+        Table(
+            title=f"{experiment.name}, scale {scale.name}{marked}: {experiment.title}",
+            headings=("row", "size", "batch", "m", "checkpoint", "reproduces", "needs"),
+            rows=[_row(row) for row in rows],
+            notes=notes,
+            left=2,
+        )
+        for marked, rows, notes in groups
+        if rows
+    ]
 
 
 def _row(row: Row) -> list[str]:
     return [
         row.name,
-        "({})".format(", ".join(map(str, row.size))),
+        "({})".format(", ".join(map(str, row.size))) if row.size else "-",
         str(row.batch_size),
-        str(row.partitions or "-"),
         str(row.chunks or "-"),
         row.checkpoint or "-",
         row.published or "-",
-        f"{row.devices} device" + ("" if row.devices == 1 else "s"),
+        many(row.devices, "device"),
     ]
 
 

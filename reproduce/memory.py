@@ -62,18 +62,12 @@ def _measure_live(training: Training, steps: int, before: Callable[[int], None])
     counter.add([training.input], 0)
     counter.add([training.target], len(training.devices) - 1)
 
-    model: Any = training.model
     pipelined = training.row.partitions is not None
-    if pipelined:
-        model.observer = lambda task: counter.watch(task.partition)
-    try:
-        with counter.watch():
-            for step in range(steps):
-                before(step)
-                training.step()
-    finally:
-        if pipelined:
-            model.observer = None
+    watch = training.observed(lambda task: counter.watch(task.partition)) if pipelined else contextlib.nullcontext()
+    with watch, counter.watch():
+        for step in range(steps):
+            before(step)
+            training.step()
     return Peak(allocated=counter.peak, reserved=None)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from reproduce.cells import outcome, papers_of, size, without_empty
 from reproduce.decode import Json
 from reproduce.experiments import Experiment
-from reproduce.layout import Table, failures, many, span
+from reproduce.layout import Table, failures, in_lines, many, span
 from reproduce.paper import published
 from reproduce.record import Result
 
 __all__ = ["memory_tables"]
 
 MiB, GiB = 2**20, 2**30
-DEVICES_PER_LINE = 4
+FLOAT_BYTES = 4
 
 KINDS = {  # the values of a result -> what a table of them is called, and what the bytes are
     ("cpu", "peak_allocated"): ("live bytes", "the bytes of all tensors alive, counted"),
@@ -43,20 +44,20 @@ def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tab
 
 
 def _published_models(experiment: Experiment, results: Sequence[Result]) -> Table:
-    papers = {result.row: result.values for result in published(experiment.table).results}
+    papers = papers_of(experiment)
     rows = []
     for result in results:
-        paper = papers[(result.published or "").rpartition("/")[2]]
-        activations = paper["peak_activation_memory"]
+        paper = papers[(result.published or "").rpartition("/")[2]].values
         rows.append(
             [
                 result.row,
-                _size(result),
+                size(result.config),
                 f"{result.values['parameters']:,}",
                 f"{paper['parameters'] / 1e6:,.1f} M",
                 f"{result.values['model_bytes'] / GiB:.2f}",
-                f"{paper['model_memory']:.2f}",
-                "out of memory" if activations is None else f"{activations:.2f}",
+                _gib(paper, "model_memory"),
+                _gib(paper, "peak_activation_memory"),
+                _gib(paper, "memory"),
             ]
         )
     headings = (
@@ -67,14 +68,30 @@ def _published_models(experiment: Experiment, results: Sequence[Result]) -> Tabl
         "model\nGiB",
         "published\nGiB",
         "published\nactivations",
+        "published\nin all",
     )
     per_parameter = [result.values["model_bytes"] // result.values["parameters"] for result in results]
+    stateless = max(per_parameter) == 2 * FLOAT_BYTES
+    state = "itself and its gradient" if stateless else "itself, its gradient and the optimizer's state"
     notes = [
         "counted on the models themselves, without memory for them (device meta); nothing is estimated",
-        f"model: {span(per_parameter)} bytes per parameter: itself, its gradient and the optimizer's state",
-        "published activations, in GiB: the devices' summed peak, as reserved by the allocator, less the model",
+        f"model: {span(per_parameter)} bytes per parameter: {state}",
     ]
-    return Table(f"{experiment.title}: the published models", headings, rows, notes, left=2)
+    columns = published(experiment.table).columns
+    if "peak_activation_memory" in columns:
+        notes.append(
+            "published activations, in GiB: the devices' summed peak, as reserved by the allocator, less the model"
+        )
+    if "memory" in columns:
+        notes.append("published in all, in GiB: the devices' summed peak, as reserved by the allocator")
+    kept_headings, kept_rows = without_empty(headings, rows)
+    return Table(f"{experiment.title}: the published models", kept_headings, kept_rows, notes, left=2)
+
+
+def _gib(paper: Mapping[str, Json], name: str) -> str:
+    if name not in paper:
+        return ""
+    return "out of memory" if paper[name] is None else f"{paper[name]:.2f}"
 
 
 def _peaks(experiment: Experiment, results: Sequence[Result], value: str, name: str, meaning: str) -> Table:
@@ -88,12 +105,11 @@ def _peaks(experiment: Experiment, results: Sequence[Result], value: str, name: 
     for result in results:
         peaks = result.values.get(value)
         if not peaks:
-            rows.append([result.row, _size(result), _outcome(result), "", "", ""])
+            rows.append([result.row, size(result.config), outcome(result), "", "", ""])
             continue
-        lines = [peaks[i : i + DEVICES_PER_LINE] for i in range(0, len(peaks), DEVICES_PER_LINE)]
-        each = "\n".join("  ".join(map(write, line)) for line in lines)
+        each = in_lines([write(peak) for peak in peaks])
         model = result.values["model_bytes"]
-        rows.append([result.row, _size(result), each, write(sum(peaks)), write(model), write(sum(peaks) - model)])
+        rows.append([result.row, size(result.config), each, write(sum(peaks)), write(model), write(sum(peaks) - model)])
     headings = ("row", "size", f"peak of each device\n{scale}", "sum", "model", "activations")
     configs = [result.config for result in results]
     chunks = [config["chunks"] for config in configs if config["chunks"] is not None]
@@ -107,11 +123,3 @@ def _peaks(experiment: Experiment, results: Sequence[Result], value: str, name: 
     if lacking:
         notes.append(f"{many(lacking, 'row')} not run for want of devices")
     return Table(f"{experiment.title}: measured peak, {name}", headings, rows, notes, left=2)
-
-
-def _outcome(result: Result) -> str:
-    return str(result.reason) if result.status == "needs devices" else result.status
-
-
-def _size(result: Result) -> Json:
-    return "({})".format(", ".join(str(result.config[name]) for name in ("L", "D") if name in result.config))

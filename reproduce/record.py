@@ -153,8 +153,8 @@ def _format(value: Json, indent: str = "") -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path` by one with `text`; whatever happens, the old file or the new one is there.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file at `path` by one with `content`; whatever happens, the old file or the new one is there.
 
     Raises:
         RecordError: it cannot be written.
@@ -162,8 +162,8 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with part.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)

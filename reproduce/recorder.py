@@ -34,6 +34,11 @@ class Recorder:
         """Add a result, or replace the one of the same row."""
         self.results[result.experiment, result.scale, result.device, result.row] = result
 
+    def add_values(self, experiment: str, scale: str | None, device: str | None, row: str, **values: Json) -> None:
+        """Add values to a result that was put before, or replace them."""
+        key = (experiment, scale, device, row)
+        self.results[key] = replace(self.results[key], values={**self.results[key].values, **values})
+
     def save(self) -> None:
         """Write the file."""
         save(self.record, self.path)
@@ -83,7 +88,7 @@ def new_recorder(
     return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
 
 
-def prepare_folder(folder: Path) -> None:
+def prepare_folder(folder: Path, option: str = "--out") -> None:
     """Make `folder`, and make sure that files can be written there.
 
     Raises:
@@ -95,7 +100,7 @@ def prepare_folder(folder: Path) -> None:
         trial.touch()
         trial.unlink()
     except OSError as error:
-        raise RecordError(f"--out {folder}: cannot be written ({error.strerror or error}); name another") from error
+        raise RecordError(f"{option} {folder}: cannot be written ({error.strerror or error}); name another") from error
 
 
 def now() -> str:

@@ -7,30 +7,59 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from reproduce.decode import Json
+from reproduce.devices import Devices
 from reproduce.experiments import Experiment, Row
 from reproduce.failure import Failure, explain
 from reproduce.measure import Sample, in_turn, time_step
 from reproduce.runner import Runner
+from reproduce.timeline import StepTimeline, watch_step
 from reproduce.training import FakeData, Training
+from reproduce.utilization import UtilizationError, from_driver, from_timeline
 
 __all__ = ["run_speed"]
 
 
 def run_speed(runner: Runner, experiment: Experiment) -> None:
     """Time every row; one that did not fit beside the others is timed alone afterwards."""
-    data = FakeData(experiment.scale(runner.scale).rows, runner.seed)
-    together = _Timing(runner, experiment, data)
-    for row in runner.runnable(experiment):
+    rows = runner.runnable(experiment)
+    together = _Timing(runner, experiment, FakeData(rows, runner.seed))
+    for row in rows:
         together.add(row)
     company = len(together.trainings) > 1
     together.run(limit=experiment.scale(runner.scale).seconds if runner.steps is None else None)
+    together.watch()
 
+    crowded = together.crowded if company else []
     together.trainings.clear()
-    for row in together.crowded if company else []:
+    for row in crowded:
         runner.free()
-        alone = _Timing(runner, experiment, data, paired=False)
+        alone = _Timing(runner, experiment, FakeData([row], runner.seed), paired=False)
         alone.add(row)
         alone.run(limit=None)
+        alone.watch()
+
+
+def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], StepTimeline | None]:
+    """Return utilization and bubble of a row, or why there are none, and the timeline of one of its steps."""
+
+    def step() -> None:
+        training.step()
+        devices.synchronize()
+
+    timeline = None
+    try:
+        timeline = watch_step(training, devices)
+        busy = from_timeline(timeline) if devices.kind == "cpu" else from_driver(training.devices, step)
+    except UtilizationError as error:
+        values: dict[str, Json] = {"utilization_problem": str(error)}
+    except Exception as error:
+        values = {"utilization_problem": explain(error).reason}
+    else:
+        values = {"utilization": busy}
+    if timeline is not None:
+        values["bubble"] = timeline.bubble
+    return values, timeline
 
 
 class _Timing:
@@ -93,6 +122,17 @@ class _Timing:
         finally:
             self.put_all()
             self.runner.progress.stop()
+
+    def watch(self) -> None:
+        """Run every row for one more step or a few, which are not timed, to see how busy each device is."""
+        for name, training in self.trainings.items():
+            if self.taken[name]:
+                self.start(name, "watching")
+                values, timeline = watch(training, self.runner.devices)
+                self.runner.add_values(self.experiment, name, **values)
+                if timeline is not None and self.runner.trace is not None:
+                    self.runner.trace(self.experiment.name, name, timeline)
+        self.runner.progress.stop()
 
     def start(self, row: str, what: str) -> None:
         """Show that a step starts."""

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import torch
 
+from reproduce.decode import Json
 from reproduce.devices import Devices
 from reproduce.experiments import Experiment, Row
 from reproduce.failure import Failure
 from reproduce.progress import Progress
 from reproduce.record import Result
 from reproduce.recorder import Recorder
+from reproduce.timeline import StepTimeline
 from reproduce.training import Balancer, FakeData, Training, size_names
 
 __all__ = ["UNITS", "Runner"]
@@ -26,6 +28,10 @@ UNITS = {
     "model_bytes": "bytes",
     "peak_allocated": "bytes, of each device",
     "peak_reserved": "bytes, of each device",
+    "memory_problem": "why there is no memory",
+    "utilization": "share of the time that each device was busy, from 0 to 1",
+    "utilization_problem": "why there is no utilization",
+    "bubble": "share of the devices' time, from the first task to the last, in which they waited, from 0 to 1",
 }
 
 
@@ -42,11 +48,13 @@ class Runner:
         seed: int,
         steps: int | None = None,
         check: Callable[[], None] = lambda: None,
+        trace: Callable[[str, str, StepTimeline], None] | None = None,
     ) -> None:
         """Prepare to run.
 
         `steps` replaces the number of timed steps, and the time limit, of speed experiments. `check` is called
-        between steps, and raises where the run is to end.
+        between steps, and raises where the run is to end. `trace` is given experiment, row and timeline of one
+        more step of every speed row.
         """
         self.devices = devices
         self.recorder = recorder
@@ -55,13 +63,14 @@ class Runner:
         self.seed = seed
         self.steps = steps
         self.check = check
+        self.trace = trace
         self.balancer = Balancer(devices)
 
     def plan(self, experiment: Experiment) -> None:
         """Tell the progress display what is to come."""
         scale = experiment.scale(self.scale)
         steps = scale.steps
-        if experiment.measures == "speed":
+        if experiment.measures != "memory":
             steps = scale.warmup + (self.steps or scale.steps)
         for row in scale.rows:
             if row.devices <= self.devices.count:
@@ -69,11 +78,13 @@ class Runner:
 
     def run(self, experiment: Experiment) -> None:
         """Run one experiment."""
+        from reproduce.run_ablation import run_ablation
         from reproduce.run_memory import run_memory
         from reproduce.run_speed import run_speed
 
+        ways = {"speed": run_speed, "memory": run_memory, "ablation": run_ablation}
         with self.devices.in_use():
-            {"speed": run_speed, "memory": run_memory}[experiment.measures](self, experiment)
+            ways[experiment.measures](self, experiment)
         for row in experiment.scale(self.scale).rows:
             self.progress.drop(self.job(experiment, row.name))
 
@@ -117,6 +128,16 @@ class Runner:
             over_published=row.over_published,
             published=None if row.published is None else f"{experiment.table}/{row.published}",
         )
+
+    def was_measured(self, experiment: Experiment, row: str) -> bool:
+        """Tell whether the row has been measured in this run."""
+        result = self.recorder.results.get((experiment.name, self.scale, self.devices.kind, row))
+        return result is not None and result.status == "measured"
+
+    def add_values(self, experiment: Experiment, row: str, **values: Json) -> None:
+        """Add values to a row's result, and write the record."""
+        self.recorder.add_values(experiment.name, self.scale, self.devices.kind, row, **values)
+        self.recorder.save()
 
     def put_failure(self, experiment: Experiment, row: Row, failure: Failure) -> None:
         """Put down how a row ended that did not succeed."""

@@ -2,50 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from reproduce.decode import Json
-from reproduce.experiments import AS_PUBLISHED, Experiment
-from reproduce.layout import Table, failures, many, span
-from reproduce.paper import published
+from reproduce.cells import (
+    Results,
+    about_publication,
+    circumstances,
+    count,
+    paper_ratio,
+    paper_row,
+    papers_of,
+    problems,
+    speed_up_cell,
+    three_digits,
+    throughput_cell,
+    without_empty,
+)
+from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, Experiment
+from reproduce.layout import Table, span
 from reproduce.record import Result
-from reproduce.statistic import Spread, speed_up, throughput
+from reproduce.utilization_table import utilization_tables
 
 __all__ = ["speed_tables"]
 
-Results = Mapping[str, Result]  # by row
+PUBLISHED = (AS_PUBLISHED, LIKE_PUBLISHED)
 
 
 def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table of the rows at equal batch size, and one of the rows that are as published."""
-    papers = {result.row: result for result in published(experiment.table).results}
-    equal = {result.row: result for result in results if result.config["configuration"] != AS_PUBLISHED}
-    exact = {result.row: result for result in results if result.config["configuration"] == AS_PUBLISHED}
-    tables = []
-    if equal:
-        tables.append(_at_equal_batch(experiment, equal, papers))
-    if exact:
-        tables.append(_as_published(experiment, exact, papers))
-    return tables
+    """Return tables of the published rows, of ours at equal batch and at equal micro-batch size, of utilization."""
+    groups: dict[str, dict[str, Result]] = {AS_PUBLISHED: {}, "batch": {}, "micro-batch": {}}
+    for result in results:
+        published = result.config["configuration"] in PUBLISHED
+        groups[AS_PUBLISHED if published else result.config.get("equal") or "batch"][result.row] = result
+    papers = papers_of(experiment)
+    makers = {AS_PUBLISHED: _as_published, "batch": _at_equal_batch, "micro-batch": _at_equal_micro_batch}
+    made = [make(experiment, groups[group], papers) for group, make in makers.items() if groups[group]]
+    return [*made, *utilization_tables(experiment, results)]
 
 
 def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -> Table:
+    notes = [*experiment.notes, about_publication(experiment, papers)] if _mentioned(results) else []
+    return _controls("batch size", experiment, results, papers, notes)
+
+
+def _at_equal_micro_batch(experiment: Experiment, results: Results, papers: Results) -> Table:
+    sizes = [result.config["micro_batch_size"] for result in results.values()]
+    notes = [f"micro-batch size {span(sizes)}, so the batch size is {span(sizes)} x m"]
+    return _controls("micro-batch size", experiment, results, papers, notes)
+
+
+def _controls(what: str, experiment: Experiment, results: Results, papers: Results, notes: Sequence[str]) -> Table:
     rows = []
     for result in results.values():
         over = results.get(result.over or "")
-        paper = _paper(result, papers)
         rows.append(
             [
                 result.config["configuration"],
-                _count(result.config["partitions"]),
-                _count(result.config["chunks"]),
-                _throughput(result),
-                _speed_up(result, over),
-                _speed_up(result, results.get(result.over_published or ""), quartiles=False),
-                _ratio(paper, None if over is None else _paper(over, papers)),
+                count(result.config["partitions"]),
+                count(result.config["chunks"]),
+                throughput_cell(result),
+                speed_up_cell(result, over),
+                speed_up_cell(result, results.get(result.over_published or ""), quartiles=False),
+                paper_ratio(paper_row(result, papers), paper_row(over, papers)),
             ]
         )
-    headings = [
+    headings = (
         "configuration",
         "n",
         "m",
@@ -53,110 +74,58 @@ def _at_equal_batch(experiment: Experiment, results: Results, papers: Results) -
         "over naive\n(quartiles)",
         "over m=1,\nalways",
         "published\nlikewise",
-    ]
+    )
+    first = min(result.config["partitions"] for result in results.values() if result.config["partitions"] != 1)
     notes = [
-        *_circumstances(results),
-        *experiment.notes,
-        *_about_publication(experiment, papers),
-        *_problems(results),
+        circumstances(results),
+        "nobody has published these rows: they are ours, to tell pipelining from larger batches",
+        f"over naive: of the same n (checkpoint-only: over naive n={first}), taken round by round",
+        *notes,
+        "small micro-batches may be faster or slower by themselves: checkpoint-only shows by how much",
+        *problems(results),
     ]
-    return Table(f"{experiment.title}, at equal batch size", headings, rows, notes)
+    return Table(f"{experiment.title}, ours at equal {what}", *without_empty(headings, rows), notes)
 
 
 def _as_published(experiment: Experiment, results: Results, papers: Results) -> Table:
+    modes = {result.config["checkpoint"] for result in results.values() if result.config["chunks"] is not None}
+    exact = all(result.config["configuration"] == AS_PUBLISHED for result in results.values())
     rows = []
     for result in results.values():
-        over, paper = results.get(result.over or ""), _paper(result, papers)
+        over, paper = results.get(result.over or ""), paper_row(result, papers)
         rows.append(
             [
                 result.row,
                 str(result.config["batch_size"]),
-                str(result.config["checkpoint"]),
-                _throughput(result),
-                "" if paper is None else _three_digits(paper.values["throughput"]),
-                _speed_up(result, over),
-                _ratio(paper, None if over is None else _paper(over, papers)),
+                count(result.config["chunks"]) if len(modes) == 1 else str(result.config["checkpoint"]),
+                throughput_cell(result),
+                three_digits(paper.values["throughput"]) if paper is not None and exact else "",
+                speed_up_cell(result, over),
+                paper_ratio(paper, paper_row(over, papers)),
             ]
         )
-    headings = [
+    headings = (
         "row",
         "batch",
-        "checkpoint",
+        "m" if len(modes) == 1 else "checkpoint",
         "samples/s\n(quartiles)",
-        "published",
+        "publ.",
         "speed-up\n(quartiles)",
-        "published",
+        "publ.",
+    )
+    bases = dict.fromkeys(result.over for result in results.values() if result.over)
+    notes = [
+        circumstances(results),
+        f"speed-up: over {', '.join(map(str, bases))}, taken round by round",
+        about_publication(experiment, papers),
+        *problems(results),
     ]
-    return Table(f"{experiment.title}, as published", headings, rows, [*_circumstances(results), *_problems(results)])
+    if not exact:
+        notes.insert(1, "n and m as published, with a smaller model and batch: compare the shape, not the numbers")
+    title = f"{experiment.title}, {'as published' if exact else 'like the published rows'}"
+    return Table(title, *without_empty(headings, rows), notes)
 
 
-def _circumstances(results: Results) -> list[str]:
-    configs = [result.config for result in results.values()]
-    steps = [len(result.samples["step_time"]) for result in results.values() if "step_time" in result.samples]
-    size = sorted({tuple(config.get(name) for name in ("L", "D") if name in config) for config in configs})
-    parts = [
-        f"scale {next(iter(results.values())).scale}: {configs[0]['model']} {', '.join(map(str, size))}",
-        f"batch size {span([config['batch_size'] for config in configs])}",
-        f"{span(steps)} timed steps per row" if steps else "no step timed",
-    ]
-    return ["; ".join(parts)]
-
-
-def _about_publication(experiment: Experiment, papers: Results) -> list[str]:
-    """Say what the published numbers are, and which of their conditions ours do not share."""
-    table = published(experiment.table)
-    source, hardware = table.source or {}, table.hardware or {}
-    batches = [result.config["batch_size"] for result in papers.values()]
-    bases = {result.config["checkpoint"] for result in papers.values() if result.config["chunks"] == 1}
-    said = [f"published: {source.get('paper')}, on {hardware.get('num_gpus')} x {hardware.get('gpu')}"]
-    if len(set(batches)) > 1:
-        said.append(f"its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches")
-    if bases == {"always"}:
-        said.append("its m=1 rows recompute everything (checkpoint=always), which naive here does not")
-    return ["; ".join(said)]
-
-
-def _problems(results: Results) -> list[str]:
-    failed = failures([(each.row, str(each.reason)) for each in results.values() if each.status == "failed"])
-    lacking = [result for result in results.values() if result.status == "needs devices"]
-    return [*failed, f"{many(len(lacking), 'row')} not run for want of devices"] if lacking else failed
-
-
-def _paper(result: Result, papers: Results) -> Result | None:
-    return papers.get((result.published or "").rpartition("/")[2])
-
-
-def _count(value: Json) -> str:
-    return "-" if value is None else str(value)
-
-
-def _throughput(result: Result) -> str:
-    found = throughput(result)
-    if found is not None:
-        return _write(found, _three_digits)
-    return str(result.reason) if result.status == "needs devices" else result.status
-
-
-def _speed_up(result: Result, over: Result | None, quartiles: bool = True) -> str:
-    if result is over:
-        return "1" if result.samples else ""
-    found = None if over is None else speed_up(result, over)
-    if found is None:
-        return ""
-    return _write(found if quartiles else Spread(found.median), "{:.2f}".format)
-
-
-def _ratio(row: Result | None, over: Result | None) -> str:
-    if row is None or over is None:
-        return ""
-    return f"{row.values['throughput'] / over.values['throughput']:.2f}"
-
-
-def _write(value: Spread, number: Callable[[float], str]) -> str:
-    if value.low is None or value.high is None:
-        return number(value.median)
-    return f"{number(value.median)} ({number(value.low)}-{number(value.high)})"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+def _mentioned(results: Results) -> bool:
+    """Tell whether the table shows anything published."""
+    return any(result.published for result in results.values())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from reproduce.ablation_table import ablation_tables
 from reproduce.experiments import EXPERIMENTS
 from reproduce.layout import Table, many
 from reproduce.memory_tables import memory_tables
@@ -14,7 +16,7 @@ from reproduce.speed_table import speed_tables
 
 __all__ = ["document", "tables"]
 
-MAKERS: dict[str, Any] = {"speed": speed_tables, "memory": memory_tables}
+MAKERS: dict[str, Any] = {"speed": speed_tables, "memory": memory_tables, "ablation": ablation_tables}
 
 
 def tables(record: Record, experiment: str | None = None) -> list[Table]:
@@ -27,7 +29,7 @@ def tables(record: Record, experiment: str | None = None) -> list[Table]:
         if name in EXPERIMENTS and experiment in (None, name):
             measures = EXPERIMENTS[name].measures
             found = MAKERS[measures](EXPERIMENTS[name], results)
-            busy = busy_note(record.run) if measures == "speed" else None
+            busy = busy_note(record.run) if measures != "memory" else None
             made.extend(found if busy is None else [replace(table, notes=[*table.notes, busy]) for table in found])
     return made
 
@@ -64,6 +66,6 @@ def facts(record: Record) -> Sequence[str]:
         f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}",
         f"versions: {found}; git revision {revision}",
         f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
-        f"command: `{' '.join(run.command)}`",
+        f"command: `{shlex.join(run.command)}`",
         f"record: `{record.name}.json`",
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 
 from reproduce.devices import Devices
 from reproduce.experiments import Row
+from torchgpipe.observe import Observer, observed
 
 __all__ = ["LOSSES", "MODELS", "Balancer", "FakeData", "Training", "build_model", "count_parameters", "size_names"]
 
 PROFILE_SECONDS = 1.0  # for each balance
+PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -26,20 +30,52 @@ def _amoebanetd(num_layers: int, num_filters: int) -> nn.Sequential:
     return amoebanetd(num_layers, num_filters)
 
 
+def _unet(num_convs: int, base_channels: int) -> nn.Sequential:
+    from benchmarks.models import unet
+
+    return unet(num_convs=num_convs, base_channels=base_channels)
+
+
+def _resnet101() -> nn.Sequential:
+    from benchmarks.models import resnet101
+
+    return resnet101()
+
+
+def _resnet14() -> nn.Sequential:
+    """Build a ResNet of one bottleneck per stage, a quarter as wide."""
+    from benchmarks.models.resnet import from_torchvision, import_torchvision
+
+    resnet = import_torchvision()
+    thin = type("ThinBottleneck", (resnet.Bottleneck,), {"expansion": 1})
+    return from_torchvision(resnet.ResNet(thin, [1, 1, 1, 1], width_per_group=16))
+
+
 # name -> (the names of its sizes, its builder), the names as in the published tables
 MODELS: dict[str, tuple[tuple[str, ...], Callable[..., nn.Sequential]]] = {
     "AmoebaNet-D": (("L", "D"), _amoebanetd),
+    "U-Net": (("B", "C"), _unet),
+    "ResNet-101": ((), _resnet101),
+    "ResNet-14": ((), _resnet14),
 }
 
 
 def class_labels(row: Row, generator: torch.Generator) -> Tensor:
     """Draw a class for each sample."""
+    assert row.num_classes is not None
     return torch.randint(row.num_classes, (row.batch_size,), generator=generator)
+
+
+def masks(row: Row, generator: torch.Generator) -> Tensor:
+    """Draw foreground, 1, or background, 0, for each pixel of each output channel."""
+    shape = (row.batch_size, row.options["output_channels"], *row.input_shape[1:])
+    return torch.randint(2, shape, generator=generator).float()
 
 
 # name -> (the function, what draws targets for it)
 LOSSES: dict[str, tuple[Loss, Callable[[Row, torch.Generator], Tensor]]] = {
     "cross_entropy": (F.cross_entropy, class_labels),
+    "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, masks),
 }
 
 
@@ -85,12 +121,12 @@ class FakeData:
 
 
 class Balancer:
-    """Balance models over partitions by profiling, once for each model and number of partitions."""
+    """Balance models over partitions by profiling, once for each model, number of partitions and samples."""
 
     def __init__(self, devices: Devices, seconds: float | None = None) -> None:
         self.device = devices.first(1)[0]
         self.seconds = PROFILE_SECONDS if seconds is None else seconds
-        self.known: dict[tuple[str, tuple[int, ...], int], tuple[int, ...]] = {}
+        self.known: dict[tuple[str, tuple[int, ...], int, int], tuple[int, ...]] = {}
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
         """Return `row` with a balance: its own, where it has one."""
@@ -99,12 +135,13 @@ class Balancer:
         if row.partitions == 1:
             return replace(row, balance=(len(model),))
 
-        key = (row.model, row.size, row.partitions)
+        # Rows at equal batch size share a balance: a quarter of the batch is between their micro-batches.
+        samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
+        key = (row.model, row.size, row.partitions, min(samples, PROFILE_SAMPLES))
         if key not in self.known:
             from torchgpipe.balance import balance_by_time
 
-            # A quarter of the batch: between the micro-batches of the rows that share this balance.
-            sample = data.input(row, self.device)[: math.ceil(row.batch_size / 4)]
+            sample = data.input(row, self.device)[: key[-1]]
             balance = balance_by_time(row.partitions, model, sample, timeout=self.seconds, device=self.device)
             self.known[key] = tuple(balance)
         return replace(row, balance=self.known[key])
@@ -123,6 +160,7 @@ class Training:
         model = build_model(row)
         self.row = balancer.balanced(row, model, data)
         self.devices = devices.first(row.devices)
+        self.observer: Observer | None = None
         self.model: nn.Module
         self.partitions: list[nn.Module]
 
@@ -138,6 +176,9 @@ class Training:
                 devices=self.devices,
                 chunks=self.row.chunks or 1,
                 checkpoint=self.row.checkpoint or "never",
+                dependency="dependency" in row.components,
+                copy_streams="streams" in row.components,
+                portals="portals" in row.components,
             )
             self.partitions = list(self.model.partitions)
 
@@ -149,10 +190,24 @@ class Training:
             self.model.parameters(), **optimizer.options
         )
 
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Show `observer` every task; without a pipeline, forward and backward of the whole are one task each."""
+        watched: Any = self if self.row.partitions is None else self.model
+        watched.observer = observer
+        try:
+            yield
+        finally:
+            watched.observer = None
+
     def step(self) -> Tensor:
         """Do one whole training step on the mini-batch and return its loss, still on its device."""
-        loss = self.loss(self.model(self.input), self.target)
-        loss.backward()
+        with observed(self.observer, "forward", 0, 0):
+            output = self.model(self.input)
+        loss = self.loss(output, self.target)
+        del output
+        with observed(self.observer, "backward", 0, 0):
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.observe import Observer, observed
+
 __all__ = ["CopyStreams", "Route", "current_stream", "using"]
 
 
@@ -37,10 +39,19 @@ class CopyStreams:
 class Route:
     """The way from one partition's device to another's, for the length of a mini-batch.
 
-    The compute streams are the streams that are current when it is made.
+    The compute streams are the streams that are current when it is made. `ends` are the indices of the two
+    partitions, for the `observer` of copies.
     """
 
-    def __init__(self, source: CopyStreams, target: CopyStreams) -> None:
+    def __init__(
+        self,
+        source: CopyStreams,
+        target: CopyStreams,
+        ends: tuple[int, int] = (0, 0),
+        observer: Observer | None = None,
+    ) -> None:
+        self._ends = ends
+        self._observer = observer
         self.source = source.device
         self.target = target.device
         self.elsewhere = source.device != target.device
@@ -63,32 +74,33 @@ class Route:
         with using(self._outbound if self.elsewhere else None):
             yield
 
-    def copy(self, x: Tensor) -> Tensor:
-        """Copy `x` to the target and let the target's compute stream wait for it."""
+    def copy(self, x: Tensor, i: int = 0) -> Tensor:
+        """Copy `x`, of micro-batch `i`, to the target and let the target's compute stream wait for it."""
         if not self.elsewhere:
             return x
-        y: Tensor = _Copy.apply(self, x)
+        y: Tensor = _Copy.apply(self, i, x)
         if self._inbound is not self._compute_target:
             y = _Wait.apply(self._inbound, self._compute_target, y)
         return y
 
-    def move(self, x: Tensor, target: torch.device) -> Tensor:
+    def move(self, x: Tensor, target: torch.device, i: int = 0) -> Tensor:
         """Copy `x` to `target` on the copy streams; a copy to the host is complete when this returns."""
-        with using(self._outbound, self._inbound):
+        sender = self._ends[0] if target == self.target else self._ends[1]
+        with using(self._outbound, self._inbound), observed(self._observer, "copy", i, sender):
             return x.to(target, non_blocking=target.type == "cuda")
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, x: Tensor) -> Tensor:
+    def forward(ctx: Any, route: Route, i: int, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.route = route
-        return route.move(x, route.target)
+        ctx.route, ctx.i = route, i
+        return route.move(x, route.target, i)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
         grad = grads[0]
-        return None, None if grad is None else ctx.route.move(grad, ctx.route.source)
+        return None, None, None if grad is None else ctx.route.move(grad, ctx.route.source, ctx.i)
 
 
 class _Wait(torch.autograd.Function):

@@ -98,7 +98,7 @@ class _MiniBatch:
 
     def _arrive(self, i: int, j: int, arrival: Arrival) -> Tensor | None:
         x = self._portals.take(i, arrival.key)
-        return None if x is None else self._route(arrival.source, j).copy(x)
+        return None if x is None else self._route(arrival.source, j).copy(x, i)
 
     def _hand_over(self, i: int, j: int, outputs: Flat, task: TaskNode | None) -> None:
         """Send the outputs on their way: the skips into portals, the rest to the next partition."""
@@ -114,7 +114,7 @@ class _MiniBatch:
             outputs, self._phonies[j] = _forked(outputs, routes)
         for departure, x in zip(departures, outputs[count:], strict=True):
             self._portals.put(i, departure.key, x)
-        self.values[i] = tuple(onward.copy(x) for x in outputs[:count] if x is not None)
+        self.values[i] = tuple(onward.copy(x, i) for x in outputs[:count] if x is not None)
 
     def _new_task(self, i: int, j: int) -> TaskNode:
         segment = Segment(
@@ -128,7 +128,8 @@ class _MiniBatch:
 
     def _route(self, source: int, target: int) -> Route:
         if (source, target) not in self._routes:
-            self._routes[source, target] = Route(self._copies[source], self._copies[target])
+            ends = (self._copies[source], self._copies[target])
+            self._routes[source, target] = Route(*ends, (source, target), self._observer)
         return self._routes[source, target]
 
 

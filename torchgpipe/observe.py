@@ -6,13 +6,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
-__all__ = ["Observer", "Task", "observed"]
+__all__ = ["Kind", "Observer", "Task", "observed"]
+
+Kind = Literal["forward", "recompute", "backward", "copy"]
 
 
 class Task(NamedTuple):
-    """Name one piece of work: `kind` of micro-batch `micro_batch` on partition `partition`."""
+    """Name one piece of work: `kind` of micro-batch `micro_batch` on partition `partition`.
 
-    kind: Literal["forward", "recompute", "backward"]
+    A copy is one tensor's, in forward or backward, and belongs to the partition that sends it; there are copies
+    between different devices only.
+    """
+
+    kind: Kind
     micro_batch: int
     partition: int
 
@@ -23,8 +29,6 @@ Observer = Callable[[Task], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
 
 
-def observed(
-    observer: Observer | None, kind: Literal["forward", "recompute", "backward"], i: int, j: int
-) -> AbstractContextManager[object]:
+def observed(observer: Observer | None, kind: Kind, i: int, j: int) -> AbstractContextManager[object]:
     """Return what to enter around a task: the observer's context, or nothing at next to no cost."""
     return _UNOBSERVED if observer is None else observer(Task(kind, i, j))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from reproduce.decode import Json
 
-__all__ = ["AS_PUBLISHED", "Checkpoint", "Experiment", "Optimizer", "Row", "Scale"]
+__all__ = ["AS_PUBLISHED", "COMPONENTS", "LIKE_PUBLISHED", "P40_MEMORY", "Checkpoint", "Component", "Equal",
+           "Experiment", "GiB", "Optimizer", "Row", "Scale"]  # fmt: skip
 
 Checkpoint = Literal["always", "except_last", "never"]
+Component = Literal["dependency", "streams", "portals"]
+Equal = Literal["batch", "micro-batch"]
 
 AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
+LIKE_PUBLISHED = "like the published"  # of those that repeat them with a smaller model and batch: the same n and m
+GiB = 2**30
+P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
+COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +39,9 @@ class Row:
     `partitions=None` is plain training on one device, without a pipeline. `balance=None` asks for one that is
     profiled on the spot. `published` names the row of the experiment's published table that this one reproduces,
     `over` the row of the same table that the speed-up is taken over, and `over_published` the one that works most
-    like the row that the published speed-up is over.
+    like the row that the published speed-up is over. `equal` marks rows of ours that nobody has published: naive,
+    checkpoint-only and GPipe at one batch size, or at one micro-batch size. `options` say about the model what its
+    size does not. `components` are the parts of the pipeline that are switched on.
     """
 
     name: str = ""
@@ -47,7 +56,10 @@ class Row:
     balance: tuple[int, ...] | None = None
     optimizer: Optimizer
     loss: str
-    num_classes: int
+    num_classes: int | None = None
+    options: Mapping[str, Json] = field(default_factory=dict)
+    components: tuple[Component, ...] = COMPONENTS
+    equal: Equal | None = None
     over: str | None = None
     over_published: str | None = None
     published: str | None = None
@@ -76,8 +88,10 @@ class Row:
         """Return the row as a record's `config`, under the names of the published tables."""
         return {
             "configuration": self.configuration,
+            "equal": self.equal,
             "model": self.model,
             **dict(zip(size_names, self.size, strict=True)),
+            **self.options,
             "input_shape": list(self.input_shape),
             "batch_size": self.batch_size,
             "chunks": self.chunks,
@@ -86,10 +100,11 @@ class Row:
             "partitions": self.partitions,
             "balance": None if self.balance is None else list(self.balance),
             "checkpoint": self.checkpoint,
+            **({} if self.partitions is None else {"components": list(self.components)}),
             "optimizer": self.optimizer.name,
             **self.optimizer.options,
             "loss": self.loss,
-            "num_classes": self.num_classes,
+            **({} if self.num_classes is None else {"num_classes": self.num_classes}),
             "dtype": "float32",
             "dataset": "fake",
         }
@@ -124,7 +139,7 @@ class Experiment:
 
     name: str
     title: str
-    measures: Literal["speed", "memory"]
+    measures: Literal["speed", "memory", "ablation"]
     table: str
     scales: tuple[Scale, ...]
     notes: tuple[str, ...] = ()

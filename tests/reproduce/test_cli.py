@@ -38,6 +38,10 @@ SMALL = ("--on", "cpu", "--scale", "small")
             "it needs CUDA devices with 22 GiB of memory",
         ),
         (["run", "tiny-speed", *SMALL, "--out", "/dev/null/x"], 1, "--out /dev/null/x: cannot be written (Not a dir"),
+        (["run", "tiny-speed", *SMALL, "--row", "GPipe n2"], 2, "--row 'GPipe n2': no row is called so; did you mean"),
+        (["run", "tiny-memory", *SMALL, "--trace", "t"], 2, "--trace: memory experiments time no step"),
+        (["run", "tiny-speed", *SMALL, "--trace", "/dev"], 2, "--trace /dev: is a folder; name a file, such as"),
+        (["run", "tiny-speed", *SMALL, "--trace", "/dev/null/x/t"], 1, "--trace /dev/null/x: cannot be written (Not"),
         (["show", "none.json"], 1, "none.json: cannot be read (No such file or directory)"),
         (["show", __file__], 1, "test_cli.py: not JSON (line 1, column 3: Extra data)"),
         (["import-paper", "none.json"], 1, "none.json: cannot be read (No such file or directory)"),
@@ -87,7 +91,8 @@ def test_advice_to_who_has_one_gpu(devices: Devices, said: str | None, monkeypat
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(option in out for option in ("--scale", "--on", "--devices", "--steps", "--out", "--seed"))
+    options = ("--scale", "--on", "--devices", "--steps", "--out", "--seed", "--row", "--trace")
+    assert all(option in out for option in options)
 
 
 def test_a_run_from_end_to_end(
@@ -98,7 +103,8 @@ def test_a_run_from_end_to_end(
     assert main(["run", "tiny-speed", "tiny-memory", *SMALL, "--steps", "2", "--out", str(out_folder)]) == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= WIDTH
-    assert "at equal batch size" in out and "the published models" in out and "measured peak, live bytes" in out
+    for said in ("at equal batch size", "how busy the devices", "the published models", "measured peak, live bytes"):
+        assert said in " ".join(out.split())
     assert "1,844,858,344" in out and "needs 8 devices" in out
     assert err.startswith("scale small on 2 CPU devices of 1 thread")
 
@@ -117,12 +123,51 @@ def test_a_run_from_end_to_end(
     assert len(peaks["peak_allocated"]) == 2 and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0
 
     page = tables_path.read_text()
-    assert page.count("\n## ") == 3 and "## AmoebaNet-D: speed" in page
+    assert page.count("\n## ") == 4 and "## AmoebaNet-D: speed" in page
 
     assert main(["show", str(record_path)]) == 0
     assert capsys.readouterr().out.strip() in out
     assert main(["show", "--markdown", str(record_path)]) == 0
     assert capsys.readouterr().out == page
+
+
+def test_rows_and_their_traces(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    rows = ("--row", "dep-str-ptl n2", "--row", "baseline n2")
+    assert main(["run", "tiny-ablation", *SMALL, *rows, "--steps", "1", "--out", "out", "--trace", "t.png"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= WIDTH
+    written = [f"t-{row}.{kind}" for row in ("baseline-n2", "dep-str-ptl-n2") for kind in ("json", "png")]
+    assert sorted(path.name for path in tmp_path.glob("t-*")) == written
+    assert out.splitlines()[-4:] == written
+
+    (path,) = Path("out").glob("*.json")
+    record = load(path)
+    assert [result.row for result in record.results] == ["baseline n2", "dep-str-ptl n2"]
+    assert record.run is not None and record.run.settings["rows"] == ["dep-str-ptl n2", "baseline n2"]
+    for result in record.results:
+        assert len(result.values["utilization"]) == 2 and 0 < sum(result.values["utilization"]) <= 2
+        assert 0 <= result.values["bubble"] < 1
+        assert sum(result.values["peak_allocated"]) > result.values["model_bytes"] > 0
+        events = json.loads(Path(f"t-{result.row.replace(' ', '-')}.json").read_text())["traceEvents"]
+        assert sum(event["ph"] == "X" and event["cat"] == "forward" for event in events) == 2 * 8
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reproduce.cli.matplotlib_problem", lambda: "no picture")
+    (tmp_path / "t.json").mkdir()
+    row = ("--row", "naive n2", "--steps", "1")
+    assert main(["run", "tiny-speed", *SMALL, *row, "--out", str(tmp_path), "--trace", str(tmp_path / "t")]) == 1
+    out, err = capsys.readouterr()
+    assert "at equal batch size" in " ".join(out.split())
+    assert "no picture" in err and err.splitlines()[-1].startswith("reproduce: --trace: ")
+    (path,) = tmp_path.glob("tiny*.json")
+    assert load(path).results[0].status == "measured"
 
 
 def test_a_failed_row_is_told_at_the_end(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, Experiment, Row
+import pytest
+import torch
+
+from reproduce.experiments import AS_PUBLISHED, COMPONENTS, EXPERIMENTS, LIKE_PUBLISHED, Experiment, Row
 from reproduce.paper import published
 from reproduce.record import Result
-from reproduce.training import LOSSES, MODELS, size_names
+from reproduce.training import LOSSES, MODELS, build_model, count_parameters, size_names
 
 ALL = [
     (experiment, scale, row) for experiment in EXPERIMENTS.values() for scale in experiment.scales for row in scale.rows
@@ -21,7 +24,7 @@ EXACT = [
 # What a published configuration says that a row does not: what it measured in, and what is known from the rest.
 NOT_OURS = {
     "n", "m", "parameters_exact", "layers", "dataset_size", "epochs", "skip_epochs", "steps_per_epoch",
-    "last_batch_size", "bytes_per_parameter", "steps",
+    "last_batch_size", "bytes_per_parameter", "steps", "utilization_sampling_interval_s",
 }  # fmt: skip
 
 
@@ -43,12 +46,40 @@ def test_every_published_row_is_there_at_paper_scale(experiment: Experiment) -> 
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda value: value.name)
-def test_every_scale_asks_for_the_same_partitions_and_chunks(experiment: Experiment) -> None:
-    def asked(scale: str) -> set[tuple[str, int | None]]:
-        rows = [row for row in experiment.scale(scale).rows if row.configuration != AS_PUBLISHED]
-        return {(row.name, row.partitions) for row in rows}
+def test_the_small_scale_keeps_the_shape(experiment: Experiment) -> None:
+    """The same n and m; but a memory experiment's m is its batch size, and that is smaller."""
 
-    assert asked("small") == asked("paper")
+    def shape(scale: str) -> set[tuple[str, int | None, int | None]]:
+        rows = experiment.scale(scale).rows
+        return {(row.name, row.partitions, None if experiment.measures == "memory" else row.chunks) for row in rows}
+
+    assert shape("small") <= shape("paper")
+    kept = {shape[1:] for shape in shape("small")}
+    assert {shape[1:] for shape in shape("paper")} == kept
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda value: value.name)
+def test_small_rows_are_not_called_published(experiment: Experiment) -> None:
+    assert not any(row.configuration == AS_PUBLISHED for row in experiment.scale("small").rows)
+    assert not any(row.configuration == LIKE_PUBLISHED for row in experiment.scale("paper").rows)
+
+
+@pytest.mark.parametrize("scale", ["paper", "small"])
+def test_the_ablation_adds_one_component_at_a_time(scale: str) -> None:
+    rows = EXPERIMENTS["unet-ablation"].scale(scale).rows
+    assert [(row.partitions, row.components) for row in rows] == [
+        (n, COMPONENTS[:count]) for n in (4, 2) for count in range(4)
+    ]
+    others = [replace(row, name="", over="", published="", components=()) for row in rows[:4]]
+    assert all(other == others[0] for other in others)
+
+
+def test_the_small_resnet_is_small() -> None:
+    small = EXPERIMENTS["resnet101-speed"].scale("small").rows[0]
+    with torch.device("meta"):
+        model = build_model(small)
+    assert len(model) == 51
+    assert count_parameters(small) < 2**21
 
 
 @pytest.mark.parametrize(("experiment", "scale", "row"), ALL, ids=lambda value: value.name)
@@ -57,24 +88,29 @@ def test_rows_are_sound(experiment: Experiment, scale: object, row: Row) -> None
     assert len(names) == len(row.size)
     assert row.loss in LOSSES
     assert row.balance is None or len(row.balance) == row.partitions
-    assert row.micro_batches == row.chunks, "the batch yields every micro-batch that is asked for"
+    if row.chunks is not None:  # the batch yields every micro-batch that is asked for; one published row asks for more
+        assert row.micro_batches == min(row.chunks, row.batch_size)
     assert row.over is None or any(row.over == other.name for e, s, other in ALL if e is experiment and s is scale)
     assert row.published is None or find(experiment, row)
 
 
+@pytest.mark.parametrize("equal", ["batch", "micro-batch"])
 @pytest.mark.parametrize("scale", ["paper", "small"])
-def test_speed_is_compared_at_equal_batch_size(scale: str) -> None:
-    rows = [row for row in EXPERIMENTS["amoebanet-speed"].scale(scale).rows if row.configuration != AS_PUBLISHED]
-    assert len({(row.model, row.size, row.batch_size, row.optimizer.name) for row in rows}) == 1
-    naive = [(row.partitions, row.chunks, row.checkpoint) for row in rows if row.configuration == "naive"]
-    checkpoint_only = [
-        (row.partitions, row.chunks, row.checkpoint) for row in rows if row.configuration == "checkpoint-only"
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("amoebanet-speed", (1, 4, 32)), ("unet-speed", (4, 32)), ("resnet101-speed", (4, 32))]
+)
+def test_controls_keep_one_thing_equal(name: str, chunks: tuple[int, ...], scale: str, equal: str) -> None:
+    rows = [row for row in EXPERIMENTS[name].scale(scale).rows if row.equal == equal]
+    size = {row.batch_size if equal == "batch" else row.micro_batch_size for row in rows}
+    assert len(size) == len({(row.model, row.size, row.optimizer.name) for row in rows}) == 1
+    assert [(row.configuration, row.partitions, row.chunks, row.checkpoint) for row in rows] == [
+        *(("naive", n, 1, "never") for n in (2, 4, 8)),
+        *(("checkpoint-only", 1, m, "always") for m in chunks),
+        *(("GPipe", n, m, "except_last") for n in (2, 4, 8) for m in chunks),
     ]
-    gpipe = [(row.partitions, row.chunks, row.checkpoint) for row in rows if row.configuration == "GPipe"]
-    assert naive == [(n, 1, "never") for n in (2, 4, 8)]
-    assert checkpoint_only == [(1, m, "always") for m in (1, 4, 32)]
-    assert gpipe == [(n, m, "except_last") for n in (2, 4, 8) for m in (1, 4, 32)]
-    assert len(rows) == len(naive) + len(checkpoint_only) + len(gpipe)
+    names = {row.name: row for row in rows}
+    assert all(names[str(row.over)].configuration == "naive" for row in rows)
+    assert all(names[str(row.over)].partitions == row.partitions for row in rows if row.partitions != 1)
 
 
 @pytest.mark.parametrize(

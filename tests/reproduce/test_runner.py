@@ -18,7 +18,9 @@ from reproduce.progress import Progress
 from reproduce.record import Result, load
 from reproduce.recorder import Recorder, new_recorder
 from reproduce.runner import UNITS, Runner
+from reproduce.timeline import Span, StepTimeline
 from reproduce.training import FakeData
+from torchgpipe.observe import Task
 
 Tiny = Mapping[str, Experiment]
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
@@ -197,6 +199,38 @@ def test_a_memory_row_that_fails_is_a_result(
     found = results(run(tiny["tiny-memory"], tmp_path)[0])
     assert found["baseline"].status == status
     assert found["pipeline-2"].status == "measured"
+
+
+@pytest.mark.usefixtures("fake_peak")
+@pytest.mark.parametrize("error", [None, ValueError("no")])
+def test_an_ablation_has_speed_utilization_and_memory(
+    fake: type[Fake], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    def watch(training: Any, devices: Devices) -> StepTimeline:
+        return StepTimeline([Span(Task("forward", 0, 1), 0.0, 1.0)], 2.0, 2)
+
+    def peak(training: Any, devices: Devices, *, steps: int, before: Callable[[int], None]) -> Peak:
+        if error is not None:
+            raise error
+        return Peak([5, 6], None)
+
+    monkeypatch.setattr("reproduce.run_speed.watch_step", watch)
+    monkeypatch.setattr("reproduce.run_ablation.measure_peak", peak)
+    found = results(run(tiny["tiny-ablation"], tmp_path)[0])
+    assert [result.status for result in found.values()] == ["needs devices"] * 4 + ["measured"] * 4
+    values = found["dep-str-x n2"].values
+    assert (values["utilization"], values["bubble"]) == ([0.0, 0.5], 0.5)
+    assert len(found["dep-str-x n2"].samples["step_time"]) == 3, "what was timed is kept in any case"
+    if error is None:
+        assert values["peak_allocated"] == [5, 6] and values["model_bytes"] == 8 * values["parameters"]
+    else:
+        assert values["memory_problem"].startswith("ValueError: no")
+
+
+def test_a_row_that_cannot_be_watched_keeps_its_times(fake: type[Fake], tiny: Tiny, tmp_path: Path) -> None:
+    found = results(run(tiny["tiny-speed"], tmp_path)[0])["naive n2"]  # a Fake has nothing to watch
+    assert found.status == "measured" and len(found.samples["step_time"]) == 3
+    assert found.values["utilization_problem"].startswith("AttributeError")
 
 
 def test_progress_names_the_step_and_the_time_left(fake: type[Fake], tiny: Tiny, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_published_speed_ups_are_derived_from_throughputs() -> None:
 def test_speed_says_what_the_numbers_are() -> None:
     text = " ".join(tables(speed_record("small", gpipe_is_faster))[0].text().split())
     for said in (
-        "scale small: AmoebaNet-D (6, 32); batch size 64; 3 timed steps per row",
+        "scale small: AmoebaNet-D (6, 32), input 3 x 224 x 224; batch size 64; 3 timed steps per row",
         "over naive: of the same n (checkpoint-only: over naive n=2), taken round by round",
         "its batch size differs from row to row (96 to 1280)",
         "its m=1 rows recompute everything (checkpoint=always)",
@@ -136,7 +136,7 @@ def test_speed_of_rows_without_steps(status: str, cell: str) -> None:
 
 def test_one_row_can_lack_what_it_is_compared_with() -> None:
     found = speed_record("small", lambda row: "out of memory" if row.configuration == "naive" else [1.0])
-    assert cells(found, "equal batch")["GPipe", "2", "4"] == ["64.0", "", "1.00", "1.54"]
+    assert cells(found, "equal batch")["GPipe", "2", "4"] == ["64.0", "1.00", "1.54"], "a column of nothing goes"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,64 @@ def test_memory_of_nothing_but_failures() -> None:
     assert len(rows) == 5 and all(cells == ["", "", ""] for cells in rows.values())
 
 
+def values_of(row: Row) -> dict[str, object]:
+    return {"utilization": [1.0] * row.devices, "bubble": 0.5, "peak_allocated": [2**30] * row.devices}
+
+
+def other_record(name: str, scale: str, **values: object) -> Record:
+    """Make a record of two steps of every row of an experiment, watched, with memory."""
+    samples = {"step_time": [1.0, 2.0], "round": [0.0, 1.0]}
+    rows = EXPERIMENTS[name].scale(scale).rows
+    found = [result(name, row, scale, samples=samples, values={**values_of(row), **values}) for row in rows]
+    return record(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "title", "row", "expected"),
+    [
+        ("unet-speed", "paper", "as published", ("pipeline-8", "640", "40"),
+         ["480 (400-560)", "88.5", "16.0 (16.0-16.0)", "3.11"]),
+        ("unet-speed", "small", "like the published", ("pipeline-2", "128", "32"),
+         ["96.0 (80.0-112)", "12.8 (12.8-12.8)", "1.25"]),
+        ("resnet101-speed", "paper", "as published", ("pipeline-4", "5632", "256"),
+         ["4224 (3520-4928)", "266", "47.7 (47.7-47.7)", "2.77"]),
+        ("unet-speed", "small", "equal micro-batch", ("GPipe", "2", "32"),
+         ["24.0 (20.0-28.0)", "32.0 (32.0-32.0)"]),
+        ("resnet101-speed", "small", "how busy", ("pipeline-2", "100%  100%", "100%"), ["50%"]),
+        ("unet-ablation", "paper", "as published", ("dep-x-x", "x--", "96.0 (80.0-112)"),
+         ["1.00", "1.35", "100%", "59%", "4.00", "19.1"]),
+        ("unet-ablation", "small", "ours, on fewer devices", ("dep-str-ptl n2", "xxx", "96.0 (80.0-112)"),
+         ["1.00", "100%", "2.00"]),
+    ],
+)  # fmt: skip
+def test_rows_of_every_experiment(
+    name: str, scale: str, title: str, row: tuple[str, ...], expected: list[str]
+) -> None:
+    assert cells(other_record(name, scale), title)[row] == expected
+
+
+def test_notes_say_what_is_ours_and_what_a_switch_cannot_change() -> None:
+    notes = {table.title: " ".join(table.notes) for table in tables(other_record("unet-ablation", "small"))}
+    ours = next(text for title, text in notes.items() if "ours" in title)
+    assert "it matters to engine='graph' alone" in ours and "with n=2 no skip has a partition between its ends" in ours
+    speed = {table.title: " ".join(table.notes) for table in tables(other_record("unet-speed", "small"))}
+    assert [("nobody has published these rows" in text) for text in speed.values()] == [False, True, True, False]
+    assert "micro-batch size 1, so the batch size is 1 x m" in " ".join(speed.values())
+
+
+def test_why_there_is_no_utilization_is_told() -> None:
+    found = other_record("unet-speed", "paper", utilization=None, utilization_problem="no pynvml")
+    rows = cells(found, "how busy")
+    assert rows["baseline", "-", "-"] == ["50%"]
+    assert any("no utilization: no pynvml" in note for table in tables(found) for note in table.notes)
+
+
 WIDEST = [
+    other_record("unet-speed", "paper"),
+    other_record("resnet101-speed", "paper"),
+    other_record("resnet101-speed", "small"),
+    other_record("unet-ablation", "paper"),
+    other_record("unet-ablation", "small"),
     speed_record("paper", lambda row: [row.batch_size / 132.413, row.batch_size / 199.9, row.batch_size / 100.1]),
     speed_record("small", lambda row: "failed" if row.partitions == 4 else [1.0, 1.1]),
     memory_record("paper", "cuda", lambda n: [int(139.9 * 2**30)] * n, peak_reserved=[139 * 2**30] * 8),

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import reproduce.devices
 import reproduce.training
@@ -15,13 +16,19 @@ PROFILE_SECONDS = 0.05
 CORES = 2  # whatever this machine has: tests run small things, and two threads run anywhere
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "AmoebaNet-D": {"size": (3, 16), "batch_size": 4},
+    "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
+}
+
+
 def tiny(experiment: Experiment, name: str) -> Experiment:
     """Return the experiment with a smaller `small` scale, as `name`."""
     small = experiment.scale("small")
     rows = tuple(
-        replace(row, size=(3, 16), batch_size=4)
+        replace(row, **SIZES[row.model])
         for row in small.rows
-        if row.chunks in (None, 1, 4) or row.configuration == "pipeline"
+        if (row.equal != "micro-batch" and row.chunks != 32) or row.configuration == "pipeline"
     )
     scale = replace(small, rows=rows, memory=0, warmup=0, steps=2)
     return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
@@ -29,7 +36,11 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 
 TINY = {
     name: tiny(EXPERIMENTS[original], name)
-    for name, original in (("tiny-speed", "amoebanet-speed"), ("tiny-memory", "amoebanet-memory"))
+    for name, original in (
+        ("tiny-speed", "amoebanet-speed"),
+        ("tiny-memory", "amoebanet-memory"),
+        ("tiny-ablation", "unet-ablation"),
+    )
 }
 
 if __name__ == "__main__":

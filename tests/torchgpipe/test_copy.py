@@ -47,10 +47,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     move = Route.move
 
-    def logged_move(self: Route, x: Tensor, target: torch.device) -> Tensor:
+    def logged_move(self: Route, x: Tensor, target: torch.device, i: int = 0) -> Tensor:
         with using(self._outbound, self._inbound):  # type: ignore[arg-type]
             log.append(f"copy to {NAMES[target]} on {' and '.join(current)}")
-        return move(self, x, target)
+        return move(self, x, target, i)
 
     monkeypatch.setattr(torchgpipe.copy, "current_stream", compute.get)
     monkeypatch.setattr(torchgpipe.copy, "using", using)

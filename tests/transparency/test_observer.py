@@ -163,3 +163,11 @@ def test_an_observer_changes_nothing(way: dict[str, Any], equals_plain: Callable
         y.square().sum().backward()
         results.append([y, *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def test_copies_between_devices_belong_to_the_sender() -> None:
+    model = GPipe(layers(), [2, 4], devices=["cpu", "meta"], chunks=2)
+    log = model.observer = Log()
+    with torch.no_grad():
+        model(torch.randn(4, 4))
+    assert [task for task in log.ended if task.kind == "copy"] == [Task("copy", i, 0) for i in range(2)]

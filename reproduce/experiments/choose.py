@@ -1,0 +1,41 @@
+"""Choose some rows of experiments by their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from reproduce.experiments.row import Experiment
+
+__all__ = ["UnknownRowError", "choose_rows"]
+
+
+class UnknownRowError(Exception):
+    """Tell in one line that no experiment has such a row, and which there are."""
+
+
+def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list[Experiment]:
+    """Return the experiments with the rows so called only, or as they are where no name is given.
+
+    Raises:
+        UnknownRowError: none of them has a row of that name, or one has no row of these names.
+    """
+    if not names:
+        return list(experiments)
+    known = {row.name: None for each in experiments for scale in each.scales for row in scale.rows}
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]!r}" if close else f"there are {', '.join(known)}"
+            raise UnknownRowError(f"--row {name!r}: no row is called so; {meant}")
+
+    chosen = []
+    for each in experiments:
+        scales = tuple(
+            replace(scale, rows=tuple(row for row in scale.rows if row.name in names)) for scale in each.scales
+        )
+        if not all(scale.rows for scale in scales):
+            raise UnknownRowError(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out")
+        chosen.append(replace(each, scales=scales))
+    return chosen

@@ -1,0 +1,74 @@
+"""List rows by rule: the published ones of n partitions, and beside them controls that nobody has published.
+
+The published rows vary the batch with n and m, so they mix pipelining with larger batches. The controls are naive
+model parallelism, checkpoint-only and GPipe, and keep one thing equal:
+
+- the batch size: every row does the same work on the same samples, in more or in fewer parts;
+- the micro-batch size: every task of every row is as large, so kernels are as efficient, and the batch grows with m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from reproduce.experiments.row import AS_PUBLISHED, LIKE_PUBLISHED, Row
+
+__all__ = ["PARTITIONS", "Balances", "Published", "controls", "published_rows"]
+
+PARTITIONS = (2, 4, 8)
+
+Balances = Mapping[int, tuple[int, ...] | None]  # by the number of partitions; None is profiled on the spot
+
+# name, m, batch size as published and at the small scale, balance; the first row is plain training
+Published = Sequence[tuple[str, int | None, int, int, tuple[int, ...] | None]]
+
+
+def published_rows(base: Row, table: Published, *, small: bool = False) -> tuple[Row, ...]:
+    """List plain training and pipelines of n partitions, at batch sizes of their own."""
+    base = replace(base, configuration=LIKE_PUBLISHED if small else AS_PUBLISHED, over=table[0][0])
+    rows = []
+    for name, chunks, batch_size, small_batch_size, balance in table:
+        row = replace(base, name=name, published=name, batch_size=small_batch_size if small else batch_size)
+        if balance is not None:
+            row = replace(row, partitions=len(balance), chunks=chunks, checkpoint="except_last",
+                          balance=None if small else balance)  # fmt: skip
+        rows.append(row)
+    return tuple(rows)
+
+
+def controls(
+    base: Row,
+    micro_batch: int,
+    chunks: Sequence[int],
+    balances: Balances,
+    published: Callable[[int, int], str | None] = lambda n, m: None,
+) -> tuple[Row, ...]:
+    """List the controls, first at `base`'s batch size, then in micro-batches of `micro_batch`; those end in `/mb`.
+
+    `published` names the published row that has n and m like one of ours.
+    """
+    equal = _at_equal_batch(replace(base, equal="batch"), chunks, published)
+    micro = [
+        replace(row, name=f"{row.name}/mb", over=f"{row.over}/mb", equal="micro-batch", published=None,
+                batch_size=micro_batch * (row.chunks or 1))
+        for row in equal
+    ]  # fmt: skip
+    return tuple(replace(row, balance=balances[row.devices]) for row in (*equal, *micro))
+
+
+def _at_equal_batch(base: Row, chunks: Sequence[int], published: Callable[[int, int], str | None]) -> list[Row]:
+    return [
+        replace(base, configuration="naive", partitions=n, chunks=1, checkpoint="never", name=f"naive n{n}",
+                over=f"naive n{n}", published=published(n, 1))
+        for n in PARTITIONS
+    ] + [
+        replace(base, configuration="checkpoint-only", partitions=1, chunks=m, checkpoint="always",
+                name=f"checkpoint-only m{m}", over=f"naive n{PARTITIONS[0]}")
+        for m in chunks
+    ] + [
+        replace(base, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last", name=f"GPipe n{n}m{m}",
+                over=f"naive n{n}", published=published(n, m))
+        for n in PARTITIONS
+        for m in chunks
+    ]  # fmt: skip

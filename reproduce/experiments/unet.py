@@ -1,0 +1,160 @@
+"""List the experiments on U-Net (B, C): speed over partitions, memory over sizes, and the components one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reproduce.experiments.controls import PARTITIONS, Balances, Published, controls, published_rows
+from reproduce.experiments.row import (
+    AS_PUBLISHED,
+    COMPONENTS,
+    LIKE_PUBLISHED,
+    P40_MEMORY,
+    Experiment,
+    GiB,
+    Optimizer,
+    Row,
+    Scale,
+)
+
+__all__ = ["ABLATION", "MEMORY", "SPEED"]
+
+BASE = Row(
+    model="U-Net",
+    size=(5, 64),
+    input_shape=(3, 192, 192),
+    options={"depth": 5, "output_channels": 1},
+    batch_size=64,  # of the rows at equal batch size: naive on two P40s has room for it
+    optimizer=Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0),
+    loss="binary_cross_entropy_with_logits",
+)
+SMALL = replace(BASE, size=(2, 16), input_shape=(3, 64, 64))
+
+# --- speed -----------------------------------------------------------------------------------------------------
+
+CHUNKS = (4, 32)
+
+# name, m, batch size as published and at the small scale, balance, as published
+PUBLISHED_SPEED: Published = (
+    ("baseline", None, 40, 10, None),
+    ("pipeline-1", 2, 80, 20, (241,)),
+    ("pipeline-2", 32, 512, 128, (104, 137)),
+    ("pipeline-4", 16, 512, 128, (30, 66, 84, 61)),
+    ("pipeline-8", 40, 640, 160, (16, 27, 31, 44, 22, 57, 27, 17)),
+)
+
+BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED_SPEED if balance}
+PROFILED: Balances = {n: None for n in (1, *PARTITIONS)}
+
+
+SPEED = Experiment(
+    name="unet-speed",
+    title="U-Net: speed over n partitions",
+    measures="speed",
+    table="tg-unet-speed",
+    scales=(
+        Scale(
+            name="paper",
+            rows=(*published_rows(BASE, PUBLISHED_SPEED), *controls(BASE, 8, CHUNKS, BALANCES)),
+            memory=P40_MEMORY,
+            cuda=True,
+            steps=20,
+            warmup=2,
+            seconds=1800,
+        ),
+        Scale(
+            name="small",
+            rows=(*published_rows(SMALL, PUBLISHED_SPEED, small=True), *controls(SMALL, 1, CHUNKS, PROFILED)),
+            memory=4 * GiB,
+            cuda=False,
+            steps=10,
+            least_steps=3,
+            warmup=1,
+            seconds=120,
+        ),
+    ),
+)
+
+# --- memory ----------------------------------------------------------------------------------------------------
+
+# name, (B, C) at the paper's scale and at the small one, m, balance, as published
+PUBLISHED_MEMORY = (
+    ("baseline", (6, 72), (6, 4), None, None),
+    ("pipeline-1", (11, 128), (11, 8), 32, (505,)),
+    ("pipeline-2", (24, 128), (24, 8), 32, (526, 551)),
+    ("pipeline-4", (24, 160), (24, 10), 32, (472, 54, 36, 515)),
+    ("pipeline-8", (48, 160), (48, 10), 128, (800, 140, 62, 36, 36, 36, 36, 987)),
+)
+
+
+def memory_rows(base: Row, *, small: bool) -> tuple[Row, ...]:
+    """List plain training and pipelines of n partitions, each with a larger model, in micro-batches of one."""
+    rows = []
+    for name, paper_size, small_size, chunks, balance in PUBLISHED_MEMORY:
+        row = replace(base, name=name, published=name, size=small_size if small else paper_size, batch_size=32)
+        if balance is None:
+            rows.append(replace(row, configuration="baseline"))
+        else:
+            rows.append(replace(row, configuration="pipeline", partitions=len(balance), chunks=chunks,
+                                checkpoint="except_last", balance=None if small else balance))  # fmt: skip
+    return tuple(rows)
+
+
+MEMORY = Experiment(
+    name="unet-memory",
+    title="U-Net: parameters and memory over model size",
+    measures="memory",
+    table="tg-unet-memory",
+    scales=(
+        Scale(name="paper", rows=memory_rows(BASE, small=False), memory=P40_MEMORY, cuda=True, steps=2),
+        Scale(name="small", rows=memory_rows(SMALL, small=True), memory=4 * GiB, cuda=False, steps=2),
+    ),
+)
+
+# --- ablation --------------------------------------------------------------------------------------------------
+
+PUBLISHED_ABLATION = ("baseline", "dep-x-x", "dep-str-x", "dep-str-ptl")  # each with one component more
+ABLATION_BALANCE = (34, 76, 70, 61)
+
+
+def ablation_rows(base: Row, *, small: bool) -> tuple[Row, ...]:
+    """List the published rows, of four partitions, and the same on two, which nobody has published."""
+    base = replace(base, chunks=8, checkpoint="except_last")
+    published = replace(base, configuration=LIKE_PUBLISHED if small else AS_PUBLISHED, partitions=4,
+                        balance=None if small else ABLATION_BALANCE)  # fmt: skip
+    ours = replace(base, configuration="ours", partitions=2, balance=None if small else BALANCES[2])
+    return (
+        *(replace(published, name=name, published=name, over=PUBLISHED_ABLATION[0], components=COMPONENTS[:count])
+          for count, name in enumerate(PUBLISHED_ABLATION)),
+        *(replace(ours, name=f"{name} n2", over=f"{PUBLISHED_ABLATION[0]} n2", components=COMPONENTS[:count])
+          for count, name in enumerate(PUBLISHED_ABLATION)),
+    )  # fmt: skip
+
+
+ABLATION = Experiment(
+    name="unet-ablation",
+    title="U-Net: dependency, streams and portals, added one by one",
+    measures="ablation",
+    table="tg-unet-ablation",
+    scales=(
+        Scale(
+            name="paper",
+            rows=ablation_rows(replace(BASE, batch_size=128), small=False),
+            memory=P40_MEMORY,
+            cuda=True,
+            steps=20,
+            warmup=2,
+            seconds=1800,
+        ),
+        Scale(
+            name="small",
+            rows=ablation_rows(replace(SMALL, batch_size=128), small=True),
+            memory=4 * GiB,
+            cuda=False,
+            steps=10,
+            least_steps=3,
+            warmup=1,
+            seconds=80,
+        ),
+    ),
+)

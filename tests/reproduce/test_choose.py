@@ -1,0 +1,35 @@
+"""Choosing rows by name: only they are left, in every scale, and a wrong name is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.choose import UnknownRowError, choose_rows
+
+SPEED, MEMORY = EXPERIMENTS["unet-speed"], EXPERIMENTS["unet-memory"]
+
+
+def test_no_name_leaves_all() -> None:
+    assert choose_rows([SPEED, MEMORY], ()) == [SPEED, MEMORY]
+
+
+def test_rows_by_name() -> None:
+    speed, memory = choose_rows([SPEED, MEMORY], ("pipeline-2", "GPipe n2m4"))
+    for scale in ("paper", "small"):
+        assert [row.name for row in speed.scale(scale).rows] == ["pipeline-2", "GPipe n2m4"]
+        assert [row.name for row in memory.scale(scale).rows] == ["pipeline-2"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("GPipe n2m5",), "--row 'GPipe n2m5': no row is called so; did you mean 'GPipe n"),
+        (("#",), "there are baseline, pipeline-1"),
+        (("naive n2",), "--row: unet-memory has none of the rows naive n2; leave it out"),
+    ],
+)
+def test_a_wrong_name_is_told(names: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UnknownRowError) as error:
+        choose_rows([SPEED, MEMORY], names)
+    assert said in str(error.value)

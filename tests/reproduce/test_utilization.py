@@ -1,0 +1,36 @@
+"""Utilization: the driver is asked while steps run, and silence is told, not guessed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import reproduce.utilization
+from reproduce.utilization import UtilizationError, from_driver
+
+DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_the_mean_of_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce.utilization, "SAMPLING_SECONDS", 0.001)
+    monkeypatch.setattr(reproduce.utilization, "LEAST_SECONDS", 0.05)
+    shares = {0: 50, 1: 100}
+    found = from_driver(DEVICES, lambda: time.sleep(0.01), ask=lambda device: shares[device.index])
+    assert found == [0.5, 1.0]
+
+
+def test_a_driver_that_does_not_tell() -> None:
+    def ask(device: torch.device) -> int:
+        raise ModuleNotFoundError("pynvml does not seem to be installed")
+
+    with pytest.raises(UtilizationError, match=r"not available \(pynvml does not seem to be installed\); try 'pip"):
+        from_driver(DEVICES, lambda: None, ask=ask)
+
+
+def test_steps_too_short_to_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce.utilization, "MOST_STEPS", 1)
+    monkeypatch.setattr(reproduce.utilization, "SAMPLING_SECONDS", 60.0)
+    with pytest.raises(UtilizationError, match="took less than 60"):
+        from_driver(DEVICES, lambda: None, ask=lambda device: 1)
