@@ -1,4 +1,4 @@
-"""Count one torchgpipe's live bytes, whichever is first on the path, for `benchmarks.memory`: requests in, peaks out."""
+"""Count the live bytes of one torchgpipe, whichever is first on the path, for `benchmarks.memory`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def measure(model: str, n: int, m: int, mode: str, engine: str | None) -> list[i
 
 
 def _follow(layer: nn.Module, counter: LiveBytes, j: int, outside: Watch) -> None:
-    """Count what the layer makes as partition `j`'s: in the calling thread by `outside`, elsewhere by a watch of its own.
+    """Count what the layer makes as partition `j`'s: in the calling thread by `outside`, elsewhere by its own watch.
 
     Backward, and a recomputation amid it, run in the calling thread too, but for the workers.
     """

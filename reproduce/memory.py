@@ -6,9 +6,10 @@ CPU nothing counts, so the bytes of all tensors alive are counted by `LiveBytes`
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn

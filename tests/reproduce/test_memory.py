@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.live_bytes import LiveBytes
 from reproduce.devices import Devices
 from reproduce.experiments import EXPERIMENTS
-from reproduce.memory import LiveBytes, measure_peak
+from reproduce.memory import measure_peak
 from reproduce.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
 
