@@ -6,11 +6,13 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import click
 
+from reproduce.datasets import DataError
 from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.interrupt import interruptible
@@ -39,6 +41,22 @@ def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str,
             meant = f"did you mean {close[0]}" if close else f"there are {', '.join(EXPERIMENTS)}"
             raise click.BadParameter(f"no experiment is called {name!r}; {meant}")
     return [EXPERIMENTS[name] for name in dict.fromkeys(names)]
+
+
+def only_rows(experiment: Experiment, scale: str, names: Sequence[str]) -> Experiment:
+    """Return the experiment with only these rows at that scale; with all, where no names are given."""
+    if not names:
+        return experiment
+    chosen = experiment.scale(scale)
+    known = [row.name for row in chosen.rows]
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(
+                f"{experiment.name} has no row {name!r} at scale {scale}; there are {', '.join(known)}",
+                param_hint="--row",
+            )
+    fewer = replace(chosen, rows=tuple(row for row in chosen.rows if row.name in names))
+    return replace(experiment, scales=tuple(fewer if each is chosen else each for each in experiment.scales))
 
 
 @click.group()
@@ -78,6 +96,20 @@ def list_experiments(on: str | None, devices: int | None) -> None:
     help="Where to put the record and the tables. Default: results/measured.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of parameters, data and the rows' order.")
+@click.option("--row", "rows", multiple=True, metavar="NAME", help="Run only the rows of this name; may be repeated.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="ImageNet, for accuracy: train/<class>/*.JPEG and val/<class>/*.JPEG.",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="How often to train each row, for accuracy. Default: the scale's.",
+)
+@click.option("--fresh", is_flag=True, help="Start trainings anew, instead of going on from checkpoints.")
 def run(
     experiments: list[Experiment],
     scale: str | None,
@@ -86,13 +118,30 @@ def run(
     steps: int | None,
     out: Path,
     seed: int,
+    rows: tuple[str, ...],
+    data: Path | None,
+    seeds: int | None,
+    fresh: bool,
 ) -> None:
     """Run EXPERIMENTS, print their tables and keep a record of them."""
     for experiment in experiments:
         published(experiment.table)  # a broken checkout should be noticed now
     found = find_devices(on, devices)
+    trained = [experiment for experiment in experiments if experiment.measures == "accuracy"]
+    if not trained and (data is not None or seeds is not None or fresh):
+        raise click.UsageError("--data, --seeds and --fresh are for experiments on accuracy: run resnet101-accuracy")
+    if trained and scale is None:
+        scale = "small" if data is None else "paper"
     chosen = choose_scale(experiments, found, scale)
+    experiments = [only_rows(experiment, chosen, rows) for experiment in experiments]
     prepare_folder(out)
+    accuracy = None
+    if trained:
+        from reproduce.run_accuracy import Accuracy
+
+        accuracy = Accuracy(out / "checkpoints", data=data, seeds=seeds, fresh=fresh)
+        for experiment in trained:
+            accuracy.prepare(experiment, chosen, seed)
 
     recorder = new_recorder(
         out,
@@ -103,7 +152,7 @@ def run(
         devices=found,
         seed=seed,
         command=["python", "-m", "reproduce", *sys.argv[1:]],
-        settings={"steps": steps, **{each.name: each.scale(chosen).settings() for each in experiments}},
+        settings={"steps": steps, "seeds": seeds, **{each.name: each.scale(chosen).settings() for each in experiments}},
     )
     progress = Progress()
     advice = _advice(found)
@@ -112,7 +161,9 @@ def run(
     progress.say(f"scale {chosen} on {found}; what is finished is kept in\n{_shown(recorder.path)}")
     try:
         with interruptible() as check:
-            runner = Runner(found, recorder, progress, scale=chosen, seed=seed, steps=steps, check=check)
+            runner = Runner(
+                found, recorder, progress, scale=chosen, seed=seed, steps=steps, check=check, accuracy=accuracy
+            )
             recorder.save()
             for experiment in experiments:
                 runner.plan(experiment)
@@ -166,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
-    except (DevicesError, ScaleError) as error:
+    except (DataError, DevicesError, ScaleError) as error:
         return _complain(str(error), 2)
     except RecordError as error:
         return _complain(str(error), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from reproduce.record import Result
 from reproduce.recorder import Recorder
 from reproduce.training import Balancer, FakeData, Training, size_names
 
+if TYPE_CHECKING:
+    from reproduce.run_accuracy import Accuracy
+
 __all__ = ["UNITS", "Runner"]
 
 UNITS = {
@@ -26,6 +30,15 @@ UNITS = {
     "model_bytes": "bytes",
     "peak_allocated": "bytes, of each device",
     "peak_reserved": "bytes, of each device",
+    "seed": "seed that the training of the epoch started from",
+    "epoch": "number of the epoch, from 1; series of one row belong together, value by value",
+    "top1_error": "%, after the epoch",
+    "train_loss": "1, mean over the epoch",
+    "epoch_time": "s, of training alone, reading data included",
+    "learning_rate": "1, of the epoch's last step",
+    "samples_per_epoch": "count",
+    "resumed_after": "[seed, epoch] after which the training was continued by another run",
+    "running_statistics_difference": "1, largest of any batch norm in the last epoch, for each finished seed; relative",
 }
 
 
@@ -42,11 +55,12 @@ class Runner:
         seed: int,
         steps: int | None = None,
         check: Callable[[], None] = lambda: None,
+        accuracy: Accuracy | None = None,
     ) -> None:
         """Prepare to run.
 
         `steps` replaces the number of timed steps, and the time limit, of speed experiments. `check` is called
-        between steps, and raises where the run is to end.
+        between steps, and raises where the run is to end. `accuracy` is what experiments on accuracy need.
         """
         self.devices = devices
         self.recorder = recorder
@@ -55,10 +69,16 @@ class Runner:
         self.seed = seed
         self.steps = steps
         self.check = check
+        self.accuracy = accuracy
         self.balancer = Balancer(devices)
 
     def plan(self, experiment: Experiment) -> None:
         """Tell the progress display what is to come."""
+        if experiment.measures == "accuracy":
+            from reproduce.run_accuracy import plan_accuracy
+
+            plan_accuracy(self, experiment)
+            return
         scale = experiment.scale(self.scale)
         steps = scale.steps
         if experiment.measures == "speed":
@@ -69,11 +89,13 @@ class Runner:
 
     def run(self, experiment: Experiment) -> None:
         """Run one experiment."""
+        from reproduce.run_accuracy import run_accuracy
         from reproduce.run_memory import run_memory
         from reproduce.run_speed import run_speed
 
+        ways = {"speed": run_speed, "memory": run_memory, "accuracy": run_accuracy}
         with self.devices.in_use():
-            {"speed": run_speed, "memory": run_memory}[experiment.measures](self, experiment)
+            ways[experiment.measures](self, experiment)
         for row in experiment.scale(self.scale).rows:
             self.progress.drop(self.job(experiment, row.name))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from reproduce.accuracy_table import accuracy_tables
 from reproduce.experiments import EXPERIMENTS
 from reproduce.layout import Table, many
 from reproduce.memory_tables import memory_tables
@@ -14,7 +15,7 @@ from reproduce.speed_table import speed_tables
 
 __all__ = ["document", "tables"]
 
-MAKERS: dict[str, Any] = {"speed": speed_tables, "memory": memory_tables}
+MAKERS: dict[str, Any] = {"speed": speed_tables, "memory": memory_tables, "accuracy": accuracy_tables}
 
 
 def tables(record: Record, experiment: str | None = None) -> list[Table]:

@@ -26,9 +26,23 @@ def _amoebanetd(num_layers: int, num_filters: int) -> nn.Sequential:
     return amoebanetd(num_layers, num_filters)
 
 
+def _resnet101() -> nn.Sequential:
+    from benchmarks.models import resnet101
+
+    return resnet101()
+
+
+def _resnet(blocks: int, width: int) -> nn.Sequential:
+    from benchmarks.models.resnet import resnet
+
+    return resnet((blocks,) * 4, width=width)
+
+
 # name -> (the names of its sizes, its builder), the names as in the published tables
 MODELS: dict[str, tuple[tuple[str, ...], Callable[..., nn.Sequential]]] = {
     "AmoebaNet-D": (("L", "D"), _amoebanetd),
+    "ResNet-101": ((), _resnet101),
+    "ResNet": (("blocks", "width"), _resnet),
 }
 
 

@@ -124,7 +124,7 @@ class Experiment:
 
     name: str
     title: str
-    measures: Literal["speed", "memory"]
+    measures: Literal["speed", "memory", "accuracy"]
     table: str
     scales: tuple[Scale, ...]
     notes: tuple[str, ...] = ()
