@@ -106,20 +106,20 @@ def _trained(experiment: Experiment, results: Results, papers: Results) -> Table
                 str(config["batch_size"]),
                 str(config["gpus"]),
                 "-" if plain else str(config["chunks"]),
-                "plain" if plain else "deferred" if config["deferred_batch_norm"] else "per m.-batch",
+                "deferred" if config["deferred_batch_norm"] else "plain",
                 _throughput(result),
                 _paper_throughput(paper),
                 f"{max(differences):.0e}" if differences else "",
             ]
         )
-    headings = ["row", "batch", "n", "m", "batch norm", "samples/s", "published", "statistics"]
+    headings = ["row", "batch", "n", "m", "batch\nnorm", "samples/s", "published", "running\nstatistics"]
     notes = [
         "samples/s: median over epochs, reading data included, evaluation not",
-        "batch norm: deferred keeps running statistics of mini-batches, per m.-batch of micro-batches",
+        "batch norm: deferred keeps running statistics of mini-batches, plain of what it sees, micro-batches or shares",
     ]
     if any("running_statistics_difference" in result.values for result in results.values()):
         notes.append(
-            "statistics: the largest relative difference, over all seeds, layers and the last epoch, of batch norm's "
+            "running statistics: the largest relative difference, over all seeds, layers and the last epoch, of batch norm's "
             "running mean or variance from those that torch's batch norm keeps of the same values, each mini-batch "
             "undivided: rounding alone where deferred"
         )

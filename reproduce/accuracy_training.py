@@ -17,13 +17,13 @@ __all__ = ["AccuracyTraining", "build"]
 
 
 def build(row: AccuracyRow) -> nn.Sequential:
-    """Build the row's ResNet, `size` being the number of bottlenecks in every stage and the width, or ResNet-101's."""
+    """Build the row's ResNet, sized (bottlenecks in every stage, width, expansion), or ResNet-101."""
     from benchmarks.models.resnet import resnet, resnet101
 
     if not row.size:
         return resnet101(row.num_classes)
-    blocks, width = row.size
-    return resnet((blocks,) * 4, width=width, num_classes=row.num_classes)
+    blocks, width, expansion = row.size
+    return resnet((blocks,) * 4, width=width, expansion=expansion, num_classes=row.num_classes)
 
 
 class AccuracyTraining:

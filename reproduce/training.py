@@ -32,17 +32,17 @@ def _resnet101() -> nn.Sequential:
     return resnet101()
 
 
-def _resnet(blocks: int, width: int) -> nn.Sequential:
+def _resnet(blocks: int, width: int, expansion: int) -> nn.Sequential:
     from benchmarks.models.resnet import resnet
 
-    return resnet((blocks,) * 4, width=width)
+    return resnet((blocks,) * 4, width=width, expansion=expansion)
 
 
 # name -> (the names of its sizes, its builder), the names as in the published tables
 MODELS: dict[str, tuple[tuple[str, ...], Callable[..., nn.Sequential]]] = {
     "AmoebaNet-D": (("L", "D"), _amoebanetd),
     "ResNet-101": ((), _resnet101),
-    "ResNet": (("blocks", "width"), _resnet),
+    "ResNet": (("blocks", "width", "expansion"), _resnet),
 }
 
 

@@ -128,13 +128,15 @@ def from_torchvision(model: ResNet) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers(model)))
 
 
-def resnet(blocks: Sequence[int] = RESNET101, *, width: int = 64, num_classes: int = 1000) -> nn.Sequential:
-    """Build a ResNet of bottlenecks with random weights, the same as torchvision's after the same seed.
+def resnet(
+    blocks: Sequence[int] = RESNET101, *, width: int = 64, expansion: int = 4, num_classes: int = 1000
+) -> nn.Sequential:
+    """Build a ResNet of bottlenecks with random weights, by torchvision; by default ResNet-101.
 
     Args:
         blocks: bottlenecks in each of the four stages.
-        width: channels within the first stage's bottlenecks, doubled by every stage; 64 is a ResNet's own. What goes
-            from bottleneck to bottleneck is as wide as ever: 256, 512, 1024 and 2048 channels.
+        width: channels within the first stage's bottlenecks, doubled by every stage.
+        expansion: what goes from bottleneck to bottleneck has 64 times as many channels, doubled by every stage.
         num_classes: outputs.
 
     Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes).
@@ -148,11 +150,11 @@ def resnet(blocks: Sequence[int] = RESNET101, *, width: int = 64, num_classes: i
     for count in blocks:
         check_size("blocks", count)
     check_size("width", width)
+    check_size("expansion", expansion)
     check_size("num_classes", num_classes)
     module = import_torchvision()
-    return from_torchvision(
-        module.ResNet(module.Bottleneck, list(blocks), num_classes=num_classes, width_per_group=width)
-    )
+    bottleneck = type("Bottleneck", (module.Bottleneck,), {"expansion": expansion})
+    return from_torchvision(module.ResNet(bottleneck, list(blocks), num_classes=num_classes, width_per_group=width))
 
 
 def resnet101(num_classes: int = 1000) -> nn.Sequential:

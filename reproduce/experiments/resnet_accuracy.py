@@ -57,17 +57,17 @@ def as_published() -> tuple[AccuracyRow, ...]:
 
 # --- small -----------------------------------------------------------------------------------------------------
 
-MADE = Made(train_size=640, val_size=480, classes=8, image_size=24, noise=0.7)
+MADE = Made(train_size=1280, val_size=480, classes=8, image_size=32, noise=0.7)
 
 SMALL = replace(
     BASE,
     model="ResNet",
-    size=(1, 16),
+    size=(1, 16, 1),
     input_shape=(3, MADE.image_size, MADE.image_size),
-    batch_size=64,
+    batch_size=128,  # micro-batches of 32 at m = 4: with fewer, normalization by micro-batch costs accuracy here
     num_classes=MADE.classes,
     recipe=Recipe(
-        epochs=6, base_lr=0.005, base_batch_size=16, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1
+        epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1
     ),
     data=(
         ("dataset", "gratings"),
@@ -77,14 +77,14 @@ SMALL = replace(
     ),
 )
 
-BALANCES = {2: (20, 31), 8: (4, 5, 6, 6, 6, 7, 8, 9)}
+BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU
 
 # name, n, m, deferred batch norm, the published row that is alike
 PIPELINES = (
-    ("pipeline n2m2", 2, 2, True, None),
-    ("pipeline n2m4", 2, 4, True, None),
-    ("pipeline n2m4 not deferred", 2, 4, False, "pipeline-256"),
-    ("pipeline n8m8", 8, 8, True, None),
+    ("GPipe n2m2", 2, 2, True, None),
+    ("GPipe n2m4", 2, 4, True, None),
+    ("GPipe n2m4 plain BN", 2, 4, False, "pipeline-256"),
+    ("GPipe n8m4", 8, 4, True, None),
 )
 
 
@@ -93,7 +93,7 @@ def small_rows() -> tuple[AccuracyRow, ...]:
     return (
         replace(SMALL, name="plain", configuration="plain", published="dataparallel-256"),
         *(
-            replace(SMALL, name=name, configuration="pipeline", partitions=n, chunks=m, checkpoint="except_last",
+            replace(SMALL, name=name, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last",
                     balance=BALANCES[n], deferred_batch_norm=deferred, over="plain", published=published)
             for name, n, m, deferred, published in PIPELINES
         ),

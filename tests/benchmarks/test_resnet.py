@@ -195,13 +195,16 @@ def test_the_flat_state_goes_back_to_torchvision(original):
 
 
 @needs_torchvision
-@pytest.mark.parametrize(("blocks", "width", "layers"), [((1, 1, 1, 1), 16, 51), ((2, 1, 3, 1), 8, 84)])
-def test_smaller_resnets_keep_the_structure(meta, blocks, width, layers):
-    model = resnet(blocks, width=width, num_classes=5)
+@pytest.mark.parametrize(
+    ("blocks", "width", "expansion", "layers"), [((1, 1, 1, 1), 16, 4, 51), ((2, 1, 3, 1), 8, 1, 84)]
+)
+def test_smaller_resnets_keep_the_structure(meta, blocks, width, expansion, layers):
+    model = resnet(blocks, width=width, expansion=expansion, num_classes=5)
     names = [name for name, _ in model.named_children()]
     assert len(names) == layers
     assert [name for name in names if name in NAMES] == names, "its layers are called as ResNet-101's"
     assert model.get_submodule("layer1_0_conv2").out_channels == width
+    assert model.get_submodule("layer4_0_conv3").out_channels == 512 * expansion
     assert model(torch.empty(2, 3, 32, 32)).shape == (2, 5)
 
 
