@@ -96,8 +96,9 @@ def _reached(experiment: Experiment, results: Results, papers: Results) -> Table
 
 def _trained(experiment: Experiment, results: Results, papers: Results) -> Table:
     rows = []
+    compared = any(result.scale == "paper" for result in results.values())  # the speed of another model tells nothing
     for result in results.values():
-        config, paper = result.config, _paper(result, papers)
+        config = result.config
         differences = result.values.get("running_statistics_difference")
         plain = config["partitions"] is None
         rows.append(
@@ -108,20 +109,21 @@ def _trained(experiment: Experiment, results: Results, papers: Results) -> Table
                 "-" if plain else str(config["chunks"]),
                 "deferred" if config["deferred_batch_norm"] else "plain",
                 _throughput(result),
-                _paper_throughput(paper),
+                *([_paper_throughput(_paper(result, papers))] if compared else []),
                 f"{max(differences):.0e}" if differences else "",
             ]
         )
-    headings = ["row", "batch", "n", "m", "batch\nnorm", "samples/s", "published", "running\nstatistics"]
+    headings = ["row", "batch", "n", "m", "batch\nnorm", "samples/s", *(["published"] if compared else []),
+                "running\nstatistics"]  # fmt: skip
     notes = [
         "samples/s: median over epochs, reading data included, evaluation not",
         "batch norm: deferred keeps running statistics of mini-batches, plain of what it sees, micro-batches or shares",
     ]
     if any("running_statistics_difference" in result.values for result in results.values()):
         notes.append(
-            "running statistics: the largest relative difference, over all seeds, layers and the last epoch, of batch norm's "
-            "running mean or variance from those that torch's batch norm keeps of the same values, each mini-batch "
-            "undivided: rounding alone where deferred"
+            "running statistics: largest relative difference, over all seeds and layers, of batch norm's running mean "
+            "or variance from what torch's batch norm, in the last epoch, made of the same values in undivided "
+            "mini-batches; where deferred, rounding should be all there is"
         )
     return Table(f"{experiment.title}: how they were trained", headings, rows, notes)
 

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,10 +54,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{folder}: another run keeps its checkpoints there; wait for it, or name another --out"
             ) from error
-
-    def close(self) -> None:
-        """Let other runs use the folder."""
-        self.lock.close()
+        self.close = weakref.finalize(self, self.lock.close)  # lets other runs use the folder
 
     def path(self, name: str, depends_on: Json) -> Path:
         """Return where the training called `name`, whose course depends on all this, has its checkpoint."""
