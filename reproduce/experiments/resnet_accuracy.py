@@ -83,7 +83,7 @@ BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` 
 PIPELINES = (
     ("GPipe n2m2", 2, 2, True, None),
     ("GPipe n2m4", 2, 4, True, None),
-    ("GPipe n2m4 plain BN", 2, 4, False, "pipeline-256"),
+    ("plain BN n2m4", 2, 4, False, "pipeline-256"),
     ("GPipe n8m4", 8, 4, True, None),
 )
 

@@ -89,7 +89,7 @@ def test_small() -> None:
         ["plain", "12.00 +- 2.00", "", "", "", "22.02 +- 0.11"],
         ["GPipe n2m2", "13.00 +- 1.00", "+1.00", "3.00", "same", ""],
         ["GPipe n2m4", "21.00 +- 1.00", "+9.00", "3.00", "differs", ""],
-        ["GPipe n2m4 plain BN", "needs 2 devices", "", "", "", "21.99 +- 0.13"],
+        ["plain BN n2m4", "needs 2 devices", "", "", "", "21.99 +- 0.13"],
         ["GPipe n8m4", "needs 8 devices", "", "", "", ""],
     ]
     assert list(trained.rows[2]) == ["GPipe n2m4", "128", "2", "4", "deferred", "500", "4e-07"]

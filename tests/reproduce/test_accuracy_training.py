@@ -35,7 +35,7 @@ def test_a_pipeline_is_what_the_row_says() -> None:
     assert isinstance(model, GPipe)
     assert (model.chunks, model.checkpoint, model.balance) == (4, "except_last", [9, 42])
     assert sum(isinstance(layer, DeferredBatchNorm) for layer in model.modules()) == 16
-    plain_norm = AccuracyTraining(ROWS["GPipe n2m4 plain BN"], CPU, 0, STEPS).model
+    plain_norm = AccuracyTraining(ROWS["plain BN n2m4"], CPU, 0, STEPS).model
     assert not any(isinstance(layer, DeferredBatchNorm) for layer in plain_norm.modules())
 
 

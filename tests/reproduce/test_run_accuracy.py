@@ -252,8 +252,11 @@ def test_paper_scale_asks_for_imagenet(
     assert not list((tmp_path / "out").glob("*.json"))
 
 
-def test_from_end_to_end(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, "--out", str(tmp_path), "--row", "plain", "--seeds", "1"]) == 0
+def test_from_end_to_end(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*ARGUMENTS, "--out", ".", "--row", "plain", "--seeds", "1"]) == 0
     out, _ = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= WIDTH and "GPipe" not in out.replace("kakaobrain/torchgpipe", "")
     assert "mean +- standard deviation over 1 seed" in " ".join(out.split())
