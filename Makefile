@@ -12,7 +12,7 @@ help:
 	@echo "make reproduce            run every experiment here, one model after another"
 	@echo "make reproduce-amoebanet  run the AmoebaNet-D experiments here (ARGS='--scale small --steps 5')"
 	@echo "make reproduce-unet       run the U-Net experiments here"
-	@echo "make reproduce-resnet     run the ResNet-101 experiments here"
+	@echo "make reproduce-resnet     run the ResNet-101 experiments here (DATA=folder of ImageNet)"
 	@echo "make results              write anew all tables that are made from records"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff and mypy"
@@ -45,6 +45,7 @@ reproduce-unet: $(READY)
 
 reproduce-resnet: $(READY)
 	$(BIN)/python -m reproduce run resnet101-speed $(ARGS)
+	$(BIN)/python -m reproduce run resnet101-accuracy $(if $(DATA),--data $(DATA)) $(ARGS)
 
 reproduce: reproduce-amoebanet reproduce-unet reproduce-resnet
 

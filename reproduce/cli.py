@@ -12,6 +12,7 @@ from typing import Literal
 import click
 
 from reproduce.commands.render import render_command
+from reproduce.datasets import DataError
 from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.experiments.choose import UnknownRowError, choose_rows
@@ -89,6 +90,19 @@ def list_experiments(on: str | None, devices: int | None) -> None:
     help="Run one more step of every speed row, and write when each of its tasks started and ended: as FILE.json "
     "for Perfetto, and as a picture, FILE.svg or .png.",
 )
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="ImageNet, for accuracy: train/<class>/*.JPEG and val/<class>/*.JPEG.",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="How often to train each row, for accuracy. Default: the scale's.",
+)
+@click.option("--fresh", is_flag=True, help="Start trainings anew, instead of going on from checkpoints.")
 def run(
     experiments: list[Experiment],
     scale: str | None,
@@ -99,15 +113,30 @@ def run(
     seed: int,
     rows: tuple[str, ...],
     trace: Path | None,
+    data: Path | None,
+    seeds: int | None,
+    fresh: bool,
 ) -> None:
     """Run EXPERIMENTS, print their tables and keep a record of them."""
     experiments = choose_rows(experiments, rows)
     for experiment in experiments:
         published(experiment.table)  # a broken checkout should be noticed now
     found = find_devices(on, devices)
+    trained = [experiment for experiment in experiments if experiment.measures == "accuracy"]
+    if not trained and (data is not None or seeds is not None or fresh):
+        raise click.UsageError("--data, --seeds and --fresh are for experiments on accuracy: run resnet101-accuracy")
+    if trained and scale is None:
+        scale = "small" if data is None else "paper"
     chosen = choose_scale(experiments, found, scale)
     prepare_folder(out)
     tracer = None if trace is None else _tracer(trace, experiments, chosen, found)
+    accuracy = None
+    if trained:
+        from reproduce.run_accuracy import Accuracy
+
+        accuracy = Accuracy(out / "checkpoints", data=data, seeds=seeds, fresh=fresh)
+        for experiment in trained:
+            accuracy.prepare(experiment, chosen, seed)
 
     recorder = new_recorder(
         out,
@@ -120,6 +149,7 @@ def run(
         command=["python", "-m", "reproduce", *sys.argv[1:]],
         settings={
             "steps": steps,
+            "seeds": seeds,
             **({"rows": list(rows)} if rows else {}),
             **{each.name: each.scale(chosen).settings() for each in experiments},
         },
@@ -134,7 +164,15 @@ def run(
     try:
         with interruptible() as check:
             runner = Runner(
-                found, recorder, progress, scale=chosen, seed=seed, steps=steps, check=check, trace=tracer
+                found,
+                recorder,
+                progress,
+                scale=chosen,
+                seed=seed,
+                steps=steps,
+                check=check,
+                trace=tracer,
+                accuracy=accuracy,
             )
             recorder.save()
             for experiment in experiments:
@@ -195,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
-    except (DevicesError, ScaleError, UnknownRowError) as error:
+    except (DataError, DevicesError, ScaleError, UnknownRowError) as error:
         return _complain(str(error), 2)
     except RecordError as error:
         return _complain(str(error), 1)

@@ -49,6 +49,11 @@ class Progress:
         """Expect no more steps of a job."""
         self.jobs.pop(job, None)
 
+    def skip(self, job: str, steps: int) -> None:
+        """Expect so many fewer steps of a job: they were done before."""
+        if job in self.jobs:
+            self.jobs[job].left = max(0, self.jobs[job].left - steps)
+
     def limit(self, prefix: str, seconds: float) -> None:
         """Expect all jobs whose name starts with `prefix` to end within so many seconds from now."""
         self.deadlines[prefix] = self.clock() + seconds

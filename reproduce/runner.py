@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from reproduce.record import Result
 from reproduce.recorder import Recorder
 from reproduce.timeline import StepTimeline
 from reproduce.training import Balancer, FakeData, Training, size_names
+
+if TYPE_CHECKING:
+    from reproduce.run_accuracy import Accuracy
 
 __all__ = ["UNITS", "Runner"]
 
@@ -32,6 +36,15 @@ UNITS = {
     "utilization": "share of the time that each device was busy, from 0 to 1",
     "utilization_problem": "why there is no utilization",
     "bubble": "share of the devices' time, from the first task to the last, in which they waited, from 0 to 1",
+    "seed": "seed that the training of the epoch started from",
+    "epoch": "number of the epoch, from 1; series of one row belong together, value by value",
+    "top1_error": "%, after the epoch",
+    "train_loss": "1, mean over the epoch",
+    "epoch_time": "s, of training alone, reading data included",
+    "learning_rate": "1, of the epoch's last step",
+    "samples_per_epoch": "count",
+    "resumed_after": "[seed, epoch] after which the training was continued by another run",
+    "running_statistics_difference": "1, largest of any batch norm in the last epoch, for each finished seed; relative",
 }
 
 
@@ -49,12 +62,13 @@ class Runner:
         steps: int | None = None,
         check: Callable[[], None] = lambda: None,
         trace: Callable[[str, str, StepTimeline], None] | None = None,
+        accuracy: Accuracy | None = None,
     ) -> None:
         """Prepare to run.
 
         `steps` replaces the number of timed steps, and the time limit, of speed experiments. `check` is called
         between steps, and raises where the run is to end. `trace` is given experiment, row and timeline of one
-        more step of every speed row.
+        more step of every speed row. `accuracy` is what experiments on accuracy need.
         """
         self.devices = devices
         self.recorder = recorder
@@ -64,10 +78,16 @@ class Runner:
         self.steps = steps
         self.check = check
         self.trace = trace
+        self.accuracy = accuracy
         self.balancer = Balancer(devices)
 
     def plan(self, experiment: Experiment) -> None:
         """Tell the progress display what is to come."""
+        if experiment.measures == "accuracy":
+            from reproduce.run_accuracy import plan_accuracy
+
+            plan_accuracy(self, experiment)
+            return
         scale = experiment.scale(self.scale)
         steps = scale.steps
         if experiment.measures != "memory":
@@ -79,10 +99,11 @@ class Runner:
     def run(self, experiment: Experiment) -> None:
         """Run one experiment."""
         from reproduce.run_ablation import run_ablation
+        from reproduce.run_accuracy import run_accuracy
         from reproduce.run_memory import run_memory
         from reproduce.run_speed import run_speed
 
-        ways = {"speed": run_speed, "memory": run_memory, "ablation": run_ablation}
+        ways = {"speed": run_speed, "memory": run_memory, "ablation": run_ablation, "accuracy": run_accuracy}
         with self.devices.in_use():
             ways[experiment.measures](self, experiment)
         for row in experiment.scale(self.scale).rows:

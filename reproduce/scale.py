@@ -27,6 +27,8 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
         for scale in experiments[0].scales
         if all(scale.name in [other.name for other in experiment.scales] for experiment in experiments)
     ]
+    if not common:
+        raise ScaleError("the rows that were chosen have no scale in common; run them apart")
     if asked is not None and asked not in common:
         raise ScaleError(f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}")
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from reproduce.ablation_table import ablation_tables
+from reproduce.accuracy_table import accuracy_tables
 from reproduce.experiments import EXPERIMENTS
 from reproduce.layout import Table, many
 from reproduce.memory_tables import memory_tables
@@ -16,7 +17,12 @@ from reproduce.speed_table import speed_tables
 
 __all__ = ["document", "tables"]
 
-MAKERS: dict[str, Any] = {"speed": speed_tables, "memory": memory_tables, "ablation": ablation_tables}
+MAKERS: dict[str, Any] = {
+    "speed": speed_tables,
+    "memory": memory_tables,
+    "ablation": ablation_tables,
+    "accuracy": accuracy_tables,
+}
 
 
 def tables(record: Record, experiment: str | None = None) -> list[Table]:

@@ -42,13 +42,10 @@ def _resnet101() -> nn.Sequential:
     return resnet101()
 
 
-def _resnet14() -> nn.Sequential:
-    """Build a ResNet of one bottleneck per stage, a quarter as wide."""
-    from benchmarks.models.resnet import from_torchvision, import_torchvision
+def _resnet(blocks: int, width: int, expansion: int) -> nn.Sequential:
+    from benchmarks.models.resnet import resnet
 
-    resnet = import_torchvision()
-    thin = type("ThinBottleneck", (resnet.Bottleneck,), {"expansion": 1})
-    return from_torchvision(resnet.ResNet(thin, [1, 1, 1, 1], width_per_group=16))
+    return resnet((blocks,) * 4, width=width, expansion=expansion)
 
 
 # name -> (the names of its sizes, its builder), the names as in the published tables
@@ -56,7 +53,7 @@ MODELS: dict[str, tuple[tuple[str, ...], Callable[..., nn.Sequential]]] = {
     "AmoebaNet-D": (("L", "D"), _amoebanetd),
     "U-Net": (("B", "C"), _unet),
     "ResNet-101": ((), _resnet101),
-    "ResNet-14": ((), _resnet14),
+    "ResNet": (("blocks", "width", "expansion"), _resnet),
 }
 
 

@@ -10,8 +10,9 @@ Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03
 from __future__ import annotations
 
 import importlib
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +24,10 @@ from torchgpipe.skip import Namespace, pop, skippable, stash
 if TYPE_CHECKING:
     from torchvision.models.resnet import Bottleneck, ResNet
 
-__all__ = ["AddIdentity", "StashIdentity", "from_torchvision", "resnet101"]
+__all__ = ["RESNET101", "AddIdentity", "StashIdentity", "flat_state", "from_torchvision", "resnet", "resnet101",
+           "torchvision_state"]  # fmt: skip
+
+RESNET101 = (3, 4, 23, 3)  # bottlenecks in each stage
 
 
 @skippable(stash=["identity"])
@@ -124,6 +128,35 @@ def from_torchvision(model: ResNet) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers(model)))
 
 
+def resnet(
+    blocks: Sequence[int] = RESNET101, *, width: int = 64, expansion: int = 4, num_classes: int = 1000
+) -> nn.Sequential:
+    """Build a ResNet of bottlenecks with random weights, by torchvision; by default ResNet-101.
+
+    Args:
+        blocks: bottlenecks in each of the four stages.
+        width: channels within the first stage's bottlenecks, doubled by every stage.
+        expansion: what goes from bottleneck to bottleneck has 64 times as many channels, doubled by every stage.
+        num_classes: outputs.
+
+    Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes).
+
+    Raises:
+        ImportError: torchvision is missing or broken.
+        TypeError, ValueError: a size is not an int, or below 1; there are not four stages.
+    """
+    if len(blocks) != 4:
+        raise ValueError(f"blocks must be four numbers, one for each stage, got {len(blocks)}: use {RESNET101}")
+    for count in blocks:
+        check_size("blocks", count)
+    check_size("width", width)
+    check_size("expansion", expansion)
+    check_size("num_classes", num_classes)
+    module = import_torchvision()
+    bottleneck = type("Bottleneck", (module.Bottleneck,), {"expansion": expansion})
+    return from_torchvision(module.ResNet(bottleneck, list(blocks), num_classes=num_classes, width_per_group=width))
+
+
 def resnet101(num_classes: int = 1000) -> nn.Sequential:
     """Build ResNet-101 with random weights, the same as torchvision's after the same seed.
 
@@ -133,5 +166,21 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
         ImportError: torchvision is missing or broken.
         TypeError, ValueError: `num_classes` is not an int, or below 1.
     """
-    check_size("num_classes", num_classes)
-    return from_torchvision(import_torchvision().resnet101(num_classes=num_classes))
+    return resnet(num_classes=num_classes)
+
+
+def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename a torchvision ResNet's state for the flat model, or for a `GPipe` of it.
+
+        model.load_state_dict(flat_state(torch.load("resnet101.pth", weights_only=True)))
+
+    The tensors are shared. A state that is flat already is returned as it is; `load_state_dict` tells what else does
+    not fit.
+    """
+    return {re.sub(r"^(layer\d)\.(\d+)\.", r"\1_\2_", key).replace("_downsample.", "_add.downsample."): value
+            for key, value in state.items()}  # fmt: skip
+
+
+def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename a flat model's state for torchvision's ResNet: the inverse of `flat_state`."""
+    return {re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key): value for key, value in state.items()}

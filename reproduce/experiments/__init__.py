@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from reproduce.experiments import amoebanet, resnet, unet
+from reproduce.experiments import amoebanet, resnet, resnet_accuracy, unet
+from reproduce.experiments.recipe import AccuracyRow, AccuracyScale
 from reproduce.experiments.row import AS_PUBLISHED, COMPONENTS, LIKE_PUBLISHED, Experiment, Optimizer, Row, Scale
 
-__all__ = ["AS_PUBLISHED", "COMPONENTS", "EXPERIMENTS", "LIKE_PUBLISHED", "Experiment", "Optimizer", "Row", "Scale"]
+__all__ = [
+    "AS_PUBLISHED", "COMPONENTS", "EXPERIMENTS", "LIKE_PUBLISHED", "AccuracyRow", "AccuracyScale", "Experiment",
+    "Optimizer", "Row", "Scale",
+]  # fmt: skip
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -16,5 +20,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         unet.MEMORY,
         unet.ABLATION,
         resnet.SPEED,
+        resnet_accuracy.ACCURACY,
     )
 }

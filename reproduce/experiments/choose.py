@@ -35,7 +35,7 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list
         scales = tuple(
             replace(scale, rows=tuple(row for row in scale.rows if row.name in names)) for scale in each.scales
         )
-        if not all(scale.rows for scale in scales):
+        if not any(scale.rows for scale in scales):
             raise UnknownRowError(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out")
-        chosen.append(replace(each, scales=scales))
+        chosen.append(replace(each, scales=tuple(scale for scale in scales if scale.rows)))
     return chosen

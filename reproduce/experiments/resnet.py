@@ -19,7 +19,7 @@ BASE = Row(
     num_classes=1000,
 )
 # Four thin bottlenecks. A side of 64 leaves 2 x 2 pixels at the end, so that a lone sample can be normalized.
-SMALL = replace(BASE, model="ResNet-14", input_shape=(3, 64, 64))
+SMALL = replace(BASE, model="ResNet", size=(1, 16, 1), input_shape=(3, 64, 64))
 
 CHUNKS = (4, 32)
 

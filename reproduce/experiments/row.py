@@ -139,7 +139,7 @@ class Experiment:
 
     name: str
     title: str
-    measures: Literal["speed", "memory", "ablation"]
+    measures: Literal["speed", "memory", "ablation", "accuracy"]
     table: str
     scales: tuple[Scale, ...]
     notes: tuple[str, ...] = ()

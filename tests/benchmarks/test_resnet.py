@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models import resnet101
-from benchmarks.models.resnet import AddIdentity, StashIdentity, from_torchvision
+from benchmarks.models.resnet import (
+    AddIdentity,
+    StashIdentity,
+    flat_state,
+    from_torchvision,
+    resnet,
+    torchvision_state,
+)
+from torchgpipe import GPipe
 from torchgpipe.skip import verify_skippables
 
 try:
@@ -164,6 +172,42 @@ def test_layers_are_shared_with_the_original(original):
     assert {id(p) for p in flat.parameters()} == {id(p) for p in original.parameters()}
 
 
+@needs_torchvision
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_torchvision_weights_load_into_the_flat_model(original, images, pipelined):
+    """As a user loads a downloaded file: every key fits, and the outputs are equal to the bit."""
+    flat = resnet101()
+    if pipelined:
+        flat = GPipe(flat, [140, 230], devices=["cpu", "cpu"], chunks=1)
+    flat.load_state_dict(flat_state(original.state_dict()))
+    assert flat.eval()(images).equal(original.eval()(images))
+
+
+@needs_torchvision
+def test_the_flat_state_goes_back_to_torchvision(original):
+    state = from_torchvision(original).state_dict()
+    assert list(flat_state(original.state_dict())) != list(original.state_dict())
+    assert {*flat_state(original.state_dict())} == {*state}
+    assert flat_state(state).keys() == state.keys(), "what is flat stays so"
+    other = torchvision_resnet.resnet101()
+    other.load_state_dict(torchvision_state(state))
+    assert all(a.equal(b) for a, b in zip(other.state_dict().values(), original.state_dict().values(), strict=True))
+
+
+@needs_torchvision
+@pytest.mark.parametrize(
+    ("blocks", "width", "expansion", "layers"), [((1, 1, 1, 1), 16, 4, 51), ((2, 1, 3, 1), 8, 1, 84)]
+)
+def test_smaller_resnets_keep_the_structure(meta, blocks, width, expansion, layers):
+    model = resnet(blocks, width=width, expansion=expansion, num_classes=5)
+    names = [name for name, _ in model.named_children()]
+    assert len(names) == layers
+    assert [name for name in names if name in NAMES] == names, "its layers are called as ResNet-101's"
+    assert model.get_submodule("layer1_0_conv2").out_channels == width
+    assert model.get_submodule("layer4_0_conv3").out_channels == 512 * expansion
+    assert model(torch.empty(2, 3, 32, 32)).shape == (2, 5)
+
+
 # Misuse
 
 
@@ -185,6 +229,19 @@ def test_model_that_cannot_be_regrouped(meta, build, message):
 def test_no_class():
     with pytest.raises(ValueError, match=r"^num_classes must be at least 1, got 0"):
         resnet101(num_classes=0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "width", "message"),
+    [
+        ((1, 1, 1), 64, "blocks must be four numbers, one for each stage, got 3: "),
+        ((1, 0, 1, 1), 64, "blocks must be at least 1, got 0: "),
+        ((1, 1, 1, 1), 0, "width must be at least 1, got 0: "),
+    ],
+)
+def test_sizes_that_no_resnet_has(blocks, width, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        resnet(blocks, width=width)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ SMALL = ("--on", "cpu", "--scale", "small")
         (["run"], 2, "Missing argument 'EXPERIMENTS...'"),
         (["run", "amoebanet-sped"], 2, "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed"),
         (["run", "x"], 2, "there are amoebanet-speed, amoebanet-memory"),
+        (["run", "amoebanet-speed", "--seeds", "2"], 2, "--data, --seeds and --fresh are for experiments on accuracy"),
         (["run", "amoebanet-speed", "--stepps", "3"], 2, "--stepps"),
         (["run", "amoebanet-speed", "--steps", "0"], 2, "'--steps': 0 is not in the range x>=1"),
         (["run", "amoebanet-speed", "--steps", "many"], 2, "'--steps': 'many' is not a valid integer range"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import reproduce.devices
 import reproduce.training
-from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment
 
 PROFILE_SECONDS = 0.05
 CORES = 2  # whatever this machine has: tests run small things, and two threads run anywhere
@@ -34,13 +35,31 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
     return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
 
 
-TINY = {
-    name: tiny(EXPERIMENTS[original], name)
-    for name, original in (
-        ("tiny-speed", "amoebanet-speed"),
-        ("tiny-memory", "amoebanet-memory"),
-        ("tiny-ablation", "unet-ablation"),
+def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
+    """Return the experiment with a `small` scale of two epochs of two steps, as `name`."""
+    small = experiment.scale("small")
+    assert isinstance(small, AccuracyScale) and small.made is not None
+    rows = tuple(
+        replace(row, batch_size=16, recipe=replace(row.recipe, epochs=EPOCHS, lr_decay_epochs=(1,)))
+        for row in small.rows
+        if row.name in ("plain", "GPipe n2m4", "GPipe n8m4")
     )
+    made = replace(small.made, train_size=32, val_size=16)
+    scale = replace(small, rows=rows, made=made, memory=0, seeds=2)
+    return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
+
+
+EPOCHS = int(os.environ.get("TINY_EPOCHS", "2"))
+TINY = {
+    **{
+        name: tiny(EXPERIMENTS[original], name)
+        for name, original in (
+            ("tiny-speed", "amoebanet-speed"),
+            ("tiny-memory", "amoebanet-memory"),
+            ("tiny-ablation", "unet-ablation"),
+        )
+    },
+    "tiny-accuracy": tiny_accuracy(EXPERIMENTS["resnet101-accuracy"], "tiny-accuracy"),
 }
 
 if __name__ == "__main__":
@@ -50,11 +69,15 @@ if __name__ == "__main__":
     from reproduce.cli import main
 
     if os.environ.get("TINY_SLEEP"):  # make every step last, to be interrupted
-        step = reproduce.training.Training.step
+        from reproduce.accuracy_training import AccuracyTraining
 
-        def slow(self: reproduce.training.Training) -> object:
-            time.sleep(float(os.environ["TINY_SLEEP"]))
-            return step(self)
+        def slow(step: Callable[..., object]) -> Callable[..., object]:
+            def sleep(*arguments: object) -> object:
+                time.sleep(float(os.environ["TINY_SLEEP"]))
+                return step(*arguments)
 
-        reproduce.training.Training.step = slow
+            return sleep
+
+        for training in (reproduce.training.Training, AccuracyTraining):
+            training.step = slow(training.step)
     sys.exit(main())

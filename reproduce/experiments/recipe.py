@@ -1,0 +1,109 @@
+"""Describe a training that is run to its end: recipes, and the rows and scales of experiments on accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reproduce.decode import Json
+from reproduce.experiments.row import Row, Scale
+
+__all__ = ["AccuracyRow", "AccuracyScale", "Made", "Recipe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Say how long a training takes, and at which learning rates.
+
+    The learning rate grows with the batch size: it is `base_lr`, times `batch_size / base_batch_size` where that is
+    above 1. It gets there within the first `warmup_epochs`, from `base_lr` in equal steps, one for each mini-batch
+    (Goyal et al., arXiv:1706.02677, section 2.2), and is multiplied by `lr_decay` at each of `lr_decay_epochs`.
+    """
+
+    epochs: int
+    base_lr: float
+    base_batch_size: int = 256
+    warmup_epochs: int
+    lr_decay_epochs: tuple[int, ...]
+    lr_decay: float
+
+    def peak(self, batch_size: int) -> float:
+        """Return the learning rate after the warm-up."""
+        return self.base_lr * self.scaling(batch_size)
+
+    def scaling(self, batch_size: int) -> float:
+        """Return what the batch size multiplies the learning rate by."""
+        return max(1.0, batch_size / self.base_batch_size)
+
+    def learning_rate(self, batch_size: int, epoch: float) -> float:
+        """Return the learning rate after so many epochs; a fraction is a place within an epoch."""
+        warmed_up = 1.0 if self.warmup_epochs == 0 else min(1.0, epoch / self.warmup_epochs)
+        scaling = 1.0 + warmed_up * (self.scaling(batch_size) - 1.0)
+        decays = sum(epoch >= at for at in self.lr_decay_epochs)
+        return self.base_lr * scaling * self.lr_decay**decays
+
+    def config(self, batch_size: int) -> dict[str, Json]:
+        """Return the recipe under the names of the published table."""
+        return {
+            "lr": self.peak(batch_size),
+            "base_lr": self.base_lr,
+            "lr_scaling": f"linear in batch/{self.base_batch_size}, at least 1",
+            "warmup_epochs": self.warmup_epochs,
+            "lr_decay_epochs": list(self.lr_decay_epochs),
+            "lr_decay": self.lr_decay,
+            "epochs": self.epochs,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyRow(Row):
+    """Configure one training to its end.
+
+    `gpus` is how many devices share every mini-batch where there is no pipeline (`torch.nn.DataParallel`). `data` says
+    how the data are read, under the names of the published table.
+    """
+
+    num_classes: int
+    recipe: Recipe
+    gpus: int = 1
+    deferred_batch_norm: bool = False
+    data: tuple[tuple[str, Json], ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Count the devices that the row needs."""
+        return self.partitions or self.gpus
+
+    def config(self, size_names: tuple[str, ...]) -> dict[str, Json]:
+        """Return the row as a record's `config`, under the names of the published table."""
+        return {
+            **super().config(size_names),
+            **self.recipe.config(self.batch_size),
+            "gpus": self.devices,
+            "deferred_batch_norm": self.deferred_batch_norm,
+            **dict(self.data),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Ask for a data set that the program makes (`reproduce.datasets.Gratings`), out of these numbers and a seed."""
+
+    train_size: int
+    val_size: int
+    classes: int
+    image_size: int
+    noise: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyScale(Scale):
+    """Choose an experiment's sizes; every row is trained `seeds` times. `made` is None where the user brings data."""
+
+    rows: tuple[AccuracyRow, ...]
+    steps: int = 0  # as many as the recipe's epochs have
+    seeds: int
+    made: Made | None
+
+    def settings(self) -> dict[str, Json]:
+        """Return how often each row is trained, and on what, as a run's record keeps it."""
+        return {"seeds": self.seeds, "made": None if self.made is None else vars(self.made)}

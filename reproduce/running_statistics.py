@@ -1,0 +1,74 @@
+"""Compare batch norm's running statistics with those that it would have kept of undivided mini-batches.
+
+Two trainings cannot be compared here. A micro-batch is normalized by its own mean and variance, so from the first
+batch norm on a pipeline's layers see other values than a plain model's, and its parameters go another way. What has to
+be the same is what a layer makes of the values that it sees. So beside every batch norm of the pipeline, statistics are
+kept by PyTorch's own batch norm of the same values, all micro-batches of a mini-batch joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchgpipe import is_recomputing
+
+__all__ = ["Undivided"]
+
+
+class Undivided:
+    """Keep the running statistics of undivided mini-batches, from now on, for every batch norm of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [_Layer(layer) for layer in model.modules() if isinstance(layer, _BatchNorm)]
+
+    def end_mini_batch(self) -> None:
+        """Update the statistics from what the layers have seen since the last time."""
+        for layer in self.layers:
+            layer.update()
+
+    def difference(self) -> float:
+        """Return the largest difference of a layer's running mean or variance, relative to its largest value."""
+        return max((_relative(*pair) for layer in self.layers for pair in layer.pairs()), default=0.0)
+
+    def close(self) -> None:
+        """Stop looking at the model."""
+        for layer in self.layers:
+            layer.hook.remove()
+
+
+class _Layer:
+    """Keep the statistics beside one batch norm."""
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        assert layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None
+        self.layer = layer
+        self.mean, self.var = layer.running_mean.clone(), layer.running_var.clone()
+        self.momentum: float = layer.momentum
+        self.seen: list[Tensor] = []
+        self.hook = layer.register_forward_pre_hook(self.see)
+
+    def see(self, layer: nn.Module, inputs: Any) -> None:
+        """Remember a micro-batch. Each layer's come one after another, in the thread of its partition."""
+        if layer.training and not is_recomputing():
+            self.seen.append(inputs[0].detach())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take what was seen as one mini-batch."""
+        seen, self.seen = self.seen, []
+        F.batch_norm(torch.cat(seen), self.mean, self.var, training=True, momentum=self.momentum)
+
+    def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the layer's running mean and variance, each with that of undivided mini-batches."""
+        assert self.layer.running_mean is not None and self.layer.running_var is not None
+        return (self.layer.running_mean, self.mean), (self.layer.running_var, self.var)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
