@@ -6,10 +6,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test lint benchmark reproduce-amoebanet clean
+.PHONY: help setup test lint benchmark reproduce-amoebanet compare report clean
 
 help:
 	@echo "make reproduce-amoebanet  run the AmoebaNet-D experiments here (ARGS='--scale small --steps 5')"
+	@echo "make compare A=… B=…      compare two sides: records, folders, git revisions (ARGS='--metric speedup')"
+	@echo "make report               write results/report.html, a page of everything in results/"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff and mypy"
 	@echo "make benchmark            cost of the machinery per task, beside a plain loop"
@@ -35,6 +37,13 @@ benchmark: $(READY)
 
 reproduce-amoebanet: $(READY)
 	$(BIN)/python -m reproduce run amoebanet-speed amoebanet-memory $(ARGS)
+
+compare: $(READY)
+	@$(BIN)/python -m reproduce compare $(if $(A),'$(A)',$(error make compare A=... B=...: A is missing)) \
+	  $(if $(B),'$(B)',$(error make compare A=... B=...: B is missing)) $(if $(C),'$(C)') $(ARGS)
+
+report: $(READY)
+	$(BIN)/python -m reproduce report $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import tabulate
 
-__all__ = ["WIDTH", "Table", "failures", "many", "span"]
+__all__ = ["WIDTH", "Table", "bullets", "failures", "many", "span"]
 
 WIDTH = 80
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
@@ -27,8 +27,8 @@ class Table:
     def text(self) -> str:
         """Return the table for a terminal."""
         body = self._tabulate(self.rows, self.headings, "simple")
-        notes = [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in self.notes]
-        return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *([""] if notes else []), *notes])
+        notes = ["", bullets(self.notes)] if self.notes else []
+        return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *notes])
 
     def markdown(self) -> str:
         """Return the table as Markdown."""
@@ -42,6 +42,13 @@ class Table:
             rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
         )
         return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def bullets(notes: Sequence[str], wrap: bool = True) -> str:
+    """Return the notes as a list, wrapped for a terminal or not."""
+    if not wrap:
+        return "\n".join(f"- {note}" for note in notes)
+    return "\n".join(textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes)
 
 
 def failures(failed: Sequence[tuple[str, str]]) -> list[str]:

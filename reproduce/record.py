@@ -93,7 +93,7 @@ class Run:
 
     state: Literal["running", "finished", "interrupted"]
     command: list[str]
-    seed: int
+    seed: int | None  # None where another program ran, which does not tell
     started: str
     ended: str | None
     device: str
