@@ -20,8 +20,8 @@ from typing import Literal
 from reproduce.decode import DecodeError, Json, decode
 from reproduce.upgrade import UPGRADES, upgrade
 
-__all__ = ["FORMAT", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run", "load", "parse",
-           "read_json", "save", "write_atomically"]  # fmt: skip
+__all__ = ["FORMAT", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run",
+           "hardware_name", "load", "parse", "read_json", "save", "write_atomically"]  # fmt: skip
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 2
@@ -246,11 +246,17 @@ def _check(record: Record) -> None:
         first = seen.setdefault((result.experiment, result.scale, result.device, result.row, result.hardware), i)
         if first != i:
             raise DecodeError(f"{here}: {result.row!r} of {result.experiment} stands in results[{first}] already")
-        if result.status == "predicted" and result.hardware is None:
+        if result.status == "predicted" and hardware_name(record, result) is None:
             raise DecodeError(f"{here}.hardware: missing; a prediction names the hardware description it was made with")
         steps, rounds = result.samples.get("step_time"), result.samples.get("round")
         if steps is not None and rounds is not None and len(steps) != len(rounds):
             raise DecodeError(f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps")
+
+
+def hardware_name(record: Record, result: Result) -> str | None:
+    """Return the name of the hardware description that a row was predicted with: the row's own, or its record's."""
+    name = result.hardware or (record.hardware or {}).get("name")
+    return name if isinstance(name, str) else None
 
 
 def _refuse_constant(name: str) -> float:

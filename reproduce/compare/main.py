@@ -58,7 +58,7 @@ def answer(names: Sequence[str], question: Question) -> tuple[str, str | None]:
     else:
         tables = [grid for each in comparisons for grid in pivot(each, sides, question.rows, question.columns)]
     terminal = question.style == "text"
-    parts = [each.text() if terminal else each.markdown() for each in tables]
+    parts = [(each.text() if terminal else each.markdown()).rstrip() for each in tables]
     if not parts:
         parts = ["no row has numbers on two sides" if question.rows is None else "no row has all of the grid's fields"]
     return "\n\n".join([*parts, bullets([*legend(sides, rule), *notes], wrap=terminal)]) + "\n", complaint

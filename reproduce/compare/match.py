@@ -2,7 +2,7 @@
 
 Two rows have the same configuration if no field that both record differs, but for what a run chooses by itself, such
 as a profiled balance. A published row is also matched with the rows that are marked as reproducing it: with those of
-its own configuration where there are any, else with all, at whatever scale; what then differs is told.
+its own configuration where a side has any, else with all, at whatever scale; what then differs is told.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
     """Put a published row on every line that reproduces it, or else where rows are placed."""
     name = f"{entry.result.experiment}/{entry.result.row}"
     reproducing = [line for line in lines if number not in line.entries and line.first.result.published == name]
-    for line in [line for line in reproducing if same_work(line.first, entry)] or reproducing:
-        line.entries[number] = entry
+    for side in {side for line in reproducing for side in line.entries}:
+        theirs = [line for line in reproducing if side in line.entries]
+        for line in [line for line in theirs if same_work(line.entries[side], entry)] or theirs:
+            line.entries[number] = entry
     if not reproducing:
         tables = {experiment.table: experiment.name for experiment in EXPERIMENTS.values()}
         _place(lines, number, entry, tables.get(entry.result.experiment, entry.result.experiment))

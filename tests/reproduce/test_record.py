@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.record import Git, Gpu, Machine, Record, RecordError, Result, Run, load, save, write_atomically
+from reproduce.record import (
+    Git,
+    Gpu,
+    Machine,
+    Record,
+    RecordError,
+    Result,
+    Run,
+    hardware_name,
+    load,
+    save,
+    write_atomically,
+)
 
 RUN = Run(
     state="finished",
@@ -116,6 +128,10 @@ GOOD = {
             "results[0].hardware: missing; a prediction names the hardware description it was made with",
         ),
         (
+            {**GOOD, "results": [{**ROW, "status": "predicted"}], "hardware": {"name": 3}},
+            "results[0].hardware: missing; a prediction names the hardware description it was made with",
+        ),
+        (
             {**GOOD, "results": [{**ROW, "samples": {"step_time": [1, 2], "round": [0]}}]},
             "results[0].samples.round: 1 rounds for 2 steps",
         ),
@@ -138,6 +154,16 @@ def test_refuses(content: bytes | dict[str, object], message: str, tmp_path: Pat
     with pytest.raises(RecordError) as caught:
         load(path)
     assert str(caught.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize("named", [{"row": "p40x8"}, {"record": "p40x8"}])
+def test_a_prediction_names_its_hardware(named: dict[str, str], tmp_path: Path) -> None:
+    rows = [Result("e", "r", "predicted", hardware=named.get("row"))]
+    hardware = {"name": named["record"], "devices": 8} if "record" in named else None
+    record = Record("name", "Title", "predicted", {}, rows, hardware=hardware)
+    save(record, tmp_path / "r.json")
+    found = load(tmp_path / "r.json")
+    assert found == record and hardware_name(found, found.results[0]) == "p40x8"
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

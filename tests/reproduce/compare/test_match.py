@@ -90,6 +90,17 @@ def test_a_published_row_goes_to_all_that_reproduce_it_at_another_scale(record: 
     assert not any(same_work(*line.entries.values()) for line in found)
 
 
+def test_a_published_row_goes_to_what_each_side_has_of_it(record: Make, row: MakeRow) -> None:
+    """One side may have run it as published, and another with a smaller model."""
+    exact = row("exact", 1.0, config={"L": 18, "partitions": 2, "chunks": 4}, published=N2M4)
+    found = lines(
+        [published("n2m4", **PAPER_CONFIG)],
+        [record(exact)],
+        [record(row("small", 1.0, config={"L": 6}, published=N2M4))],
+    )
+    assert shape(found) == [("exact", {1: "exact", 0: "n2m4"}), ("small", {2: "small", 0: "n2m4"})]
+
+
 def test_a_published_row_without_any_stands_alone_in_its_experiment() -> None:
     found = lines([published("n2m4", **PAPER_CONFIG), published("a", "another table")], [published("n2m4")])
     assert [(line.experiment, sorted(line.entries)) for line in found] == [

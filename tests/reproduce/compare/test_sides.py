@@ -27,7 +27,7 @@ def folder(tmp_path: Path, record: Make, row: MakeRow, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     measured = tmp_path / "results" / "measured"
     measured.mkdir(parents=True)
-    save(record(row("x", 2.0), row("y", 2.0)), measured / "old.json")
+    save(record(row("x", [2.0]), row("y", [2.0])), measured / "old.json")
 
     def git(*command: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, record: Make, row: MakeRow, monkeypatch: pytest.Monke
     git("add", ".")
     git("commit", "--no-verify", "-m", "old")
     git("tag", "before")
-    save(record(row("x", 1.0), started="2021-01-01T00:00:00Z"), measured / "new.json")
+    save(record(row("x", [1.0]), started="2021-01-01T00:00:00Z"), measured / "new.json")
     return measured
 
 
