@@ -12,6 +12,7 @@ from typing import Literal
 import click
 
 from reproduce.commands.compare import compare
+from reproduce.commands.report import report
 from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.interrupt import interruptible
@@ -162,6 +163,7 @@ def import_paper(source: Path, out: Path) -> None:
 
 
 cli.add_command(compare)
+cli.add_command(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

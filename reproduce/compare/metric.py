@@ -20,13 +20,16 @@ LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model
 BYTES = {"bytes": 1, "MiB": 2**20, "MB": 10**6, "GiB": 2**30, "GB": 10**9}
 
 
+Round = tuple[str, str, float]  # record, when its run started, number of the round
+
+
 @dataclass(frozen=True)
 class Reading:
-    """Hold what a row says of a metric: an exact number or samples, and the rounds that these were taken in."""
+    """Hold what a row says of a metric: an exact number or samples, and the rounds of a run that these are of."""
 
     measurement: Measurement
     unit: str
-    rounds: Sequence[float] = field(default_factory=tuple)
+    rounds: Sequence[Round] = field(default_factory=tuple)
 
     @property
     def middle(self) -> float:
@@ -59,23 +62,25 @@ def read(entry: Entry, metric: str) -> Reading | None:
     if metric in ("throughput", "speedup"):
         if steps:
             times = [result.config["batch_size"] / seconds for seconds in steps]
-            return Reading(times, "samples/s", result.samples.get("round", ()))
+            return Reading(times, "samples/s", _rounds(entry))
         return _exact(result.values.get("throughput"), "samples/s")
     if metric == "time":
         taken = steps or result.samples.get("time", [])
         if taken:
-            return Reading(taken, "s", result.samples.get("round", ()))
+            return Reading(taken, "s", _rounds(entry))
         return _exact(result.values.get("step_time"), "s")
     if metric == "memory":
         return _exact(_sum(result.values.get("peak_allocated")), "bytes")
     if metric == "reserved":
         return _exact(_sum(result.values.get("peak_reserved")) or _published_memory(entry), "bytes")
     if metric in result.samples:
-        return Reading(result.samples[metric], unit.get(metric, ""), result.samples.get("round", ()))
+        return Reading(result.samples[metric], unit.get(metric, ""), _rounds(entry))
     found = result.values.get(metric)
+    if metric == "utilization" and unit.get(metric) == "%":
+        return _exact(found / 100 if _is_number(found) else None, "share")
     if isinstance(found, list) and found and all(_is_number(each) for each in found):
         found = statistics.mean(found)
-    return _exact(found, unit.get(metric, ""))
+    return _exact(found, "share" if metric == "utilization" else unit.get(metric, ""))
 
 
 def over(reading: Reading, base: Reading) -> Reading:
@@ -99,6 +104,13 @@ def available(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         names.update(dict.fromkeys((*entry.result.samples, *entry.result.values)))
     return [name for name in names if any(read(entry, name) for entry in entries)]
+
+
+def _rounds(entry: Entry) -> Sequence[Round]:
+    """Name the rounds so that those of different runs are different."""
+    record = entry.record
+    started = record.run.started if record.run is not None else ""
+    return [(record.name, started, number) for number in entry.result.samples.get("round", ())]
 
 
 def _exact(value: Json, unit: str) -> Reading | None:

@@ -11,6 +11,7 @@ import pytest
 
 from reproduce.compare.judge import Comparison, compare, verdict
 from reproduce.compare.match import match
+from reproduce.compare.metric import over, read
 from reproduce.compare.sides import gather
 from reproduce.decide import Decision, Rule
 from reproduce.record import Record, Result
@@ -140,6 +141,26 @@ def test_speed_up_is_taken_within_sides_and_rounds(record: Make, row: MakeRow) -
     found = only(*sides, metric="speedup")
     assert found.relative and ratios(found) == {"y": 0.75} and said(found)["y"] == "worse"
     assert said(only(*sides, metric="throughput"))["y"] == "~", "which absolute numbers cannot show"
+
+
+def test_rounds_of_different_runs_are_not_paired(record: Make, row: MakeRow) -> None:
+    """A round is a moment of one run: the first rounds of two runs have nothing in common."""
+    drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    one_run = gather("A", "a", [record(row("x", drift), row("y", drift, over="x"))])
+    two_runs = gather("B", "b", [record(row("x", drift)), record(row("y", drift, over="x"), started="2021")])
+    for side, paired in ((one_run, True), (two_runs, False)):
+        x, y = (read(entry, "throughput") for entry in side.entries)
+        assert x is not None and y is not None
+        assert bool(over(y, x).rounds) == paired
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "share"), [(44, "%", 0.44), ([0.4, 0.6], "share of the time", 0.5), (0.4, "share", 0.4)]
+)
+def test_utilization_is_read_as_a_share(value: object, unit: str, share: float, row: MakeRow) -> None:
+    record = Record("r", "T", "measured", {"utilization": unit}, [row("x", values={"utilization": value})])
+    found = read(gather("A", "a", [record]).entries[0], "utilization")
+    assert found is not None and found.middle == pytest.approx(share)
 
 
 def test_memory_does_not_depend_on_the_machine(record: Make, row: MakeRow) -> None:
