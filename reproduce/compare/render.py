@@ -138,7 +138,7 @@ def number(reading: Reading) -> str:
     value = reading.middle
     if reading.unit in BYTES:
         value *= BYTES[reading.unit]
-        return f"{value / GiB:.2f} GiB" if value >= 10 * GiB else f"{value / MiB:.4g} MiB"
+        return f"{value / GiB:.2f} GiB" if value >= GiB else f"{value / MiB:.4g} MiB"
     return _digits(value)
 
 

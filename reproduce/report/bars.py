@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-import matplotlib
 from matplotlib.patches import Patch
 
 from reproduce.compare.metric import BYTES
 from reproduce.decode import Json
 from reproduce.report.curves import COLORS
-from reproduce.report.figure import BACK, DEVICES, SERIES, STYLE, new_figure, svg
+from reproduce.report.figure import BACK, DEVICES, SERIES, new_figure, styled, svg
 from reproduce.report.gather import Source, Subject
 
 __all__ = ["ablation_figures", "memory_figures"]
@@ -30,7 +30,7 @@ def memory_figures(subject: Subject) -> list[tuple[str, str]]:
             if stacks:
                 caption = f"Peak of {name} memory, each device stacked on the one before; {source.label}."
                 figures.append((_stacked(f"{subject.name}-{source.label}-{name}", source, stacks, name), caption))
-        if source.kind == "published" and (stacks := _published(source)):
+        if source.kind == "published" and not _ablated(subject) and (stacks := _published(source)):
             caption = "Reserved memory, summed over devices; published. What each device held was not published."
             figures.append((_stacked(f"{subject.name}-published-memory", source, stacks, "reserved"), caption))
     return figures
@@ -46,32 +46,48 @@ def _by_device(source: Source, kind: str) -> Stacks:
 
 
 def _published(source: Source) -> Stacks:
+    """Stack what was published of a row; what ran out of memory has no size, which is NaN here."""
+    unit = source.record.unit
+    names = [name for name in PARTS if unit.get(name) in BYTES]
     stacks: Stacks = {}
     for result in source.results:
-        parts = [
-            (said, result.values[name] * BYTES[source.record.unit[name]], SERIES[3 + i])
-            for i, (name, said) in enumerate(PARTS.items())
-            if result.values.get(name) is not None and source.record.unit.get(name) in BYTES
-        ]
-        if parts:
-            stacks[result.row] = parts
+        sizes = {name: result.values.get(name) for name in names}
+        if any(size is not None for size in sizes.values()):
+            stacks[result.row] = [
+                (
+                    PARTS[name],
+                    math.nan if size is None else size * BYTES[unit[name]],
+                    SERIES[3 + list(PARTS).index(name)],
+                )
+                for name, size in sizes.items()
+            ]
     return stacks
 
 
 def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
-    most = max(sum(size for _, size, _ in parts) for parts in stacks.values())
+    most = max(sum(size for _, size, _ in parts if math.isfinite(size)) for parts in stacks.values())
     unit, word = (GiB, "GiB") if most >= GiB else (MiB, "MiB")
     labels = {label: color for parts in stacks.values() for label, _, color in parts}
     figure = new_figure(0.95 + 0.27 * len(stacks) + 0.17 * ((len(labels) + 2) // 3))
-    with matplotlib.rc_context(STYLE):
+    with styled():
         axes = figure.add_subplot()
         axes.grid(axis="x")
         for place, parts in enumerate(stacks.values()):
             left = 0.0
             for _, size, color in parts:
+                if not math.isfinite(size):
+                    continue
                 axes.barh(place, size / unit, left=left, color=color, edgecolor=BACK, linewidth=0.7, height=0.72)
                 left += size / unit
-            axes.annotate(f"{left:.3g}", (left, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            known = all(math.isfinite(size) for _, size, _ in parts)
+            axes.annotate(
+                f"{left:.3g}" if known else f"{left:.3g} + ?",
+                (left, place),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
         axes.set_yticks(range(len(stacks)), list(stacks))
         axes.invert_yaxis()
         axes.set_xlim(0, most / unit * 1.14)
@@ -84,7 +100,7 @@ def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
     described = f"{kind} memory, {source.label}: " + "; ".join(
         f"{row} " + ", ".join(f"{label} {size / unit:.3g} {word}" for label, size, _ in parts)
         for row, parts in stacks.items()
-    )
+    ).replace(f"nan {word}", "unknown")
     return svg(figure, _name(name), described)
 
 
@@ -101,7 +117,7 @@ ABLATED = {
 def ablation_figures(subject: Subject) -> list[tuple[str, str]]:
     """Return a figure for each metric, with its caption, where the rows differ in the components that they have."""
     rows = subject.rows
-    if len({str(config.get("components")) for config in rows.values()}) < 2:
+    if not _ablated(subject):
         return []
     figures = []
     for metric, said in ABLATED.items():
@@ -111,6 +127,11 @@ def ablation_figures(subject: Subject) -> list[tuple[str, str]]:
             figure = _grouped(f"{subject.name}-{metric}", rows, shown, said)
             figures.append((figure, f"{said[0].upper()}{said[1:]}, as components are added one by one."))
     return figures
+
+
+def _ablated(subject: Subject) -> bool:
+    """Say whether the rows differ in the components that they have."""
+    return len({str(config.get("components")) for config in subject.rows.values()}) > 1
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
@@ -127,7 +148,7 @@ def _grouped(
 ) -> str:
     height = 0.8 / len(shown)
     figure = new_figure(0.8 + len(rows) * (0.15 + 0.19 * len(shown)))
-    with matplotlib.rc_context(STYLE):
+    with styled():
         axes = figure.add_subplot()
         axes.grid(axis="x")
         for i, (source, values) in enumerate(shown.items()):

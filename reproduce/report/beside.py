@@ -104,7 +104,11 @@ def _notes(subject: Subject, first: str, headings: set[str]) -> list[str]:
                     if ours.result.row != row:
                         names[ours.result.row] = None
             if fields:
-                notes.append(f"{source.label.capitalize()} did other work than published: {', '.join(fields)} differ.")
+                notes.append(f"{_capital(source.label)} did other work than published: {', '.join(fields)} differ.")
             if names:
-                notes.append(f"{source.label.capitalize()} shows its rows {', '.join(names)}.")
+                notes.append(f"{_capital(source.label)} shows its rows {', '.join(names)}.")
     return notes
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import matplotlib
 from matplotlib.axes import Axes
 
-from reproduce.report.figure import FAINT, SERIES, STYLE, new_figure, svg
+from reproduce.report.figure import FAINT, SERIES, new_figure, styled, svg
 from reproduce.report.gather import Source, Subject
 
 __all__ = ["COLORS", "ideal", "speed_up_figures"]
@@ -44,7 +43,7 @@ def _figure(
     fixed = len({m for _, m in places}) == 1
     at = {place: float(place[0]) if fixed else float(i) for i, place in enumerate(places)}
     figure = new_figure(2.6)
-    with matplotlib.rc_context(STYLE):
+    with styled():
         axes = figure.add_subplot()
         axes.grid(axis="y")
         fine = [(n, places[0][1]) for n in range(1, places[-1][0] + 1)] if fixed else places
@@ -52,7 +51,7 @@ def _figure(
                   ":", color=FAINT, label="ideal n·m/(n+m-1)")  # fmt: skip
         for source, points in curves:
             _draw(axes, source, {at[place]: points[place] for place in places if place in points})
-        axes.set_xticks(list(at.values()), [str(n) if fixed else f"n={n}\nm={m}" for n, m in places])
+        axes.set_xticks(list(at.values()), [_tick(*place, fixed) for place in places])
         axes.set_xlabel("n, partitions" if fixed else "")
         axes.set_title(f"{title if fixed else 'speed-up'}", loc="left", fontweight="bold")
         axes.set_ylim(bottom=0)
@@ -70,6 +69,12 @@ def _draw(axes: Axes, source: Source, points: Mapping[float, float]) -> None:
     line, marker = LOOKS[source.kind]
     axes.plot(list(points), list(points.values()), line, marker=marker, markersize=4.5, color=COLORS[source.kind],
               label=source.label)  # fmt: skip
+
+
+def _tick(n: int, m: int, fixed: bool) -> str:
+    if fixed:
+        return str(n)
+    return "plain" if n == m == 1 else f"n={n}\nm={m}"
 
 
 def _points(subject: Subject, source: Source, places: Mapping[str, Place]) -> dict[Place, float]:

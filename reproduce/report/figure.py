@@ -10,11 +10,13 @@ from __future__ import annotations
 import html
 import io
 import re
+from contextlib import AbstractContextManager
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
-__all__ = ["BACK", "DEVICES", "FAINT", "SERIES", "TEXT", "new_figure", "svg"]
+__all__ = ["BACK", "DEVICES", "FAINT", "SERIES", "TEXT", "new_figure", "styled", "svg"]
 
 WIDTH = 3.75  # inches of 96 CSS pixels: a small phone's screen without its margins
 POINTS, PIXELS = 72, 96  # per inch
@@ -26,7 +28,7 @@ VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"} | {
     color: f"--{name}{i}" for name, colors in (("s", SERIES), ("d", DEVICES)) for i, color in enumerate(colors)
 }
 
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
     "font.size": 9,
@@ -56,16 +58,21 @@ STYLE = {
 }
 
 
+def styled() -> AbstractContextManager[None]:
+    """Draw within this, for axes take their style when they are made."""
+    return matplotlib.rc_context(STYLE)
+
+
 def new_figure(height: float) -> Figure:
     """Return an empty figure of the page's width and a height in inches."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
     """Return the figure as an SVG element; `name` keeps its ids apart from those of the page's other figures."""
     text = io.StringIO()
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     content = text.getvalue()
     content = content[content.index("<svg") :]

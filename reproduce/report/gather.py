@@ -56,7 +56,9 @@ class Source:
             return reading
         base = self.find(first, f"{table}/{first}")
         below = None if base is None else read(base, metric)
-        return None if below is None else over(reading, below)
+        if below is None or base is None or entry is None:
+            return None
+        return Reading(1.0, "") if entry.result is base.result else over(reading, below)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ def _predicted(experiment: str, records: Sequence[Record]) -> list[Source]:
         results = [result for result in record.results if result.experiment == experiment]
         if record.kind == "predicted" and results:
             names = dict.fromkeys(filter(None, (hardware_name(record, result) for result in results)))
-            found.append(Source("predicted", f"predicted {', '.join(names)}", record, results))
+            found.append(Source("predicted", f"predicted ({', '.join(names)})", record, results))
     return found
 
 
@@ -145,8 +147,8 @@ def _measured(experiment: str, records: Sequence[Record]) -> list[Source]:
                 groups.setdefault((result.scale, result.device), []).append(result)
         for (scale, device), results in groups.items():
             verb = "counted" if device == "meta" else "measured"
-            label = " ".join(filter(None, [verb, scale, None if device == "meta" else device and device.upper()]))
-            source = Source("measured", label, record, results)
+            where = ", ".join(filter(None, [scale, device.upper() if device and device != "meta" else None]))
+            source = Source("measured", f"{verb} ({where})" if where else verb, record, results)
             other = best.get((scale, device))
             if other is None or _count(source) >= _count(other):
                 best[scale, device] = source

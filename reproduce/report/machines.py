@@ -65,6 +65,10 @@ def _listed(value: Mapping[str, Json]) -> str:
     parts = []
     for name, item in value.items():
         if item is not None:
-            said = ", ".join(map(str, item)) if isinstance(item, list) else str(item)
+            said = ", ".join(map(_said, item)) if isinstance(item, list) else _said(item)
             parts.append(f"{name.replace('_', ' ')}: {said}")
     return "; ".join(parts)
+
+
+def _said(value: Json) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -34,7 +34,8 @@ def page(records: Sequence[Record]) -> str:
     parts = [
         f"<h1>{TITLE}</h1>",
         '<p class="lead">The papers&rsquo; experiments on pipeline parallelism, with what was published, what is '
-        "predicted and what was measured side by side. Every number is worked out from a record; nothing is typed by hand.</p>",
+        "predicted and what was measured side by side. Every number is worked out from a record, and none is typed "
+        "by hand.</p>",
         _key(records),
         _navigation([*(subject.name for subject in shown), "timelines", "machines"]),
         *(_section(subject) for subject in shown),
@@ -89,7 +90,10 @@ def _beside(table: Beside) -> str:
             groups[-1] = heading, groups[-1][1] + 1
         else:
             groups.append((heading, 1))
-    over = "".join(f'<th colspan="{count}" scope="colgroup">{escape(name)}</th>' for name, count in groups)
+    over = "".join(
+        f'<th colspan="{count}" scope="colgroup">{escape(name)}</th>' if name else f'<td colspan="{count}"></td>'
+        for name, count in groups
+    )
     under = "".join(
         f'<th scope="col" class="{"left" if i == 0 else ""}{column.source.kind if column.source else ""}">'
         f"{_link(column.source) if column.source else escape(column.heading)}</th>"
@@ -99,7 +103,7 @@ def _beside(table: Beside) -> str:
     for row in table.rows:
         cells = []
         for column, cell in zip(table.columns[1:], row[1:], strict=True):
-            kind = column.source.kind if column.source else ""
+            kind = column.source.kind if column.source else "field"
             label = f"{column.heading}, {column.source.label}" if column.source else column.heading
             cells.append(_cell(cell, label, kind))
         body.append(f'<tr><th scope="row" class="left">{escape(row[0])}</th>{"".join(cells)}</tr>')
@@ -115,7 +119,7 @@ def _link(source: Source) -> str:
 
 def _cell(text: str, label: str, kind: str = "") -> str:
     classes = " ".join(filter(None, [kind, "empty" if text in ("", "-") else ""]))
-    return f'<td class="{classes}" data-label="{escape(label)}">{escape(text)}</td>'
+    return f'<td class="{classes}" data-label="{escape(label)}"><span>{escape(text)}</span></td>'
 
 
 def _table(table: Table) -> str:
@@ -144,20 +148,25 @@ def _timelines() -> str:
         f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in timeline_figures()
     )
     return (
-        '<section id="timelines"><h2>timelines</h2><p class="lead">How schedules fill the devices&rsquo; time: a replay '
-        "of equal tasks, predicted and not measured. Backward takes twice as long as forward, recomputation as long as "
-        "forward, and copies nothing, so that all waiting is the schedule&rsquo;s own. The numbers are those of the "
-        f"micro-batches.</p><div class=figures>{drawn}</div></section>"
+        '<section id="timelines"><h2>timelines</h2><p class="lead">How schedules fill the devices&rsquo; time: a '
+        "replay of equal tasks, predicted and not measured. Backward takes twice as long as forward, recomputation as "
+        "long as forward, and copies nothing, so that all waiting is the schedule&rsquo;s own. Each picture is as wide "
+        f"as its step; the numbers are those of the micro-batches.</p><div class=figures>{drawn}</div></section>"
     )
 
 
 def _machines(records: Iterable[Record]) -> str:
-    ordered = sorted(records, key=lambda record: ["measured", "predicted", "published"].index(record.kind))
+    """Tell everything once, whichever records it is true of."""
+    groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
+    for record in sorted(records, key=lambda record: ["measured", "predicted", "published"].index(record.kind)):
+        groups.setdefault(tuple(facts(record).items()), []).append(record)
     parts = []
-    for record in ordered:
-        lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in facts(record).items())
-        parts.append(f'<h3 id="machine-{escape(record.name)}">{escape(record.kind)}: {escape(record.title)}</h3>'
-                     f"<dl>{lines}</dl>")  # fmt: skip
+    for said, group in groups.items():
+        anchors = "".join(f'<span id="machine-{escape(record.name)}"></span>' for record in group)
+        lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in said)
+        parts.append(
+            f"<h3>{anchors}{group[0].kind}: {'; '.join(escape(record.title) for record in group)}</h3><dl>{lines}</dl>"
+        )
     return (
         '<section id="machines"><h2>machines</h2><p class="lead">What is behind every number: the machine, its '
         f"software and the run; or the publication; or the hardware description.</p>{''.join(parts)}</section>"

@@ -170,7 +170,7 @@ def test_what_is_not_there_is_refused(question: Question, message: str, paths: l
         (2.5e-5, "s", "2.50e-05"),
         (3 * 2**20, "bytes", "3 MiB"),
         (20.0, "GiB", "20.00 GiB"),
-        (1024.0, "MiB", "1024 MiB"),
+        (1024.0, "MiB", "1.00 GiB"),
     ],
 )
 def test_numbers(value: float, unit: str, text: str) -> None:
