@@ -76,8 +76,8 @@ def read(entry: Entry, metric: str) -> Reading | None:
     if metric in result.samples:
         return Reading(result.samples[metric], unit.get(metric, ""), _rounds(entry))
     found = result.values.get(metric)
-    if metric == "utilization" and unit.get(metric) == "%":
-        return _exact(found / 100 if _is_number(found) else None, "share")
+    if metric == "utilization" and unit.get(metric) == "%" and found is not None:
+        found /= 100
     if isinstance(found, list) and found and all(_is_number(each) for each in found):
         found = statistics.mean(found)
     return _exact(found, "share" if metric == "utilization" else unit.get(metric, ""))

@@ -125,7 +125,7 @@ def ablation_figures(subject: Subject) -> list[tuple[str, str]]:
         shown = {source: values for source, values in shown.items() if values}
         if shown:
             figure = _grouped(f"{subject.name}-{metric}", rows, shown, said)
-            figures.append((figure, f"{said[0].upper()}{said[1:]}, as components are added one by one."))
+            figures.append((figure, f"{said[0].upper()}{said[1:]} as components are added one by one."))
     return figures
 
 

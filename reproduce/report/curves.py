@@ -25,14 +25,14 @@ def speed_up_figures(subject: Subject) -> list[tuple[str, str]]:
     """Return figures with their captions: one for each m that several n share, or else one along the table's rows."""
     places = {row: _place(config) for row, config in subject.rows.items()}
     curves = [(source, points) for source in subject.sources if len(points := _points(subject, source, places)) > 1]
-    if not curves:
+    if not curves or len(set(places.values())) == 1:
         return []
     ns = sorted({n for n, _ in places.values()})
     base = ideal(*next(iter(places.values())))
     ms = sorted({m for _, m in places.values()})
     shared = [m for m in ms if sum(place[1] == m for place in places.values()) > 1]
     if len(shared) < len(ms):  # m changes along with n
-        along = list(places.values())
+        along = list(dict.fromkeys(places.values()))
         return [_figure(subject, curves, along, base, f"n and m as published, {subject.name}")]
     return [_figure(subject, curves, [(n, m) for n in ns], base, f"m = {m}") for m in shared]
 

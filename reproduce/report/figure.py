@@ -80,7 +80,7 @@ def svg(figure: Figure, name: str, description: str) -> str:
     content = re.sub(r"<!--.*?-->", "", content, flags=re.DOTALL)
     for color, variable in VARIABLES.items():
         content = content.replace(color, f"var({variable})")
-    content = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", content)
+    content = re.sub(r"(font: (?:\w+ )*?[\d.]+px|font-family:) [^;\"]*", r"\1 var(--font)", content)
     content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", content)
     width, height = (round(inches * PIXELS) for inches in figure.get_size_inches())
     opening = (

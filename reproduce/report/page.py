@@ -20,6 +20,7 @@ from reproduce.tables import tables
 __all__ = ["page"]
 
 STYLE = Path(__file__).with_name("style.css")
+DENSE = 11  # columns, from which on they are set closer
 TITLE = "GPipe: published, predicted, measured"
 KINDS = {"published": "by the papers", "predicted": "for a described machine", "measured": "on a real machine"}
 
@@ -28,7 +29,11 @@ def page(records: Sequence[Record]) -> str:
     """Return the page of everything that the records hold."""
     subjects = gather(records)
     # What has neither an experiment nor anything to lay beside it comes last, folded away.
-    others = [subject for subject in subjects if subject.name not in EXPERIMENTS and len(subject.sources) == 1]
+    others = [
+        subject
+        for subject in subjects
+        if subject.name not in EXPERIMENTS and all(source.kind == "published" for source in subject.sources)
+    ]
     shown = [subject for subject in subjects if subject not in others]
     used = {source.record.name: source.record for subject in subjects for source in subject.sources}
     parts = [
@@ -108,7 +113,8 @@ def _beside(table: Beside) -> str:
             cells.append(_cell(cell, label, kind))
         body.append(f'<tr><th scope="row" class="left">{escape(row[0])}</th>{"".join(cells)}</tr>')
     return (
-        f'<table><thead><tr class="groups">{over}</tr><tr>{under}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+        f'<div class="wide"><table class="{"dense" if len(table.columns) > DENSE else ""}">'
+        f'<thead><tr class="groups">{over}</tr><tr>{under}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
         + _notes(table.notes)
     )
 
@@ -164,9 +170,8 @@ def _machines(records: Iterable[Record]) -> str:
     for said, group in groups.items():
         anchors = "".join(f'<span id="machine-{escape(record.name)}"></span>' for record in group)
         lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in said)
-        parts.append(
-            f"<h3>{anchors}{group[0].kind}: {'; '.join(escape(record.title) for record in group)}</h3><dl>{lines}</dl>"
-        )
+        title = ", ".join(record.name for record in group) if len(group) > 1 else group[0].title
+        parts.append(f"<h3>{anchors}{group[0].kind}: {escape(title)}</h3><dl>{lines}</dl>")
     return (
         '<section id="machines"><h2>machines</h2><p class="lead">What is behind every number: the machine, its '
         f"software and the run; or the publication; or the hardware description.</p>{''.join(parts)}</section>"
