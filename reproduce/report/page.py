@@ -140,9 +140,8 @@ def _table(table: Table) -> str:
         + "</tr>"
         for row in table.rows
     )
-    return f"<h3>{escape(table.title)}</h3><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + _notes(
-        table.notes
-    )
+    made = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<h3>{escape(table.title)}</h3><div class="wide">{made}</div>{_notes(table.notes)}'
 
 
 def _notes(notes: Sequence[str]) -> str:
