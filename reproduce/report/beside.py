@@ -104,7 +104,7 @@ def _notes(subject: Subject, first: str, headings: set[str]) -> list[str]:
                     if ours.result.row != row:
                         names[ours.result.row] = None
             if fields:
-                notes.append(f"{_capital(source.label)} did other work than published: {', '.join(fields)} differ.")
+                notes.append(f"{_capital(source.label)} did other work than published, with other {', '.join(fields)}.")
             if names:
                 notes.append(f"{_capital(source.label)} shows its rows {', '.join(names)}.")
     return notes
