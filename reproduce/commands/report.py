@@ -26,15 +26,24 @@ RESULTS = ROOT / "results"
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Default: DIR/report.html."
 )
-def report(results: Path, out: Path | None) -> None:
+@click.option(
+    "--trace",
+    "traces",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Timeline of a measured step to draw, as run --trace writes it. May be given again.",
+)
+def report(results: Path, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write one page to look at: published, predicted and measured numbers, figures and machines."""
     need("scipy", "matplotlib")
     from reproduce.report.gather import FOLDERS, load_folder
     from reproduce.report.page import page
+    from reproduce.report.trace import read_trace
 
     records = load_folder(results)
     if not records:
         raise click.UsageError(f"--results {results}: no record (*.json) in its folders {', '.join(FOLDERS)}")
     path = out or results / "report.html"
-    write_atomically(path, page(records))
+    write_atomically(path, page(records, [read_trace(trace) for trace in traces]))
     click.echo(f"written: {path}")

@@ -14,8 +14,9 @@ from reproduce.report.beside import Beside, lay_beside
 from reproduce.report.curves import speed_up_figures
 from reproduce.report.gather import Source, Subject, gather
 from reproduce.report.machines import facts
-from reproduce.report.timelines import timeline_figures
+from reproduce.report.timelines import timeline_figures, trace_figures
 from reproduce.tables import tables
+from torchgpipe.replay import Timeline
 
 __all__ = ["page"]
 
@@ -25,8 +26,8 @@ TITLE = "GPipe: published, predicted, measured"
 KINDS = {"published": "by the papers", "predicted": "for a described machine", "measured": "on a real machine"}
 
 
-def page(records: Sequence[Record]) -> str:
-    """Return the page of everything that the records hold."""
+def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ()) -> str:
+    """Return the page of everything that the records hold, and of the timelines of measured steps, with titles."""
     subjects = gather(records)
     # What has neither an experiment nor anything to lay beside it comes last, folded away.
     others = [
@@ -44,7 +45,7 @@ def page(records: Sequence[Record]) -> str:
         _key(records),
         _navigation([*(subject.name for subject in shown), "timelines", "machines"]),
         *(_section(subject) for subject in shown),
-        _timelines(),
+        _timelines(traces),
         _machines(used.values()),
         _others(others),
         f"<footer>Made by <code>make report</code> from {many(len(records), 'record')}.</footer>",
@@ -73,7 +74,6 @@ def _navigation(names: Iterable[str]) -> str:
 
 def _section(subject: Subject) -> str:
     figures = [*speed_up_figures(subject), *memory_figures(subject), *ablation_figures(subject)]
-    drawn = "".join(f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in figures)
     details = []
     for record in {source.record.name: source.record for source in subject.measured}.values():
         for table in tables(record, subject.name) if subject.name in EXPERIMENTS else []:
@@ -83,7 +83,7 @@ def _section(subject: Subject) -> str:
         f'<section id="{escape(subject.name)}"><h2>{escape(subject.name)}</h2>'
         f'<p class="lead">{escape(subject.title)}</p>'
         f"{_beside(lay_beside(subject))}"
-        f"{f'<div class=figures>{drawn}</div>' if drawn else ''}{folded}</section>"
+        f"{_figures(figures)}{folded}</section>"
     )
 
 
@@ -148,16 +148,22 @@ def _notes(notes: Sequence[str]) -> str:
     return f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else ""
 
 
-def _timelines() -> str:
-    drawn = "".join(
-        f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in timeline_figures()
+def _timelines(traces: Sequence[tuple[str, Timeline]]) -> str:
+    measured = (
+        f'<h3>Measured</h3><p class="note">Copies are left out.</p>{_figures(trace_figures(traces))}' if traces else ""
     )
     return (
-        '<section id="timelines"><h2>timelines</h2><p class="lead">How schedules fill the devices&rsquo; time: a '
-        "replay of equal tasks, predicted and not measured. Backward takes twice as long as forward, recomputation as "
-        "long as forward, and copies nothing, so that all waiting is the schedule&rsquo;s own. Each picture is as wide "
-        f"as its step; the numbers are those of the micro-batches.</p><div class=figures>{drawn}</div></section>"
+        '<section id="timelines"><h2>timelines</h2><p class="lead">How schedules fill the devices&rsquo; time. The '
+        f"numbers are those of the micro-batches, and each picture is as wide as its step.</p>{measured}"
+        '<h3>Predicted: a replay of equal tasks</h3><p class="note">Backward takes twice as long as forward, '
+        "recomputation as long as forward, and copies nothing, so that all waiting is the schedule&rsquo;s own.</p>"
+        f"{_figures(timeline_figures())}</section>"
     )
+
+
+def _figures(figures: Sequence[tuple[str, str]]) -> str:
+    drawn = "".join(f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in figures)
+    return f'<div class="figures">{drawn}</div>' if drawn else ""
 
 
 def _machines(records: Iterable[Record]) -> str:

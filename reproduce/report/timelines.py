@@ -6,12 +6,14 @@ the schedule's own, the bubble.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from matplotlib.patches import Patch
 
 from reproduce.report.figure import BACK, SERIES, new_figure, styled, svg
 from torchgpipe.replay import Costs, Timeline, replay
 
-__all__ = ["SCHEDULES", "costs", "timeline_figures"]
+__all__ = ["SCHEDULES", "costs", "timeline_figures", "trace_figures"]
 
 COLORS = {"forward": SERIES[0], "recompute": SERIES[1], "backward": SERIES[2]}
 NAMES = {"forward": "forward", "recompute": "recomputation", "backward": "backward"}
@@ -34,6 +36,17 @@ def costs(n: int, m: int, checkpoint: str) -> Costs:
         backward=[[2 * forward] * n] * m,
         recompute=[[forward if i < recomputed else 0.0] * n for i in range(m)],
     )
+
+
+def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> list[tuple[str, str]]:
+    """Return a figure for each step that was measured, with its caption."""
+    return [
+        (
+            _figure(f"trace-{i}", title, timeline),
+            f"Measured: {title}; of {1000 * timeline.seconds:.3g} ms the devices wait {timeline.bubble:.0%}.",
+        )
+        for i, (title, timeline) in enumerate(traces)
+    ]
 
 
 def timeline_figures() -> list[tuple[str, str]]:
