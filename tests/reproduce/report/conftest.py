@@ -9,6 +9,7 @@ import pytest
 from reproduce.experiments import EXPERIMENTS
 from reproduce.record import Git, Gpu, Machine, Record, Result, Run
 from reproduce.report.gather import load_folder
+from reproduce.report.page import page
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
@@ -94,3 +95,9 @@ def everything(paper: list[Record]) -> list[Record]:
         if all("throughput" in row.values and row.values["throughput"] for row in table.results):
             records.append(predicted_from(table, experiment))
     return records
+
+
+@pytest.fixture(scope="session")
+def text(everything: list[Record]) -> str:
+    """Give the page of everything."""
+    return page(everything)
