@@ -77,9 +77,9 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
     """Put a row on the line that fits best, or on a new one."""
 
     def likeness(line: Line) -> int:
-        other = line.first.result
-        same = [getattr(other, name) == getattr(entry.result, name) for name in ("row", "scale", "device", "hardware")]
-        return sum(same)
+        other = line.first
+        same = [getattr(other.result, name) == getattr(entry.result, name) for name in ("row", "scale", "device")]
+        return sum([*same, other.hardware == entry.hardware])
 
     fitting = [
         line
@@ -118,12 +118,24 @@ def _label(lines: Sequence[Line]) -> None:
     """Name the lines after their rows, and after what else it takes to tell them apart."""
     for line in lines:
         line.label = line.first.result.row
-    for extra in ("scale", "device", "hardware"):
+    for extra in (_scale, _device, _hardware):
         for group in _alike(lines):
             for line in group:
-                found = getattr(line.first.result, extra)
-                if found is not None and len({getattr(other.first.result, extra) for other in group}) > 1:
+                found = extra(line.first)
+                if found is not None and len({extra(other.first) for other in group}) > 1:
                     line.label += f" ({found})"
+
+
+def _scale(entry: Entry) -> str | None:
+    return entry.result.scale
+
+
+def _device(entry: Entry) -> str | None:
+    return entry.result.device
+
+
+def _hardware(entry: Entry) -> str | None:
+    return entry.hardware
 
 
 def _alike(lines: Sequence[Line]) -> list[list[Line]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from reproduce.compare.foreign import from_pytest_benchmark, is_pytest_benchmark
-from reproduce.record import Record, RecordError, Result, parse, read_json
+from reproduce.record import Record, RecordError, Result, hardware_name, parse, read_json
 
 __all__ = ["Entry", "Side", "SideError", "gather", "load_side"]
 
@@ -25,6 +25,11 @@ class Entry:
 
     record: Record
     result: Result
+
+    @property
+    def hardware(self) -> str | None:
+        """Give the name of the hardware description that a prediction was made with."""
+        return hardware_name(self.record, self.result) if self.result.status == "predicted" else None
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def gather(letter: str, name: str, records: Sequence[Record]) -> Side:
     for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
         for result in record.results:
             count += 1
-            key = (result.experiment, result.scale, result.device, result.row, result.hardware)
+            key = (result.experiment, result.scale, result.device, result.row, hardware_name(record, result))
             newest.pop(key, None)
             newest[key] = Entry(record, result)
     return Side(letter, name, list(newest.values()), list(records), count - len(newest))

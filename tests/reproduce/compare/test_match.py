@@ -125,5 +125,18 @@ def test_values_of_a_line(name: str, expected: object, record: Make, row: MakeRo
     assert value(line, name) == expected
 
 
+def test_predictions_for_two_machines_are_two_rows(row: MakeRow) -> None:
+    """Whether the row names the hardware description, or its record does for all."""
+
+    def predicted(name: str, in_row: bool) -> Record:
+        result = row("x", status="predicted", hardware=name if in_row else None)
+        return Record(f"x-{name}", "T", "predicted", {}, [result], hardware=None if in_row else {"name": name})
+
+    for in_row in (True, False):
+        both = [predicted("p40", in_row), predicted("h100", in_row)]
+        found = lines(both, both[1:])
+        assert [(line.label, sorted(line.entries)) for line in found] == [("x (p40)", [0]), ("x (h100)", [0, 1])]
+
+
 def test_a_side_may_be_empty() -> None:
     assert match([Side("A", "a", [], [])]) == []
