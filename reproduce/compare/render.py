@@ -15,7 +15,7 @@ from reproduce.decide import Decision, Rule
 from reproduce.decode import Json
 from reproduce.layout import Table, many
 
-__all__ = ["as_csv", "as_json", "legend", "number", "table"]
+__all__ = ["as_csv", "as_json", "legend", "number", "table", "three_digits"]
 
 LABEL_WIDTH = 30  # of a row's name, before it is broken
 MiB, GiB = BYTES["MiB"], BYTES["GiB"]
@@ -139,14 +139,15 @@ def number(reading: Reading) -> str:
     if reading.unit in BYTES:
         value *= BYTES[reading.unit]
         return f"{value / GiB:.2f} GiB" if value >= GiB else f"{value / MiB:.4g} MiB"
-    return _digits(value)
+    return three_digits(value)
 
 
-def _digits(value: float) -> str:
-    if 1000 <= abs(value) < 1e13:
+def three_digits(value: float) -> str:
+    """Write a number with three digits, or all that stand before the point."""
+    if 999.5 <= abs(value) < 1e13:
         return f"{value:,.0f}"
-    if value == 0 or 1e-3 <= abs(value) < 1000:
-        return f"{value:.3g}"
+    if value == 0 or 1e-3 <= abs(value) < 1e13:
+        return f"{value:#.3g}".rstrip(".") if value else "0"
     return f"{value:.2e}"
 
 

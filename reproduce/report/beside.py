@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reproduce.compare.match import CHOSEN, differing
 from reproduce.compare.metric import Reading
-from reproduce.compare.render import number
+from reproduce.compare.render import number, three_digits
 from reproduce.report.gather import Source, Subject
 from reproduce.statistic import spread
 
@@ -74,7 +74,7 @@ def _cell(reading: Reading | None, subject: Subject, source: Source, row: str, m
         text = f"{reading.middle:.2f}" if metric == "speedup" else number(reading)
         if reading.samples is not None and reading.samples > 1:
             found = spread(reading.measurement)  # type: ignore[arg-type]
-            low, high = (f"{end:.2f}" if metric == "speedup" else f"{end:.3g}" for end in (found.low, found.high))
+            low, high = (f"{end:.2f}" if metric == "speedup" else three_digits(end) for end in (found.low, found.high))
             text += f" ({low}-{high})"
         return text
     entry = source.find(row, f"{subject.table}/{row}")

@@ -46,11 +46,11 @@ def test_two_sides(paths: list[str]) -> None:
         "e: throughput in samples/s; higher is better",
         "",
         "row A B B/A interval verdict",
-        "------------------- - -- ---- --------- -------",
-        "n2m1 8 8 1.00 0.99-1.01 ~",
-        "n2m4 8 16 2.00 1.98-2.02 better",
-        "n10m1 8 8 1.00 0.99-1.01 ~",
-        "n10m4 8 16 2.00 1.98-2.02 better",
+        "------------------- ---- ---- ---- --------- -------",
+        "n2m1 8.00 8.00 1.00 0.99-1.01 ~",
+        "n2m4 8.00 16.0 2.00 1.98-2.02 better",
+        "n10m1 8.00 8.00 1.00 0.99-1.01 ~",
+        "n10m4 8.00 16.0 2.00 1.98-2.02 better",
         "geometric mean of 4 1.41",
     ]
     assert "- A: a.json (1 record, measured on a CPU)" in lines
@@ -83,7 +83,7 @@ def test_a_gate_that_compares_nothing_is_shut(paths: list[str], record: Make, ro
 def test_markdown(paths: list[str]) -> None:
     text, _ = answer(paths[:2], Question(style="markdown"))
     assert text.startswith("## e: throughput in samples/s; higher is better\n\n| row ")
-    assert "| n2m4                | 8 | 16 | 2.00 | 1.98-2.02 |  better |" in text
+    assert "| n2m4                | 8.00 | 16.0 | 2.00 | 1.98-2.02 |  better |" in text
 
 
 def test_csv(paths: list[str]) -> None:
@@ -164,6 +164,9 @@ def test_what_is_not_there_is_refused(question: Question, message: str, paths: l
     ("value", "unit", "text"),
     [
         (16.25, "samples/s", "16.2"),
+        (16.0, "samples/s", "16.0"),
+        (132.4, "samples/s", "132"),
+        (999.7, "samples/s", "1,000"),
         (1234.5, "samples/s", "1,234"),
         (81505540.0, "count", "81,505,540"),
         (0.0, "", "0"),
