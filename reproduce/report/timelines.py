@@ -43,10 +43,14 @@ def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> list[tuple[str, str
     return [
         (
             _figure(f"trace-{i}", title, timeline),
-            f"Measured: {title}; of {1000 * timeline.seconds:.3g} ms the devices wait {timeline.bubble:.0%}.",
+            f"Measured: {title}; the devices wait {timeline.bubble:.0%} of {_duration(timeline.seconds)}.",
         )
         for i, (title, timeline) in enumerate(traces)
     ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def timeline_figures() -> list[tuple[str, str]]:
@@ -69,8 +73,9 @@ def _figure(name: str, title: str, timeline: Timeline) -> str:
         axes = figure.add_subplot()
         for event in timeline.events:
             width = event.end - event.start
+            edge = min(0.7, 30 * width / timeline.seconds)  # of narrow tasks, wide edges would look like a bubble
             axes.barh(event.partition, width, left=event.start, color=COLORS[event.kind], edgecolor=BACK, height=0.84,
-                      linewidth=0.7)  # fmt: skip
+                      linewidth=edge)  # fmt: skip
             if width / timeline.seconds > 0.018:
                 axes.annotate(str(event.micro_batch), (event.start + width / 2, event.partition), ha="center",
                               va="center", fontsize=7, color=BACK)  # fmt: skip

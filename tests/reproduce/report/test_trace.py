@@ -44,7 +44,7 @@ def test_a_timeline(tmp_path: Path) -> None:
         Event("backward", 1, 1, 4.0, 6.0),
     ]
     ((svg, caption),) = trace_figures([(title, timeline)])
-    assert caption == "Measured: unet-speed: pipeline-2; of 6e+03 ms the devices wait 67%."
+    assert caption == "Measured: unet-speed: pipeline-2; the devices wait 67% of 6 s."
     assert "unet-speed: pipeline-2" in svg and "recomputation" in svg
 
 
