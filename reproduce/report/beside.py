@@ -74,7 +74,7 @@ def _cell(reading: Reading | None, subject: Subject, source: Source, row: str, m
         text = f"{reading.middle:.2f}" if metric == "speedup" else number(reading)
         if reading.samples is not None and reading.samples > 1:
             found = spread(reading.measurement)  # type: ignore[arg-type]
-            low, high = (f"{end:.2f}" if metric == "speedup" else three_digits(end) for end in (found.low, found.high))
+            low, high = (f"{end:.2f}" if metric == "speedup" else three_digits(end or 0) for end in found[1:])
             text += f" ({low}-{high})"
         return text
     entry = source.find(row, f"{subject.table}/{row}")
