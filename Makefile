@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test lint benchmark reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results clean
+.PHONY: help setup test lint benchmark reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
 
 help:
 	@echo "make reproduce            run every experiment here, one model after another"
@@ -14,6 +14,8 @@ help:
 	@echo "make reproduce-unet       run the U-Net experiments here"
 	@echo "make reproduce-resnet     run the ResNet-101 experiments here (DATA=folder of ImageNet)"
 	@echo "make results              write anew all tables that are made from records"
+	@echo "make compare A=… B=…      compare two sides: records, folders, git revisions (ARGS='--metric speedup')"
+	@echo "make report               write results/report.html, a page of everything in results/"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff and mypy"
 	@echo "make benchmark            cost of the machinery per task, beside a plain loop"
@@ -51,6 +53,13 @@ reproduce: reproduce-amoebanet reproduce-unet reproduce-resnet
 
 results: $(READY)
 	$(BIN)/python -m reproduce render
+
+compare: $(READY)
+	@$(BIN)/python -m reproduce compare $(if $(A),'$(A)',$(error make compare A=... B=...: A is missing)) \
+	  $(if $(B),'$(B)',$(error make compare A=... B=...: B is missing)) $(if $(C),'$(C)') $(ARGS)
+
+report: $(READY)
+	$(BIN)/python -m reproduce report $(ARGS)
 
 # One experiment at a time, also under make -j: they would disturb each other's times.
 .NOTPARALLEL:

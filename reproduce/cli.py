@@ -11,7 +11,9 @@ from typing import Literal
 
 import click
 
+from reproduce.commands.compare import compare
 from reproduce.commands.render import render_command
+from reproduce.commands.report import report
 from reproduce.datasets import DataError
 from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
@@ -224,6 +226,8 @@ def import_paper(source: Path, out: Path) -> None:
         click.echo(_shown(path))
 
 
+cli.add_command(compare)
+cli.add_command(report)
 cli.add_command(render_command)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -59,8 +61,8 @@ def _decode(kind: Any, value: Json, where: str) -> Any:
 
 def _decode_plain(kind: Any, value: Json, where: str) -> Any:
     if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
+        return float(value) if abs(value) <= sys.float_info.max else _decode_plain(kind, math.inf, where)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise _misfit(where, PLAIN[kind], value)
     return value
 

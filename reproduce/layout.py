@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import tabulate
 
-__all__ = ["WIDTH", "Table", "failures", "in_lines", "many", "span"]
+__all__ = ["WIDTH", "Table", "bullets", "failures", "in_lines", "many", "span"]
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
@@ -28,8 +28,8 @@ class Table:
     def text(self) -> str:
         """Return the table for a terminal."""
         body = self._tabulate(self.rows, self.headings, "simple")
-        notes = [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in self.notes]
-        return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *([""] if notes else []), *notes])
+        notes = ["", bullets(self.notes)] if self.notes else []
+        return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *notes])
 
     def markdown(self, level: int = 2) -> str:
         """Return the table as Markdown, under a heading of that level."""
@@ -50,6 +50,13 @@ def in_lines(numbers: Sequence[str]) -> str:
     """Return a number for each device, four to a line."""
     lines = [numbers[i : i + DEVICES_PER_LINE] for i in range(0, len(numbers), DEVICES_PER_LINE)]
     return "\n".join("  ".join(line) for line in lines)
+
+
+def bullets(notes: Sequence[str], wrap: bool = True) -> str:
+    """Return the notes as a list, wrapped for a terminal or not."""
+    if not wrap:
+        return "\n".join(f"- {note}" for note in notes)
+    return "\n".join(textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes)
 
 
 def failures(failed: Sequence[tuple[str, str]]) -> list[str]:

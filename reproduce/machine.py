@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def versions() -> dict[str, str | None]:
 
         found["torchgpipe"] = torchgpipe.__version__
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+    driver = next(iter(_nvidia_smi("driver_version").values()), [None])[0]
+    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "driver": driver}
 
 
 def git(root: Path = ROOT) -> Git | None:
@@ -85,30 +87,49 @@ def _memory() -> int | None:
 def _gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
-    told = _nvidia_smi()
+    told = _nvidia_smi("clocks.max.sm", "clocks.max.memory", "power.limit", "pcie.link.gen.max", "pcie.link.width.max")
+    nvlinks = _nvlinks(_output("nvidia-smi", "nvlink", "--status") or "")
     found = []
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        driver, clock, power = told.get(str(properties.uuid), (None, None, None))
-        found.append(Gpu(properties.name, properties.total_memory, driver, clock, power))
+        uuid = str(properties.uuid)
+        clock, memory_clock, power, generation, width = told.get(uuid, [None] * 5)
+        links = [f"PCIe {generation}.0 x{width}"] if _number(generation) and _number(width) else []
+        links += [f"{nvlinks[uuid]} x NVLink"] if nvlinks.get(uuid) else []
+        found.append(
+            Gpu(
+                name=properties.name,
+                memory=properties.total_memory,
+                clock=_number(clock),
+                memory_clock=_number(memory_clock),
+                power_limit=_number(power),
+                link=", ".join(links) or None,
+            )
+        )
     return found
 
 
-def _nvidia_smi() -> dict[str, tuple[str | None, float | None, float | None]]:
-    """Return driver, highest clock in MHz and power limit in W of each GPU, by the GPU's UUID."""
-    query = "--query-gpu=uuid,driver_version,clocks.max.sm,power.limit"
-    found: dict[str, tuple[str | None, float | None, float | None]] = {}
-    for line in (_output("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4:
-            uuid, driver, clock, power = fields
-            found[uuid.removeprefix("GPU-")] = (driver, _number(clock), _number(power))
+def _nvidia_smi(*fields: str) -> dict[str, list[str | None]]:
+    """Return what nvidia-smi tells in these fields, for each GPU by its UUID."""
+    lines = _output("nvidia-smi", f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits") or ""
+    told = [[field.strip() for field in line.split(",")] for line in lines.splitlines()]
+    return {uuid.removeprefix("GPU-"): list(rest) for uuid, *rest in told if len(rest) == len(fields)}
+
+
+def _nvlinks(status: str) -> dict[str, int]:
+    """Count the working NVLinks of each GPU by its UUID, in what `nvidia-smi nvlink --status` prints."""
+    found: dict[str, int] = {}
+    for line in status.splitlines():
+        if (gpu := re.search(r"UUID: GPU-([0-9a-f-]+)", line)) is not None:
+            found[uuid := gpu[1]] = 0
+        elif found and re.search(r"Link \d+: [\d.]+ GB/s", line):
+            found[uuid] += 1
     return found
 
 
-def _number(text: str) -> float | None:
+def _number(text: str | None) -> float | None:
     try:
-        return float(text)
+        return None if text is None else float(text)
     except ValueError:
         return None
 

@@ -4,6 +4,7 @@ A record is a JSON file that says everything needed to read it later. Its requir
 
 - what is in it is as measured or as published; ratios and medians are worked out by whoever reads it;
 - it is replaced atomically, so that a kill at any moment leaves the old file or the new one;
+- a file of the version before is read as well, see `reproduce/upgrade.py`;
 - a foreign or broken file is refused with one line that says what is wrong where.
 """
 
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 from reproduce.decode import DecodeError, Json, decode
+from reproduce.upgrade import UPGRADES, upgrade
 
-__all__ = ["FORMAT", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run", "load", "save",
-           "write_atomically"]  # fmt: skip
+__all__ = ["FORMAT", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run",
+           "hardware_name", "load", "parse", "read_json", "save", "write_atomically"]  # fmt: skip
 
 FORMAT = "torchgpipe-reproduce"
-VERSION = 1
+VERSION = 2
 
 Status = Literal["measured", "published", "predicted", "out of memory", "needs devices", "failed", "not run"]
 
@@ -45,19 +47,24 @@ class Result:
     over_published: str | None = None  # the row that works most like the one the published speed-up is over
     published: str | None = None  # the published row that it reproduces
     reason: str | None = None  # of a status that is not a success
+    hardware: str | None = None  # the name of the hardware description that a prediction was made with
     values: dict[str, Json] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describe one CUDA device: memory in bytes, clocks in MHz, power limit in W where the driver tells."""
+    """Describe one CUDA device: memory in bytes, highest clocks in MHz, power limit in W where the driver tells.
+
+    `link` is what joins it to the rest of the machine, such as 'PCIe 5.0 x16, 18 x NVLink'.
+    """
 
     name: str
     memory: int
-    driver: str | None = None
-    max_clock: float | None = None
+    clock: float | None = None
+    memory_clock: float | None = None
     power_limit: float | None = None
+    link: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Run:
 
     state: Literal["running", "finished", "interrupted"]
     command: list[str]
-    seed: int
+    seed: int | None  # None where another program ran, which does not tell
     started: str
     ended: str | None
     device: str
@@ -122,9 +129,14 @@ def save(record: Record, path: Path) -> None:
     """Write `record` to `path` atomically.
 
     Raises:
-        RecordError: the file cannot be written.
+        RecordError: the file cannot be written, or could not be read again.
     """
-    write_atomically(path, _format({"format": FORMAT, "version": VERSION, **_fields(record)}) + "\n")
+    try:
+        _check(record)
+        text = _format({"format": FORMAT, "version": VERSION, **_fields(record)})
+    except ValueError as error:  # NaN, which JSON has no word for, or a record that contradicts itself
+        raise RecordError(f"{path}: cannot be written ({error})") from error
+    write_atomically(path, text + "\n")
 
 
 def _fields(value: Json) -> Json:
@@ -177,28 +189,74 @@ def load(path: Path) -> Record:
     """Read the record at `path`.
 
     Raises:
-        RecordError: no such file, not JSON, not a record, of another version, or broken somewhere.
+        RecordError: no such file, not JSON, not a record, of a version that is not read, or broken somewhere.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        content = path.read_bytes()
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
-    except json.JSONDecodeError as error:
-        raise RecordError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
-    except ValueError as error:
-        raise RecordError(f"{path}: {error}") from error
+    return parse(read_json(content, str(path)), str(path))
 
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise RecordError(f'{path}: not a record (its "format" is not "{FORMAT}")')
-    version = data.pop("version", None)
-    if version != VERSION:
-        raise RecordError(f"{path}: record version {version!r}; this program reads version {VERSION}")
+
+def read_json(content: bytes, where: str) -> Json:
+    """Parse the file called `where`.
+
+    Raises:
+        RecordError: it is not JSON.
+    """
     try:
-        return decode(Record, data)
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{where}: not a text file (byte {error.start} is not UTF-8)") from error
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{where}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+    except ValueError as error:
+        raise RecordError(f"{where}: {error}") from error
+    except RecursionError as error:
+        raise RecordError(f"{where}: not a record (its brackets are nested too deeply)") from error
+
+
+def parse(data: Json, where: str) -> Record:
+    """Turn the parsed file called `where` into a record, upgrading it where it is of an older version.
+
+    Raises:
+        RecordError: it is not a record, of a version that is not read, or broken somewhere.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise RecordError(f'{where}: not a record (its "format" is not "{FORMAT}")')
+    data = dict(data)
+    del data["format"]
+    version = data.pop("version", None)
+    if type(version) is not int or version not in (*UPGRADES, VERSION):
+        versions = " and ".join(map(str, (*UPGRADES, VERSION)))
+        raise RecordError(f"{where}: record version {version!r}; this program reads versions {versions}")
+    try:
+        record = decode(Record, upgrade(data, version))
+        _check(record)
     except DecodeError as error:
-        raise RecordError(f"{path}: {error}") from error
+        raise RecordError(f"{where}: {error}") from error
+    return record
+
+
+def _check(record: Record) -> None:
+    """Refuse what the types let pass and no reader could make sense of."""
+    seen: dict[tuple[str | None, ...], int] = {}
+    for i, result in enumerate(record.results):
+        here = f"results[{i}]"
+        first = seen.setdefault((result.experiment, result.scale, result.device, result.row, result.hardware), i)
+        if first != i:
+            raise DecodeError(f"{here}: {result.row!r} of {result.experiment} stands in results[{first}] already")
+        if result.status == "predicted" and hardware_name(record, result) is None:
+            raise DecodeError(f"{here}.hardware: missing; a prediction names the hardware description it was made with")
+        steps, rounds = result.samples.get("step_time"), result.samples.get("round")
+        if steps is not None and rounds is not None and len(steps) != len(rounds):
+            raise DecodeError(f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps")
+
+
+def hardware_name(record: Record, result: Result) -> str | None:
+    """Return the name of the hardware description that a row was predicted with: the row's own, or its record's."""
+    name = result.hardware or (record.hardware or {}).get("name")
+    return name if isinstance(name, str) else None
 
 
 def _refuse_constant(name: str) -> float:

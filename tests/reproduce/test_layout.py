@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reproduce.layout import WIDTH, Table, failures, many, span
+from reproduce.layout import WIDTH, Table, bullets, failures, many, span
 
 TABLE = Table("Title " * 30, ("name", "a\nb"), [("x", "1\n2"), ("long name", "0.10")], notes=["note " * 40])
 
@@ -49,3 +49,10 @@ def test_span(values: list[float], text: str) -> None:
 def test_failures_are_grouped_by_reason() -> None:
     assert failures([("a", "no"), ("b", "other"), ("c", "no")]) == ["failed: a, c: no", "failed: b: other"]
     assert failures([]) == []
+
+
+def test_bullets() -> None:
+    wrapped = bullets(["one", "word " * 20]).splitlines()
+    assert wrapped[0] == "- one" and wrapped[1].startswith("- word") and wrapped[2].startswith("  word")
+    assert max(map(len, wrapped)) <= WIDTH
+    assert bullets(["word " * 20], wrap=False).count("\n") == 0

@@ -6,10 +6,13 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from reproduce.machine import git, load_average, machine, versions
+from reproduce.record import Gpu
 
 
 def test_machine() -> None:
@@ -27,7 +30,39 @@ def test_versions() -> None:
     assert found["python"] == platform.python_version()
     assert found["torch"] is not None and torch.__version__.startswith(found["torch"].split("+")[0])
     assert found["torchgpipe"] == torchgpipe.__version__
-    assert {"click", "tabulate", "torchvision", "cuda", "cudnn"} <= set(found)
+    assert {"click", "tabulate", "torchvision", "cuda", "cudnn", "driver"} <= set(found)
+
+
+SMI = """\
+GPU-0a-1, 1980, 2619, 700.00, 5, 16
+GPU-0a-2, [N/A], [N/A], [N/A], [N/A], [N/A]
+"""
+NVLINK = """\
+GPU 0: NVIDIA H200 (UUID: GPU-0a-1)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+\t Link 2: <inactive>
+GPU 1: NVIDIA H200 (UUID: GPU-0a-2)
+\t Link 0: <inactive>
+"""
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's clocks, power limit and links come from its driver, and are None where it does not tell."""
+
+    def properties(i: int) -> SimpleNamespace:
+        return SimpleNamespace(name="NVIDIA H200", total_memory=1 << 37, uuid=f"0a-{i + 1}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr("reproduce.machine._output", lambda *command: NVLINK if "nvlink" in command else SMI)
+    assert machine().gpus == [
+        Gpu("NVIDIA H200", 1 << 37, 1980.0, 2619.0, 700.0, "PCIe 5.0 x16, 2 x NVLink"),
+        Gpu("NVIDIA H200", 1 << 37),
+    ]
+    monkeypatch.setattr("reproduce.machine._output", lambda *command: None)
+    assert machine().gpus == [Gpu("NVIDIA H200", 1 << 37)] * 2, "a machine without nvidia-smi"
 
 
 def test_load_average() -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from reproduce.record import Git, Gpu, Machine, Record, RecordError, Result, Run, load, save, write_atomically
+from reproduce.record import (
+    Git,
+    Gpu,
+    Machine,
+    Record,
+    RecordError,
+    Result,
+    Run,
+    hardware_name,
+    load,
+    save,
+    write_atomically,
+)
 
 RUN = Run(
     state="finished",
@@ -53,7 +66,7 @@ def test_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
 def test_is_written_for_people(tmp_path: Path) -> None:
     save(RECORD, tmp_path / "r.json")
     lines = (tmp_path / "r.json").read_text().splitlines()
-    assert lines[1:3] == [' "format": "torchgpipe-reproduce",', ' "version": 1,']
+    assert lines[1:3] == [' "format": "torchgpipe-reproduce",', ' "version": 2,']
     assert '    "step_time": [0.1, 1e-09]' in lines, "a list of values stands on one line"
     assert not any("reason" in line for line in lines[: lines.index('   "row": "s",')]), "what is not there is left out"
 
@@ -89,9 +102,10 @@ def test_is_written_in_one_replacement(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "t.md").exists()
 
 
+ROW = {"experiment": "e", "row": "r", "status": "measured"}
 GOOD = {
-    "format": "torchgpipe-reproduce", "version": 1, "name": "n", "title": "t", "kind": "measured", "unit": {},
-    "results": [{"experiment": "e", "row": "r", "status": "measured"}],
+    "format": "torchgpipe-reproduce", "version": 2, "name": "n", "title": "t", "kind": "measured", "unit": {},
+    "results": [ROW],
 }  # fmt: skip
 
 
@@ -104,15 +118,34 @@ GOOD = {
         (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
         (b"{}", 'not a record (its "format" is not "torchgpipe-reproduce")'),
         (b'{"format": "pytest-benchmark"}', 'not a record (its "format" is not "torchgpipe-reproduce")'),
-        ({**GOOD, "version": 2}, "record version 2; this program reads version 1"),
-        ({**GOOD, "version": None}, "record version None; this program reads version 1"),
+        (b"[" * 100_000, "not a record (its brackets are nested too deeply)"),
+        ({**GOOD, "version": 3}, "record version 3; this program reads versions 1 and 2"),
+        ({**GOOD, "version": None}, "record version None; this program reads versions 1 and 2"),
+        ({**GOOD, "version": True}, "record version True; this program reads versions 1 and 2"),
+        ({**GOOD, "results": [ROW, ROW]}, "results[1]: 'r' of e stands in results[0] already"),
+        (
+            {**GOOD, "results": [{**ROW, "status": "predicted"}]},
+            "results[0].hardware: missing; a prediction names the hardware description it was made with",
+        ),
+        (
+            {**GOOD, "results": [{**ROW, "status": "predicted"}], "hardware": {"name": 3}},
+            "results[0].hardware: missing; a prediction names the hardware description it was made with",
+        ),
+        (
+            {**GOOD, "results": [{**ROW, "samples": {"step_time": [1, 2], "round": [0]}}]},
+            "results[0].samples.round: 1 rounds for 2 steps",
+        ),
         ({**GOOD, "kind": "guessed"}, "kind: expected one of 'measured', 'published', 'predicted', got 'guessed'"),
         ({**GOOD, "results": [{"experiment": "e", "row": "r"}]}, "results[0].status: missing"),
         (
-            {**GOOD, "results": [{**GOOD["results"][0], "samples": {"step_time": ["1"]}}]},  # type: ignore[index]
+            {**GOOD, "results": [{**ROW, "samples": {"step_time": ["1"]}}]},
             "results[0].samples.step_time[0]: expected a number, got '1'",
         ),
         ({**GOOD, "unit": {"x": float("nan")}}, "NaN is not JSON"),
+        (
+            json.dumps({**GOOD, "results": [{**ROW, "samples": {"x": [7]}}]}).replace("7", "1e999").encode(),
+            "results[0].samples.x[0]: expected a number, got inf",
+        ),
     ],
 )
 def test_refuses(content: bytes | dict[str, object], message: str, tmp_path: Path) -> None:
@@ -123,6 +156,16 @@ def test_refuses(content: bytes | dict[str, object], message: str, tmp_path: Pat
     assert str(caught.value) == f"{path}: {message}"
 
 
+@pytest.mark.parametrize("named", [{"row": "p40x8"}, {"record": "p40x8"}])
+def test_a_prediction_names_its_hardware(named: dict[str, str], tmp_path: Path) -> None:
+    rows = [Result("e", "r", "predicted", hardware=named.get("row"))]
+    hardware = {"name": named["record"], "devices": 8} if "record" in named else None
+    record = Record("name", "Title", "predicted", {}, rows, hardware=hardware)
+    save(record, tmp_path / "r.json")
+    found = load(tmp_path / "r.json")
+    assert found == record and hardware_name(found, found.results[0]) == "p40x8"
+
+
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"r\.json: cannot be read \(No such file or directory\)"):
         load(tmp_path / "r.json")
@@ -131,3 +174,18 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"r\.json: cannot be written \(No such file or directory\)"):
         save(RECORD, tmp_path / "none" / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([replace(RESULTS[0], samples={"step_time": [float("nan")]})], "Out of range float values are not JSON"),
+        ([RESULTS[0], RESULTS[0]], "results[1]: 'r' of e stands in results[0] already"),
+        ([replace(RESULTS[0], status="predicted")], "results[0].hardware: missing"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(results: list[Result], message: str, tmp_path: Path) -> None:
+    save(RECORD, tmp_path / "r.json")
+    with pytest.raises(RecordError, match=re.escape(message)):
+        save(replace(RECORD, results=results), tmp_path / "r.json")
+    assert load(tmp_path / "r.json") == RECORD

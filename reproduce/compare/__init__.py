@@ -1,0 +1,1 @@
+"""Compare results: load sides, match their rows, judge what differs for real, render the tables."""

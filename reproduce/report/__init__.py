@@ -1,0 +1,1 @@
+"""Report results: one page to look at, with tables and figures made from records."""

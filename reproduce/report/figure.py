@@ -1,0 +1,91 @@
+"""Draw figures with matplotlib as SVG that lives in a page: its text is text, its colours are the page's.
+
+Matplotlib knows no CSS. So figures are drawn in colours that nothing else uses, and these are then replaced by CSS
+variables, which the page sets for light and for dark. Figures are as wide as a phone, whose text is then as large as
+the page's; a wider screen shows several in a row.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from contextlib import AbstractContextManager
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+__all__ = ["BACK", "DEVICES", "FAINT", "SERIES", "TEXT", "new_figure", "styled", "svg"]
+
+WIDTH = 3.75  # inches of 96 CSS pixels: a small phone's screen without its margins
+POINTS, PIXELS = 72, 96  # per inch
+
+TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
+SERIES = [f"#fe000{i}" for i in range(8)]  # of sources and of kinds of task
+DEVICES = [f"#fe001{i}" for i in range(8)]  # of the devices, one after another
+VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"} | {
+    color: f"--{name}{i}" for name, colors in (("s", SERIES), ("d", DEVICES)) for i, color in enumerate(colors)
+}
+
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.titlecolor": TEXT,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+    "axes.edgecolor": FAINT,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "grid.color": FAINT,
+    "grid.alpha": 0.35,
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.8,
+    "axes.axisbelow": True,
+}
+
+
+def styled() -> AbstractContextManager[None]:
+    """Draw within this, for axes take their style when they are made."""
+    return matplotlib.rc_context(STYLE)
+
+
+def new_figure(height: float) -> Figure:
+    """Return an empty figure of the page's width and a height in inches."""
+    with styled():
+        return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def svg(figure: Figure, name: str, description: str) -> str:
+    """Return the figure as an SVG element; `name` keeps its ids apart from those of the page's other figures."""
+    text = io.StringIO()
+    with styled():
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    content = text.getvalue()
+    content = content[content.index("<svg") :]
+    content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
+    content = re.sub(r"<!--.*?-->", "", content, flags=re.DOTALL)
+    for color, variable in VARIABLES.items():
+        content = content.replace(color, f"var({variable})")
+    content = re.sub(r"(font: (?:\w+ )*?[\d.]+px|font-family:) [^;\"]*", r"\1 var(--font)", content)
+    content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", content)
+    width, height = (round(inches * PIXELS) for inches in figure.get_size_inches())
+    opening = (
+        f'<svg role="img" aria-label="{html.escape(description)}" '
+        f'viewBox="0 0 {width * POINTS / PIXELS:g} {height * POINTS / PIXELS:g}" width="{width}" height="{height}">'
+    )
+    content = re.sub(r"<svg[^>]*>", opening, content, count=1)
+    return re.sub(r"\s*\n\s*", "\n", content).replace("xlink:href", "href")

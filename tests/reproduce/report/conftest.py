@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reproduce.experiments import EXPERIMENTS
+from reproduce.record import Git, Gpu, Machine, Record, Result, Run
+from reproduce.report.gather import load_folder
+from reproduce.report.page import page
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
+RUN = Run(
+    state="finished",
+    command=["python", "-m", "reproduce", "run", "amoebanet-speed"],
+    seed=0,
+    started="2020-04-21T10:02:05Z",
+    ended="2020-04-21T10:12:05Z",
+    device="cuda",
+    devices=2,
+    threads_per_device=None,
+    machine=Machine(
+        "Linux", "a CPU", 4, 8, 8 << 30, [Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")] * 2
+    ),
+    versions={"torch": "2.11.0", "driver": "575.57", "torchvision": None},
+    git=Git("0123456789abcdef", dirty=True),
+    load=[0.5, 0.25, 1.0],
+)
+
+
+def published(records: list[Record]) -> list[Record]:
+    return [record for record in records if record.kind == "published"]
+
+
+@pytest.fixture(scope="session")
+def paper() -> list[Record]:
+    """Give the published tables."""
+    return published(load_folder(RESULTS))
+
+
+def measured_from(table: Record, experiment: str, *, upto: int = 4) -> Record:
+    """Pretend that a published table's rows were run, on at most so many devices, at another speed and scale."""
+    draw = random.Random(0)
+    results = []
+    for row in table.results:
+        config = {"equal": None, "components": [], **row.config, "configuration": "as published", "L": 3}
+        link = f"{table.name}/{row.row}"
+        base = Result(experiment, f"our {row.row}", "measured", "small", "cuda", config, published=link)
+        devices = row.config.get("partitions") or 1
+        if devices > upto:
+            results.append(replace(base, status="needs devices", reason=f"needs {devices} devices"))
+            continue
+        if row.values.get("throughput"):
+            seconds = row.config["batch_size"] / row.values["throughput"] / 2
+            steps = [seconds * draw.lognormvariate(0, 0.02) for _ in range(6)]
+            base = replace(base, samples={"step_time": steps, "round": [float(i) for i in range(6)]})
+        peaks = [1.5e9 + 1e8 * device for device in range(devices)]
+        reserved = [2 * peak for peak in peaks]
+        model = {"model_bytes": 1 << 30, "parameters": 1 << 27}
+        results.append(replace(base, values={**model, "peak_allocated": peaks, "peak_reserved": reserved}))
+    return Record(f"{experiment}-run", f"{experiment}, run", "measured", {}, results, scale="small", run=RUN)
+
+
+def predicted_from(table: Record, experiment: str) -> Record:
+    """Pretend that a published table's rows were predicted."""
+    results = []
+    for row in table.results:
+        result = Result(experiment, row.row, "predicted", "paper", "meta", row.config, hardware="a<b")
+        throughput = row.values["throughput"] * 1.1
+        results.append(replace(result, published=f"{table.name}/{row.row}", values={"throughput": throughput}))
+    return Record(f"{experiment}-p", f"{experiment}, predicted", "predicted", {}, results, hardware={"name": "a<b"})
+
+
+# experiment -> published table: those that there are, and what the papers have besides
+TABLES = {
+    "unet-speed": "tg-unet-speed",
+    "unet-memory": "tg-unet-memory",
+    "unet-ablation": "tg-unet-ablation",
+    "resnet101-speed": "tg-resnet101-speed",
+    **{experiment.name: experiment.table for experiment in EXPERIMENTS.values()},
+}
+
+
+@pytest.fixture(scope="session")
+def everything(paper: list[Record]) -> list[Record]:
+    """Give records of every experiment: published, measured here in a pretence, and predicted where it is speed."""
+    by_name = {record.name: record for record in paper}
+    records = list(paper)
+    for experiment, name in TABLES.items():
+        table = by_name[name]
+        records.append(measured_from(table, experiment))
+        if all("throughput" in row.values and row.values["throughput"] for row in table.results):
+            records.append(predicted_from(table, experiment))
+    return records
+
+
+@pytest.fixture(scope="session")
+def text(everything: list[Record]) -> str:
+    """Give the page of everything."""
+    return page(everything)

@@ -1,0 +1,143 @@
+"""Browser: the page opens in a real one, on a desk and on a phone, in light and in dark, and nothing is amiss.
+
+Skipped where there is no Chromium with its driver: `apt-get install chromium chromium-driver`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import TABLES
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
+BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None,
+    reason="no chromium and chromedriver to open the report in: apt-get install chromium chromium-driver",
+)
+SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+
+
+@pytest.fixture(scope="module")
+def address(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for option in OPTIONS:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    found = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield found
+    found.quit()
+
+
+@pytest.fixture(scope="module", params=[(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")],
+                ids="-".join)  # fmt: skip
+def run(request: pytest.FixtureRequest, browser: Any, address: str) -> Callable[..., Any]:
+    """Open the page on a screen, in a colour scheme, and return what runs JavaScript in it."""
+    screen, scheme = request.param
+    width, height = SCREENS[screen]
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": screen == "phone"}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    browser.get(address)
+    browser.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
+    found: Callable[..., Any] = browser.execute_script
+    return found
+
+
+@pytest.mark.parametrize("experiment", TABLES)
+def test_every_experiment_shows_its_heading_table_and_figure(run: Callable[..., Any], experiment: str) -> None:
+    sizes = run(
+        """const section = document.getElementById(arguments[0]);
+        return ["h2", "table tbody tr", "figure svg"].map(what => {
+            const box = section.querySelector(what).getBoundingClientRect();
+            return [box.width, box.height];
+        });""",
+        experiment,
+    )
+    assert all(width > 100 and height > 15 for width, height in sizes), sizes
+    assert run("return document.getElementById(arguments[0]).querySelector('h2').textContent", experiment) == experiment
+
+
+def test_nothing_scrolls_sideways(run: Callable[..., Any]) -> None:
+    wide = run(
+        """const limit = document.documentElement.clientWidth;
+        return [...document.querySelectorAll("body *:not(svg *)")]
+            .filter(each => each.getBoundingClientRect().right > limit + 0.5 || each.scrollWidth > each.clientWidth + 1)
+            .filter(each => !(each.closest("thead") && getComputedStyle(each.closest("thead")).position === "absolute"))
+            .filter(each => getComputedStyle(each).display !== "inline")
+            .map(each => each.outerHTML.slice(0, 200));"""
+    )
+    assert wide == []
+    assert run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_text_of_figures_stays_inside_and_is_readable(run: Callable[..., Any]) -> None:
+    outside, smallest = run(
+        """const outside = [], sizes = [];
+        for (const svg of document.querySelectorAll("figure svg")) {
+            const frame = svg.getBoundingClientRect();
+            for (const text of svg.querySelectorAll("text")) {
+                const box = text.getBoundingClientRect();
+                if (box.left < frame.left - 2 || box.right > frame.right + 2) outside.push(text.textContent);
+            }
+            sizes.push(frame.width / svg.viewBox.baseVal.width * 8);
+        }
+        return [outside, Math.min(...sizes)];"""
+    )
+    assert outside == []
+    assert smallest > 9, "CSS pixels of the small print"
+
+
+def test_text_stands_out_from_its_ground(run: Callable[..., Any]) -> None:
+    """Text has at least the contrast that WCAG asks for: 4.5 to 1."""
+    pairs = run(
+        """const ground = getComputedStyle(document.body).backgroundColor;
+        const texts = ["p.lead", "td", "h2", "a", "figure text", "dd", "figcaption"];
+        return texts.map(what => {
+            const style = getComputedStyle(document.querySelector(what));
+            return [what, what === "figure text" ? style.fill : style.color, ground];
+        });"""
+    )
+    contrasts = {what: contrast(color, ground) for what, color, ground in pairs}
+    assert min(contrasts.values()) >= 4.5, contrasts
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two CSS colours, as the WCAG define it."""
+    lights = []
+    for color in (one, other):
+        parts = [int(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def test_the_scheme_is_followed(run: Callable[..., Any]) -> None:
+    dark = run("return matchMedia('(prefers-color-scheme: dark)').matches")
+    color = run("return getComputedStyle(document.body).backgroundColor")
+    assert contrast(color, "rgb(255, 255, 255)") > 10 if dark else color == "rgb(255, 255, 255)"
+
+
+def test_the_console_is_silent_and_the_network_too(run: Callable[..., Any], browser: Any) -> None:
+    assert browser.get_log("browser") == []
+    asked = [entry["message"] for entry in browser.get_log("performance") if "requestWillBeSent" in entry["message"]]
+    assert not [message for message in asked if "http://" in message or "https://" in message]
