@@ -37,8 +37,8 @@ def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Tabl
     return [
         Table(
             title=f"{experiment.name}, scale {scale.name}{marked}: {experiment.title}",
-            headings=("row", "size", "batch", "m", "checkpoint", "reproduces", "needs"),
-            rows=[_row(row) for row in rows],
+            headings=("row", "size", "batch", "m", "checkpoint", *([] if marked else ["reproduces"]), "needs"),
+            rows=[_row(row, reproduces=not marked) for row in rows],
             notes=notes,
             left=2,
         )
@@ -47,14 +47,14 @@ def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Tabl
     ]
 
 
-def _row(row: Row) -> list[str]:
+def _row(row: Row, reproduces: bool) -> list[str]:
     return [
         row.name,
         "({})".format(", ".join(map(str, row.size))) if row.size else "-",
         str(row.batch_size),
         str(row.chunks or "-"),
         row.checkpoint or "-",
-        row.published or "-",
+        *([row.published or "-"] if reproduces else []),
         many(row.devices, "device"),
     ]
 

@@ -1,10 +1,11 @@
 """The inline engine: the calling thread runs every task, and one autograd graph goes backward through them.
 
 It serves CPU devices where nothing can overlap (one partition, one micro-batch) or where overlap would cost more than
-it gains (tasks shorter than the hand-over between threads). PyTorch runs the CPU nodes of a graph in one thread, the
-latest first. Tasks are created in the order of the clock cycles, so backward takes them in exactly the reverse order,
-and no fork and join have to enforce it. A recomputation cannot start ahead of its gradient, as no other thread is
-busy with that gradient: it belongs to its task's backward.
+it gains (tasks shorter than the hand-over between threads). One micro-batch goes through all partitions before the
+next one starts, so that its gradients are used as soon as they are there. PyTorch runs the CPU nodes of a graph in one
+thread, the latest first: backward takes the tasks in exactly the reverse order, and no fork and join have to enforce
+it. A recomputation cannot start ahead of its gradient, as no other thread is busy with that gradient: it belongs to
+its task's backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +24,6 @@ from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.node import TaskNode, guarded
 from torchgpipe.observe import Observer, observed
 from torchgpipe.randomness import UNSEEDED, SavedState
-from torchgpipe.schedule import clock_cycles
 from torchgpipe.seeds import Seeds
 from torchgpipe.segment import Segment
 from torchgpipe.skip.portal import Portals
@@ -52,26 +53,25 @@ class InlineEngine:
         as_nodes = m if observer is not None and ambient.grad else count
 
         with nullcontext() if seeds is None else seeds:
-            for cycle in clock_cycles(m, n):
-                for i, j in cycle:
-                    stage = self.stages[j]
-                    flat: Flat = values[i]
-                    for arrival in stage.arrivals:
-                        flat = (*flat, portals.take(i, arrival.key))
-                    if i < as_nodes:
-                        randomness = SavedState(None) if seeds is None else seeds.of(i, j)
-                        segment = Segment(stage, checkpoint=i < count, ambient=ambient, randomness=randomness)
-                        task = TaskNode(segment, observer, i, j, atomic[i], last=j + 1 == n)
-                        flat = task.run(flat)
-                        atomic[i] = task.atomic
-                    else:
-                        randomness = UNSEEDED if seeds is None else seeds.of(i, j)
-                        with observed(observer, "forward", i, j), randomness.first():
-                            flat, atomic[i] = stage.run(flat, atomic[i])
-                    for departure in reversed(stage.departures):
-                        portals.put(i, departure.key, flat[-1])
-                        flat = flat[:-1]
-                    values[i] = flat
+            for i, j in product(range(m), range(n)):
+                stage = self.stages[j]
+                flat: Flat = values[i]
+                for arrival in stage.arrivals:
+                    flat = (*flat, portals.take(i, arrival.key))
+                if i < as_nodes:
+                    randomness = SavedState(None) if seeds is None else seeds.of(i, j)
+                    segment = Segment(stage, checkpoint=i < count, ambient=ambient, randomness=randomness)
+                    task = TaskNode(segment, observer, i, j, atomic[i], last=j + 1 == n)
+                    flat = task.run(flat)
+                    atomic[i] = task.atomic
+                else:
+                    randomness = UNSEEDED if seeds is None else seeds.of(i, j)
+                    with observed(observer, "forward", i, j), randomness.first():
+                        flat, atomic[i] = stage.run(flat, atomic[i])
+                for departure in reversed(stage.departures):
+                    portals.put(i, departure.key, flat[-1])
+                    flat = flat[:-1]
+                values[i] = flat
 
         if as_nodes or (seeds is not None and ambient.grad):
             # As workers would, also where the graph could serve more.

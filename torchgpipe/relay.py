@@ -22,16 +22,32 @@ class Stopped(Exception):
 
 
 class Relay:
-    """Link `length` programs in a row, and remember the first exception of any of them."""
+    """Link `length` programs in a row, and remember the first exception of any of them.
+
+    A program is at most `LEAD` items ahead of the one that takes them: a task that is done early helps nobody, and
+    holds memory until it is waited for.
+    """
+
+    LEAD = 1
 
     def __init__(self, length: int) -> None:
         self._links: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
+        # A ticket for each item that may be under way. A pair of simple queues costs far less than a bounded one.
+        self._tickets: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
+        for tickets in self._tickets:
+            for _ in range(self.LEAD):
+                tickets.put(None)
         self._lock = threading.Lock()
         self.stopped = False
         self.error: BaseException | None = None
 
     def give(self, position: int, item: object) -> None:
-        """Hand an item from the program at `position` to the next; it is never blocked."""
+        """Hand an item from the program at `position` to the next, once that is not too far behind.
+
+        Raises `Stopped` when a program failed.
+        """
+        if self._tickets[position].get() is _STOP:
+            raise Stopped
         self._links[position].put(item)
 
     def take(self, position: int) -> Any:
@@ -39,6 +55,7 @@ class Relay:
         item = self._links[position - 1].get()
         if item is _STOP:
             raise Stopped
+        self._tickets[position - 1].put(None)
         return item
 
     def check(self) -> None:
@@ -52,8 +69,8 @@ class Relay:
             if not self.stopped:
                 self.stopped, self.error = True, error
         # Every time: an interrupt may have come before an earlier call got this far.
-        for link in self._links:
-            link.put(_STOP)
+        for queue in (*self._links, *self._tickets):
+            queue.put(_STOP)
 
     def attempt(self, program: Callable[[], None]) -> None:
         """Run a program; an exception of it stops the others."""

@@ -25,9 +25,13 @@ def result(row: AccuracyRow, scale: str, errors: Sequence[Sequence[float]], **mo
         "top1_error": [error for series in errors for error in series],
         "epoch_time": [2.0 for series in errors for _ in series],
     }
-    base = Result(EXPERIMENT.name, row.name, "measured", scale, "cpu", config, row.over, None,
-                  None if row.published is None else f"{EXPERIMENT.table}/{row.published}", None,
-                  {"samples_per_epoch": 1000}, samples if errors else {})  # fmt: skip
+    base = Result(
+        EXPERIMENT.name, row.name, "measured", scale, "cpu", config,
+        over=row.over,
+        published=None if row.published is None else f"{EXPERIMENT.table}/{row.published}",
+        values={"samples_per_epoch": 1000},
+        samples=samples if errors else {},
+    )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
 

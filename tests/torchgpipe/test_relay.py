@@ -36,11 +36,48 @@ def workers() -> Iterator[Workers]:
 class TestRelay:
     def test_items_arrive_in_order(self) -> None:
         relay = Relay(3)
-        for item in (1, 2):
-            relay.give(0, item)
+        relay.give(0, 1)
         relay.give(1, "other link")
+        assert relay.take(1) == 1
+        relay.give(0, 2)
 
-        assert [relay.take(1), relay.take(1), relay.take(2)] == [1, 2, "other link"]
+        assert [relay.take(1), relay.take(2)] == [2, "other link"]
+
+    def test_none_is_far_ahead(self) -> None:
+        relay = Relay(2)
+        given: list[int] = []
+
+        def program() -> None:
+            for item in range(5):
+                relay.give(0, item)
+                given.append(item)
+
+        thread = threading.Thread(target=relay.attempt, args=(program,))
+        thread.start()
+        for item in range(5):
+            assert relay.take(1) == item
+            assert len(given) <= item + 1 + relay.LEAD
+        thread.join(PATIENCE)
+
+        assert given == [0, 1, 2, 3, 4] and relay.error is None
+
+    def test_stop_wakes_who_is_ahead(self) -> None:
+        relay = Relay(2)
+        for _ in range(relay.LEAD):
+            relay.give(0, None)
+        woken = threading.Event()
+
+        def wait() -> None:
+            with pytest.raises(Stopped):
+                relay.give(0, None)
+            woken.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        relay.stop(Boom())
+
+        assert woken.wait(PATIENCE)
+        thread.join(PATIENCE)
 
     def test_stop_wakes_every_program(self) -> None:
         relay = Relay(4)

@@ -10,6 +10,7 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.record import Git, Gpu, Machine, Record, Result, Run
 from reproduce.report.gather import load_folder
 from reproduce.report.page import page
+from reproduce.training import size_names
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
@@ -44,9 +45,11 @@ def paper() -> list[Record]:
 def measured_from(table: Record, experiment: str, *, upto: int = 4) -> Record:
     """Pretend that a published table's rows were run, on at most so many devices, at another speed and scale."""
     draw = random.Random(0)
+    rows = EXPERIMENTS[experiment].scale("paper").rows
+    ours = {row.published: row.config(size_names(row.model)) for row in rows if row.published is not None}
     results = []
     for row in table.results:
-        config = {"equal": None, "components": [], **row.config, "configuration": "as published", "L": 3}
+        config = {**row.config, **ours.get(row.row, {}), "configuration": "as published", "L": 3}
         link = f"{table.name}/{row.row}"
         base = Result(experiment, f"our {row.row}", "measured", "small", "cuda", config, published=link)
         devices = row.config.get("partitions") or 1
@@ -74,13 +77,8 @@ def predicted_from(table: Record, experiment: str) -> Record:
     return Record(f"{experiment}-p", f"{experiment}, predicted", "predicted", {}, results, hardware={"name": "a<b"})
 
 
-# experiment -> published table: those that there are, and what the papers have besides
 TABLES = {
-    "unet-speed": "tg-unet-speed",
-    "unet-memory": "tg-unet-memory",
-    "unet-ablation": "tg-unet-ablation",
-    "resnet101-speed": "tg-resnet101-speed",
-    **{experiment.name: experiment.table for experiment in EXPERIMENTS.values()},
+    experiment.name: experiment.table for experiment in EXPERIMENTS.values()
 }
 
 
