@@ -13,13 +13,14 @@ machine's speed meets all of them. A figure is the median over all rounds, in mi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.child import ROOT, Child, folder_with_torchgpipe
+from benchmarks.circumstances import circumstances, keep
 from benchmarks.machinery_child import PLAIN, Sample
 
 CASES = [
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.rounds < 1 or options.steps < 1:
         parser.error("--rounds and --steps must be at least 1")
 
+    under = circumstances()
     children = {"here": Child("machinery_child.py", ROOT)}
     if options.against is not None:
         children["other"] = Child("machinery_child.py", options.against)
@@ -57,28 +59,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
             child.close()
         print(file=sys.stderr)
 
-    versions = {name: child.version for name, child in children.items()}
-    print(table(samples, versions))
+    result = {
+        "versions": {name: child.version for name, child in children.items()},
+        "us_per_task": {
+            case: {name: [[round(t * 1e6, 2) for t in pair] for pair in pairs] for name, pairs in by_name.items()}
+            for case, by_name in samples.items()
+        },
+    }
+    print(table(result))
     if options.json is not None:
-        options.json.write_text(json.dumps({"versions": versions, "seconds_per_task": samples}) + "\n")
+        keep(options.json, "machinery", under, result)
 
 
-def table(samples: dict[str, dict[str, list[Sample]]], versions: dict[str, str]) -> str:
+def table(result: dict[str, Any], style: str = "simple") -> str:
     """Render medians in µs per task: forward, backward, both; and the ratio of ours to the other's for both."""
     from tabulate import tabulate
 
+    versions = result["versions"]
     rows = []
-    for case, by_name in samples.items():
+    for case, by_name in result["us_per_task"].items():
         row, both = [case], {}
         for name in ("plain", *versions):
-            forward, backward = (statistics.median(side) * 1e6 for side in zip(*by_name[name], strict=True))
-            both[name] = statistics.median(sum(pair) for pair in by_name[name]) * 1e6
+            forward, backward = (statistics.median(side) for side in zip(*by_name[name], strict=True))
+            both[name] = statistics.median(sum(pair) for pair in by_name[name])
             row.append(f"{forward:.0f} + {backward:.0f} = {both[name]:.0f}")
         if "other" in both:
             row.append(f"{both['here'] / both['other']:.2f}")
         rows.append(row)
-    headers = ["case", "plain loop", *versions.values()]
-    return tabulate(rows, headers=[*headers, "ratio"] if "other" in versions else headers, disable_numparse=True)
+    headers = ["case", "plain loop", *versions.values(), *(["ratio"] if "other" in versions else [])]
+    return tabulate(rows, headers=headers, disable_numparse=True, tablefmt=style)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ and gradients included. A figure is the sum of the partitions' peaks, as of devi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.child import ROOT, Child, folder_with_torchgpipe
+from benchmarks.circumstances import circumstances, keep
 from benchmarks.memory_child import MODELS
 
 CASES = [
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every partition's peak to FILE")
     options = parser.parse_args(arguments)
 
+    under = circumstances()
     here, other = Child("memory_child.py", ROOT), Child("memory_child.py", options.against)
     peaks: dict[str, dict[str, list[int]]] = {}
     try:
@@ -52,27 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         other.close()
         print(file=sys.stderr)
 
-    print(table(peaks, other.version))
+    result = {"versions": {"here": here.version, "other": other.version}, "peak_bytes": peaks}
+    print(table(result))
     if options.json is not None:
-        versions = {"here": here.version, "other": other.version}
-        options.json.write_text(json.dumps({"versions": versions, "peak_bytes": peaks}) + "\n")
+        keep(options.json, "memory", under, result)
     more = [case for case, found in peaks.items() for engine in ENGINES if sum(found[engine]) > sum(found["other"])]
     if more:
         raise SystemExit(f"memory: more than {other.version} in {len(more)} of {len(peaks) * len(ENGINES)} cases")
 
 
-def table(peaks: dict[str, dict[str, list[int]]], other: str) -> str:
+def table(result: dict[str, Any], style: str = "simple") -> str:
     """Render the sums of the partitions' peaks, in MiB, and their ratios to the other version's."""
     from tabulate import tabulate
 
+    other = result["versions"]["other"]
     rows = []
-    for case, found in peaks.items():
+    for case, found in result["peak_bytes"].items():
         row = [case, f"{sum(found['other']) / 2**20:.3f}"]
         for engine in ENGINES:
             row += [f"{sum(found[engine]) / 2**20:.3f}", f"{sum(found[engine]) / sum(found['other']):.3f}"]
         rows.append(row)
-    headers = ["case", f"{other}\nMiB", *(h for engine in ENGINES for h in (f"{engine}\nMiB", "ratio"))]
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1)))
+    headers = ["case", f"{other}, MiB", *(h for engine in ENGINES for h in (f"{engine}, MiB", "ratio"))]
+    align = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align, tablefmt=style)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ recomputation starts before its gradient arrives, it hides in the bubble; "if it
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -20,10 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.circumstances import circumstances, keep
 from benchmarks.models import amoebanetd
 from benchmarks.overlap_rank import ScheduleGPipe
 from torchgpipe import GPipe
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
     options = parser.parse_args(arguments)
 
+    under = circumstances()
     torch.set_num_threads(1)
     x = torch.randn(options.batch, *IMAGE)
     target = torch.randint(1000, (options.batch,))
@@ -134,23 +136,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(file=sys.stderr)
 
     costs = {name: one.costs() for name, one in alone.items()}
-    bounds = {name: replay(cost).seconds for name, cost in costs.items()}
-    if options.checkpoint != "never":
-        waited = {name: replay(waiting(cost)).seconds for name, cost in costs.items()}
-    else:
-        waited = {}
-    print(f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {list(balance)}, {options.checkpoint}, "
-          f"{options.rounds} rounds")
-    print(table(samples, bounds, waited))
+    never = options.checkpoint == "never"
+    result = {
+        "what": f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {list(balance)}, "
+        f"{options.checkpoint}",
+        "replay": {name: replay(cost).seconds for name, cost in costs.items()},
+        "replay if it waited": {} if never else {name: replay(waiting(cost)).seconds for name, cost in costs.items()},
+        "seconds": samples,
+    }
+    print(table(result))
     if options.json is not None:
-        result = {"balance": list(balance), "replay": bounds, "replay if it waited": waited, "seconds": samples}
-        options.json.write_text(json.dumps(result) + "\n")
+        keep(options.json, "overlap", under, result)
 
 
-def table(samples: dict[str, list[float]], bounds: dict[str, float], waited: dict[str, float]) -> str:
+def table(result: dict[str, Any], style: str = "simple") -> str:
     """Render medians, quartiles and ratios to naive; of the replay, how much is reached."""
     from tabulate import tabulate
 
+    samples, bounds, waited = result["seconds"], result["replay"], result["replay if it waited"]
     rows = []
     for name, seconds in samples.items():
         low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
@@ -160,7 +163,8 @@ def table(samples: dict[str, list[float]], bounds: dict[str, float], waited: dic
         row = [name, f"{median:.3f}", f"{low:.3f}-{high:.3f}", f"{ratio:.2f}", bound, reached]
         rows.append([*row, f"{waited[name]:.3f}" if name in waited else ""] if waited else row)
     headers = ["configuration", "step s", "quartiles", "x naive", "replay s", "reached", "if it waited"]
-    return str(tabulate(rows, headers=headers if waited else headers[:-1], disable_numparse=True))
+    body = tabulate(rows, headers=headers if waited else headers[:-1], disable_numparse=True, tablefmt=style)
+    return f"{result['what']}, {len(samples['naive'])} rounds\n\n{body}"
 
 
 if __name__ == "__main__":

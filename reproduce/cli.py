@@ -63,7 +63,12 @@ def list_experiments(on: str | None, devices: int | None) -> None:
 @cli.command()
 @click.argument("experiments", nargs=-1, required=True, callback=experiments_by_name)
 @click.option("--scale", type=click.Choice(["paper", "small"]), help="Default: the largest that this machine holds.")
-@click.option("--on", type=click.Choice(["cpu", "cuda"]), help="Kind of devices. Default: CUDA if there is any.")
+@click.option(
+    "--on",
+    type=click.Choice(["cpu", "cuda", "meta"]),
+    help="Kind of devices. Default: CUDA if there is any. Meta devices hold no data: they are for memory experiments, "
+    "which count on them what the published sizes take.",
+)
 @click.option(
     "--devices",
     type=click.IntRange(min=1),
@@ -124,6 +129,8 @@ def run(
     for experiment in experiments:
         published(experiment.table)  # a broken checkout should be noticed now
     found = find_devices(on, devices)
+    if found.kind == "meta" and any(experiment.measures != "memory" for experiment in experiments):
+        raise click.UsageError(f"--on meta is for experiments on memory: {', '.join(_on_memory())}")
     trained = [experiment for experiment in experiments if experiment.measures == "accuracy"]
     if not trained and (data is not None or seeds is not None or fresh):
         raise click.UsageError("--data, --seeds and --fresh are for experiments on accuracy: run resnet101-accuracy")
@@ -247,6 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _on_memory() -> list[str]:
+    return [experiment.name for experiment in EXPERIMENTS.values() if experiment.measures == "memory"]
 
 
 def _tracer(trace: Path, experiments: Sequence[Experiment], scale: str, devices: Devices) -> Tracer:

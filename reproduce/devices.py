@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["MOST_CPU_DEVICES", "Devices", "DevicesError", "cores", "find_devices"]
+__all__ = ["MOST_DEVICES", "Devices", "DevicesError", "cores", "find_devices"]
 
-MOST_CPU_DEVICES = 8  # as many as the papers' largest machine has
+MOST_DEVICES = 8  # as many as the papers' largest machine has
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -23,21 +23,23 @@ class DevicesError(Exception):
 
 @dataclass(frozen=True)
 class Devices:
-    """Hold `count` devices of one kind; on a CPU each computes with `threads` threads."""
+    """Hold `count` devices of one kind; on a CPU each computes with `threads` threads, on `meta` none does."""
 
-    kind: str  # 'cpu' or 'cuda'
+    kind: str  # 'cpu', 'cuda' or 'meta'
     count: int
     threads: int | None = None
 
     def first(self, n: int) -> list[torch.device]:
         """Return the first `n` devices."""
-        if self.kind == "cpu":
-            return [torch.device("cpu")] * n
+        if self.kind != "cuda":
+            return [torch.device(self.kind)] * n
         return [torch.device("cuda", i) for i in range(n)]
 
     @property
     def memory(self) -> int | None:
         """Give the bytes of the smallest device; on a CPU, where all share it, of the main memory that is free."""
+        if self.kind == "meta":
+            return None
         if self.kind == "cpu":
             return free_memory()
         return min(torch.cuda.get_device_properties(device).total_memory for device in self.first(self.count))
@@ -63,6 +65,8 @@ class Devices:
         plural = "" if self.count == 1 else "s"
         if self.kind == "cuda":
             return f"{self.count} CUDA device{plural}"
+        if self.kind == "meta":
+            return f"{self.count} device{plural} that hold no data (meta)"
         return f"{self.count} CPU device{plural} of {self.threads} thread{'' if self.threads == 1 else 's'}"
 
 
@@ -83,12 +87,15 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
             raise DevicesError(f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}")
         return Devices("cuda", count or cuda)
 
+    if kind == "meta":
+        return Devices("meta", count or MOST_DEVICES)
+
     have = cores()
     if count is not None and count > have:
         raise DevicesError(
             f"--devices {count}: a CPU device is at least one core and this machine offers {have}; use at most {have}"
         )
-    count = count or min(have, MOST_CPU_DEVICES)
+    count = count or min(have, MOST_DEVICES)
     return Devices("cpu", count, threads=have // count)
 
 

@@ -16,8 +16,12 @@ __all__ = ["memory_tables"]
 MiB, GiB = 2**20, 2**30
 FLOAT_BYTES = 4
 
-KINDS = {  # the values of a result -> what a table of them is called, and what the bytes are
+KINDS = {  # device and values of a result -> what a table of them is called, and what the bytes are
     ("cpu", "peak_allocated"): ("live bytes", "the bytes of all tensors alive, counted"),
+    ("meta", "peak_allocated"): (
+        "live bytes on meta",
+        "the bytes that all tensors alive would have, counted on a whole run without data (device meta)",
+    ),
     ("cuda", "peak_allocated"): ("allocated", "bytes allocated to tensors (torch.cuda.max_memory_allocated)"),
     ("cuda", "peak_reserved"): (
         "reserved, as published",
@@ -28,8 +32,8 @@ KINDS = {  # the values of a result -> what a table of them is called, and what 
 
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return the table of the published models, and one of measured peaks for each kind of bytes."""
-    counted = [result for result in results if result.device == "meta"]
-    run = [result for result in results if result.device != "meta"]
+    counted = [result for result in results if result.device == "meta" and "parameters" in result.values]
+    run = [result for result in results if result.device != "meta" or not _only_counted(result)]
     kinds = [
         (value, *said)
         for (device, value), said in KINDS.items()
@@ -41,6 +45,10 @@ def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tab
         *([_published_models(experiment, counted)] if counted else []),
         *(_peaks(experiment, run, *kind) for kind in kinds),
     ]
+
+
+def _only_counted(result: Result) -> bool:
+    return result.status == "measured" and "peak_allocated" not in result.values
 
 
 def _published_models(experiment: Experiment, results: Sequence[Result]) -> Table:

@@ -6,7 +6,8 @@ A block stands between two comments, which name what it shows, and is replaced a
     ...
     <!-- end -->
 
-It shows the experiment's tables of the newest committed run that was finished; where there is none, it says so.
+It shows the experiment's tables of the newest committed run that was finished; where there is none, it says so. A name
+such as "benchmarks/overlap" shows the table of that result in results/benchmarks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from reproduce.benchmark_block import benchmark_block
 from reproduce.experiments import EXPERIMENTS
 from reproduce.record import Record, RecordError, load
 from reproduce.tables import document, facts, tables
@@ -54,6 +56,8 @@ def render_blocks(text: str, page: Path, records: dict[Path, Record]) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
+        if name.startswith("benchmarks/"):
+            return f"{match['begin']}{benchmark_block(page, name.removeprefix('benchmarks/'))}{match['end']}"
         if name not in EXPERIMENTS:
             raise RecordError(f"{page}: a block is from {name!r}; name one of {', '.join(EXPERIMENTS)}")
         return f"{match['begin']}{_block(name, page, records)}{match['end']}"

@@ -45,8 +45,10 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
 
 def why_not(scale: Scale, devices: Devices) -> str | None:
     """Say why the devices cannot hold the scale; None where they can, though rows may still need more of them."""
+    if devices.kind == "meta" and not scale.cuda:
+        return "its balances are profiled, and devices that hold no data take no time"
     needed, have = f"{scale.memory / GiB:.0f} GiB of memory", devices.memory
-    if scale.cuda and devices.kind != "cuda":
+    if scale.cuda and devices.kind == "cpu":
         return f"it needs CUDA devices with {needed} each, and this run is on {devices}"
     if have is not None and have < scale.memory:
         share = "each" if devices.kind == "cuda" else "in all"

@@ -154,7 +154,8 @@ class Training:
             whatever the model, the balancer or the devices raise, out of memory included.
         """
         torch.manual_seed(seed)
-        model = build_model(row)
+        with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
+            model = build_model(row)
         self.row = balancer.balanced(row, model, data)
         self.devices = devices.first(row.devices)
         self.observer: Observer | None = None

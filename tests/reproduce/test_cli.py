@@ -38,6 +38,8 @@ SMALL = ("--on", "cpu", "--scale", "small")
             2,
             "it needs CUDA devices with 22 GiB of memory",
         ),
+        (["run", "tiny-speed", "--on", "meta"], 2, "--on meta is for experiments on memory: amoebanet-memory,"),
+        (["run", "tiny-memory", "--on", "meta", "--scale", "small"], 2, "its balances are profiled, and devices that"),
         (["run", "tiny-speed", *SMALL, "--out", "/dev/null/x"], 1, "--out /dev/null/x: cannot be written (Not a dir"),
         (["run", "tiny-speed", *SMALL, "--row", "GPipe n2"], 2, "--row 'GPipe n2': no row is called so; did you mean"),
         (["run", "tiny-memory", *SMALL, "--trace", "t"], 2, "--trace: memory experiments time no step"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reproduce.devices
-from reproduce.devices import Devices, DevicesError, cores, cpu_quota, find_devices
+from reproduce.devices import MOST_DEVICES, Devices, DevicesError, cores, cpu_quota, find_devices
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,10 @@ def test_cores_are_bounded_by_the_quota(quota: float | None, expected: int, monk
     monkeypatch.setattr(reproduce.devices.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setattr(reproduce.devices, "cpu_quota", lambda: quota)
     assert cores() == expected
+
+
+def test_meta_devices_are_as_many_as_asked_for_and_hold_nothing() -> None:
+    assert find_devices("meta", None) == Devices("meta", MOST_DEVICES)
+    devices = find_devices("meta", 3)
+    assert devices.first(2) == [torch.device("meta")] * 2 and devices.memory is None
+    assert str(devices) == "3 devices that hold no data (meta)"

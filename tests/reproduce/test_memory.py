@@ -209,3 +209,13 @@ def test_after_a_step_only_state_is_alive(trained: dict[str, Trained], name: str
 def test_the_observer_is_taken_away(trained: dict[str, Trained]) -> None:
     assert isinstance(trained["never"].training.model, GPipe)
     assert trained["never"].training.model.observer is None
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_meta_counts_what_a_real_run_takes(trained: dict[str, Trained], name: str) -> None:
+    """Nearly: the CPU's kernels have buffers of their own, and workers overlap where meta takes one task at a time."""
+    devices = Devices("meta", 2)
+    training = Training(ROWS[name], devices, FakeData([ROWS[name]], 0), Balancer(devices), 0)
+    assert all(parameter.is_meta for parameter in training.model.parameters())
+    peaks = measure_peak(training, devices, steps=2).allocated
+    assert peaks == pytest.approx(trained[name].peaks, rel=0.15)

@@ -1,0 +1,34 @@
+"""Make the table of a benchmark's kept result, for a block in README.md or docs/."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+from reproduce.machine import ROOT
+from reproduce.record import RecordError
+
+__all__ = ["BENCHMARKS", "benchmark_block"]
+
+BENCHMARKS = ROOT / "results" / "benchmarks"
+
+
+def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
+    """Return the table of the result `name`, and what it was made under.
+
+    Raises:
+        RecordError: there is no such result, or it is broken.
+    """
+    from benchmarks.circumstances import told
+
+    path = folder / f"{name}.json"
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        made = importlib.import_module(f"benchmarks.{result['benchmark']}").table(result, "pipe")
+        under = told(result["circumstances"])
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise RecordError(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    return f"{made}\n\nMeasured {under}; [every sample]({link})\n\n"
