@@ -213,9 +213,9 @@ def test_the_observer_is_taken_away(trained: dict[str, Trained]) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_meta_counts_what_a_real_run_takes(trained: dict[str, Trained], name: str) -> None:
-    """Nearly: the CPU's kernels have buffers of their own, and workers overlap where meta takes one task at a time."""
+    """Nearly: CPU kernels have buffers that meta has not, or lack some, and workers overlap where meta does not."""
     devices = Devices("meta", 2)
     training = Training(ROWS[name], devices, FakeData([ROWS[name]], 0), Balancer(devices), 0)
     assert all(parameter.is_meta for parameter in training.model.parameters())
     peaks = measure_peak(training, devices, steps=2).allocated
-    assert peaks == pytest.approx(trained[name].peaks, rel=0.15)
+    assert peaks == pytest.approx(trained[name].peaks, rel=0.05 if name == "plain" else 0.35)
