@@ -11,6 +11,7 @@ from typing import Literal
 
 import click
 
+from reproduce.commands.predict import predict
 from reproduce.devices import Devices, DevicesError, cores, find_devices
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.interrupt import interruptible
@@ -158,6 +159,9 @@ def import_paper(source: Path, out: Path) -> None:
     prepare_folder(out)
     for path in import_tables(source, out):
         click.echo(_shown(path))
+
+
+cli.add_command(predict)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,86 @@
+"""Make the tables of predictions: predicted beside published, how far apart, and what was measured where that could be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from reproduce.layout import Table
+from reproduce.paper import published
+from reproduce.record import Record, Result
+
+__all__ = ["predicted_tables", "speed_up_errors"]
+
+GiB = 2**30
+Measured = Mapping[str, float]  # published row -> throughput
+
+
+def predicted_tables(record: Record, measured: Measured | None = None) -> list[Table]:
+    """Return the tables of a record of predictions: of speed or of memory, or both, as the published table has them."""
+    table = (record.results[0].published or "").partition("/")[0]
+    papers = {result.row: result for result in published(table).results}
+    made = []
+    if any("throughput" in result.values for result in record.results):
+        made.append(_speed(record, papers, measured or {}))
+    return made
+
+
+def speed_up_errors(record: Record) -> dict[str, float]:
+    """Return by how much each predicted speed-up over the table's first row differs from the published one.
+
+    As a share of the published one; the row that they are over is left out.
+    """
+    table = (record.results[0].published or "").partition("/")[0]
+    papers = {result.row: result for result in published(table).results}
+    first, *others = [result for result in record.results if result.status == "predicted"]
+    return {r.row: _speed_up(r, first) / _speed_up(papers[r.row], papers[first.row]) - 1 for r in others}
+
+
+def _speed(record: Record, papers: Mapping[str, Result], measured: Measured) -> Table:
+    errors = speed_up_errors(record)
+    first = next(result for result in record.results if result.status == "predicted")
+    rows = []
+    for result in record.results:
+        paper = papers[result.row]
+        if result.status != "predicted":
+            rows.append([result.row, f"{paper.values['throughput']:.1f}", result.status, "", "", "", "", ""])
+            continue
+        off = result.values["throughput"] / paper.values["throughput"] - 1
+        rows.append(
+            [
+                result.row,
+                f"{paper.values['throughput']:.1f}",
+                f"{result.values['throughput']:.1f}",
+                f"{off:+.0%}",
+                f"{_speed_up(paper, papers[first.row]):.2f}",
+                f"{_speed_up(result, first):.2f}",
+                f"{errors[result.row]:+.1%}" if result.row in errors else "",
+                f"{measured[result.row]:.1f}" if result.row in measured else "",
+            ]
+        )
+    headings = ["row", "samples/s\npublished", "predicted", "error", "speed-up\npublished", "predicted", "error",
+                "samples/s\nmeasured"]  # fmt: skip
+    if not measured:
+        headings.pop()
+        rows = [row[:-1] for row in rows]
+    sizes = sorted(map(abs, errors.values()))
+    notes = [
+        f"predicted, not measured, from the hardware description {_hardware(record)}",
+        f"speed-up over {first.row}: median error {median(sizes):.1%}, {sum(x <= 0.1 for x in sizes)} of {len(sizes)} "
+        "rows within 10%",
+        *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
+    ]
+    return Table(record.title, headings, rows, notes)
+
+
+def _speed_up(result: Result, over: Result) -> float:
+    return float(result.values["throughput"] / over.values["throughput"])
+
+
+def _hardware(record: Record) -> str:
+    return str((record.hardware or {}).get("name"))
+
+
+def all_errors(records: Sequence[Record]) -> list[float]:
+    """Return the sizes of all speed-up errors of records, the smallest first."""
+    return sorted(abs(error) for record in records for error in speed_up_errors(record).values())
