@@ -10,7 +10,7 @@ size: a part for the micro-batch and a part for the parameters. So two sizes are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.plan.footprint import Footprint, Numbers, between, measure_footprint
 from torchgpipe.plan.operators import Counter, Operator
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
@@ -26,6 +27,9 @@ __all__ = ["Counts", "LayerCount", "Stashed", "count"]
 
 SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
+
+
+NOTHING = Footprint((), (), (), (), (), (), 0.0, 0.0, (), (), (), (), 0.0, 0.0, (), ())
 
 
 class Stashed(NamedTuple):
@@ -52,6 +56,9 @@ class LayerCount:
     """Bytes of parameters that take gradients."""
     frozen: int
     """Bytes of other parameters, and of buffers."""
+    gives: tuple[bool, ...]
+    """Which of its inputs get a gradient from it."""
+    footprint: Footprint
 
 
 @dataclass(frozen=True)
@@ -87,9 +94,12 @@ def count(module: nn.Sequential, sample: TensorOrTensors) -> Counts:
     numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
     names = list(module._modules)
     for size in SIZES:
+        given = _resized(sample, size)
         with undisturbed(meta):
-            counted = rehearse(module, _resized(sample, size), meta, _count(numbers))
-            found.append([make(name) for name, make in zip(names, counted, strict=True)])
+            counted = rehearse(module, given, meta, _count(numbers))
+            layers = [make(name) for name, make in zip(names, counted, strict=True)]
+            footprints = rehearse(module, given, meta, _measure(layers, given, numbers))
+            found.append([replace(x, footprint=y) for x, y in zip(layers, footprints, strict=True)])
     for a, b in zip(*found, strict=True):
         if not _alike(a, b):
             raise ValueError(
@@ -105,6 +115,10 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
     def measure(rehearsal: Rehearsal) -> Callable[[str], LayerCount]:
         layer = rehearsal.layer
         value = rehearsal.prepare()
+        given = (value,) if isinstance(value, Tensor) else value
+        for x in given:
+            if x.requires_grad:
+                x.retain_grad()
         entering = set(rehearsal.scope)
         with Counter() as forward:
             rehearsal.forward(value)
@@ -120,6 +134,7 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
             gradients = [torch.empty_like(x) for x in roots]
             with backward:
                 torch.autograd.backward(roots, gradients)
+        gives = tuple(x.requires_grad and x.grad is not None for x in given)
         trained = [p for p in layer.parameters() if p.requires_grad]
         others = [p for p in layer.parameters() if not p.requires_grad]
         accumulate = tuple(
@@ -135,7 +150,24 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
             pops=tuple(numbers[key] for key in entering if key in numbers),
             parameters=sum(p.nbytes for p in trained),
             frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
+            gives=gives,
+            footprint=NOTHING,
         )
+
+    return measure
+
+
+def _measure(
+    layers: Sequence[LayerCount], given: TensorOrTensors, skips: dict[SkipKey, int]
+) -> Callable[[Rehearsal], Footprint]:
+    """Measure the layers' memory in turn, each with gradients for those outputs to which the next one gives some."""
+    numbers = Numbers()
+    numbers.value = tuple(numbers.new() for _ in ((given,) if isinstance(given, Tensor) else given))
+    taken = iter([*(layer.gives for layer in layers[1:]), None])
+    gives = iter([layer.gives for layer in layers])
+
+    def measure(rehearsal: Rehearsal) -> Footprint:
+        return measure_footprint(rehearsal, numbers, skips, takes=next(taken), gives=next(gives))
 
     return measure
 
@@ -178,4 +210,6 @@ def _between(a: LayerCount, b: LayerCount, share: float) -> LayerCount:
         pops=a.pops,
         parameters=a.parameters,
         frozen=a.frozen,
+        gives=a.gives,
+        footprint=between(a.footprint, b.footprint, share),
     )
