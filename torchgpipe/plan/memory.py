@@ -14,16 +14,15 @@ Bytes are those of tensors; what an allocator reserves beyond them, and librarie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.plan.count import Counts
 from torchgpipe.plan.footprint import SUMMED, Change, Footprint
 from torchgpipe.plan.predict import Setup
 
-__all__ = ["Crossing", "Device", "Task", "device_memory", "find_crossings", "setup_memory", "tasks"]
+__all__ = ["Crossing", "Device", "Task", "device_memory", "find_crossings", "setup_memory", "task_bytes"]
 
 
 @dataclass(frozen=True)
@@ -85,57 +84,58 @@ class Crossing:
     grad: float
 
 
-def tasks(footprints: Sequence[Footprint], start: int, *, first: bool) -> Iterator[Task]:
-    """Yield the task of a partition from layer `start` to each layer after it, one layer longer every time.
-
-    `first` says that it is the first partition, whose inputs are parts of the mini-batch and take nothing.
-    """
+def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
+    """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1."""
     size: dict[int, float] = {}
     inputs = set(footprints[start].inputs)
+    # Of the first partition they are parts of the mini-batch: they take nothing, and nobody frees them before the end.
+    own = set(inputs) if start == 0 else set()
     for number, nbytes in footprints[start].sizes:
         if number in inputs:
-            size[number] = 0.0 if first else nbytes
-    # Parts of the mini-batch, which nobody frees before the end.
-    own = set(inputs) if first else set()
+            size[number] = 0.0 if number in own else nbytes
     saved: set[int] = set()
     saved_before: list[set[int]] = []
-    pending: dict[int, int] = {}
+    pending: set[int] = set()
     forward = graph = skip_grads = 0.0
-    for stop in range(start + 1, len(footprints) + 1):
-        layer = footprints[stop - 1]
+    for layer in footprints[start:stop]:
         for number, nbytes in layer.sizes:
             size.setdefault(number, nbytes)
-        stashed_here = set(pending.values())
-        arriving = {number for number in layer.pops if number not in stashed_here}
+        arriving = {number for number in layer.pops if number not in pending}
         inputs |= arriving
         skip_grads += sum(
             grad for number, grad in zip(layer.pops, layer.pop_grads, strict=True) if number in arriving
         )
-        waiting = (set(layer.inputs) | stashed_here | set(layer.pops)) - inputs
+        waiting = {*layer.inputs, *pending, *layer.pops} - inputs
         forward = max(forward, _total(waiting, size) + layer.forward)
         graph = max(graph, _total(waiting | (saved - inputs), size) + layer.graph)
         saved_before.append(set(saved))
         saved |= set(layer.saves)
-        for number in layer.pops:
-            for skip in [skip for skip, storage in pending.items() if storage == number]:
-                del pending[skip]
-        pending.update(dict(layer.stashes))
-        last = stop == len(footprints)
-        yield Task(
-            inputs=_total(inputs, size),
-            forward=forward,
-            graph=graph,
-            kept=_total(saved, size),
-            kept_beside=_total(saved - inputs, size),
-            output=_total(set(layer.outputs), size),
-            output_grad=layer.output_grad,
-            input_grad=footprints[start].input_grad,
-            first=_backward(footprints, start, stop, saved_before, inputs, "first", held=True, apart=True),
-            later=_backward(footprints, start, stop, saved_before, inputs, "later", held=True, apart=True),
-            first_alone=_backward(footprints, start, stop, saved_before, own, "first", held=last, apart=False),
-            later_alone=_backward(footprints, start, stop, saved_before, own, "later", held=last, apart=False),
-            skip_grads=skip_grads,
+        pending -= set(layer.pops)
+        pending |= {number for _, number in layer.stashes}
+
+    last = stop == len(footprints)
+
+    def backward(trace: str, *, checkpoint: bool) -> float:
+        kept = inputs if checkpoint else own
+        return _backward(
+            footprints, start, stop, saved_before, kept, trace, held=checkpoint or last, apart=checkpoint
         )
+
+    return Task(
+        inputs=_total(inputs, size),
+        forward=forward,
+        graph=graph,
+        kept=_total(saved, size),
+        kept_beside=_total(saved - inputs, size),
+        output=_total(set(footprints[stop - 1].outputs), size),
+        output_grad=footprints[stop - 1].output_grad,
+        input_grad=footprints[start].input_grad,
+        first=backward("first", checkpoint=True),
+        later=backward("later", checkpoint=True),
+        first_alone=backward("first", checkpoint=False),
+        later_alone=backward("later", checkpoint=False),
+        skip_grads=skip_grads,
+    )
 
 
 def _total(numbers: set[int], size: dict[int, float]) -> float:
@@ -262,7 +262,7 @@ def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
     crossings = find_crossings(footprints, cuts)
     found = []
     for j, (start, stop) in enumerate(cuts):
-        task = next(islice(tasks(footprints, start, first=j == 0), stop - start - 1, None))
+        task = task_bytes(footprints, start, stop)
         found.append(
             device_memory(
                 j,
