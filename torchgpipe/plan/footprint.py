@@ -18,7 +18,7 @@ from torchgpipe.balance.profile import Rehearsal
 from torchgpipe.plan.operators import tensors_in
 from torchgpipe.skip.scope import SkipKey
 
-__all__ = ["SUMMED", "Change", "Footprint", "Numbers", "measure_footprint"]
+__all__ = ["SUMMED", "Change", "Footprint", "Numbers", "behaviour", "between", "measure_footprint"]
 
 
 class Change(NamedTuple):
@@ -167,7 +167,7 @@ def measure_footprint(
     `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs one from it.
     """
     layer = rehearsal.layer
-    key = _key(layer, rehearsal.prepare(), (numbers.alike, takes, gives))
+    key = behaviour(layer, rehearsal.prepare(), (numbers.alike, takes, gives))
     if key is not None and key in numbers.known:
         rehearsal.forward(rehearsal.prepare())
         return _renumbered(numbers.known[key], numbers)
@@ -204,7 +204,7 @@ def measure_footprint(
     return result
 
 
-def _key(layer: torch.nn.Module, value: Any, more: object) -> object:
+def behaviour(layer: torch.nn.Module, value: Any, more: object = None) -> object:
     """Return what tells PyTorch's own layers apart that behave alike; `None` for layers that may do anything."""
     stock = type(layer).__module__.startswith("torch.nn.modules") and not any(layer.children())
     if not stock or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:

@@ -14,7 +14,7 @@ Bytes are those of tensors; what an allocator reserves beyond them, and librarie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchgpipe.checkpoint import Mode, checkpointed
@@ -93,11 +93,12 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
     for number, nbytes in footprints[start].sizes:
         if number in inputs:
             size[number] = 0.0 if number in own else nbytes
-    saved: set[int] = set()
-    saved_before: list[set[int]] = []
+    saver: dict[int, int] = {}  # storage -> the first layer that saves it
+    kept_beside = 0.0
     pending: set[int] = set()
     forward = graph = skip_grads = 0.0
-    for layer in footprints[start:stop]:
+    for index in range(start, stop):
+        layer = footprints[index]
         for number, nbytes in layer.sizes:
             size.setdefault(number, nbytes)
         arriving = {number for number in layer.pops if number not in pending}
@@ -107,9 +108,11 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
         )
         waiting = {*layer.inputs, *pending, *layer.pops} - inputs
         forward = max(forward, _total(waiting, size) + layer.forward)
-        graph = max(graph, _total(waiting | (saved - inputs), size) + layer.graph)
-        saved_before.append(set(saved))
-        saved |= set(layer.saves)
+        graph = max(graph, _total(waiting - saver.keys(), size) + kept_beside + layer.graph)
+        for number in layer.saves:
+            if number not in saver:
+                saver[number] = index
+                kept_beside += 0.0 if number in inputs else size[number]
         pending -= set(layer.pops)
         pending |= {number for _, number in layer.stashes}
 
@@ -118,15 +121,15 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
     def backward(trace: str, *, checkpoint: bool) -> float:
         kept = inputs if checkpoint else own
         return _backward(
-            footprints, start, stop, saved_before, kept, trace, held=checkpoint or last, apart=checkpoint
+            footprints, start, stop, saver, kept, trace, held=checkpoint or last, apart=checkpoint
         )
 
     return Task(
         inputs=_total(inputs, size),
         forward=forward,
         graph=graph,
-        kept=_total(saved, size),
-        kept_beside=_total(saved - inputs, size),
+        kept=kept_beside + _total(inputs & saver.keys(), size),
+        kept_beside=kept_beside,
         output=_total(set(footprints[stop - 1].outputs), size),
         output_grad=footprints[stop - 1].output_grad,
         input_grad=footprints[start].input_grad,
@@ -146,7 +149,7 @@ def _backward(
     footprints: Sequence[Footprint],
     start: int,
     stop: int,
-    saved_before: Sequence[set[int]],
+    saver: Mapping[int, int],
     inputs: set[int],
     trace: str,
     *,
@@ -161,16 +164,18 @@ def _backward(
     """
     live = most = 0.0
     for index in reversed(range(start, stop)):
-        elsewhere = saved_before[index - start] | inputs
         changes: Sequence[Change] = getattr(
             footprints[index], trace + ("_held" if held and index == stop - 1 else "")
         )
         for change in changes:
-            if change.storage is None or change.storage not in elsewhere:
-                if change.storage == SUMMED and not apart:
-                    most = max(most, live - change.bytes)
-                live += change.bytes
-                most = max(most, live)
+            number = change.storage
+            if number is not None and (number in inputs or saver.get(number, index) < index):
+                continue  # somebody else holds it
+            if number == SUMMED and not apart:
+                most = max(most, live - change.bytes)
+            live += change.bytes
+            if live > most:
+                most = live
     return most
 
 
@@ -256,8 +261,7 @@ def device_memory(
 
 def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
     """Return every device's peak. Micro-batches count as equal: as the largest, if the last is smaller."""
-    layers = counts.at(setup.sizes[0])
-    footprints = [layer.footprint for layer in layers]
+    layers, footprints = counts.low, counts.footprints(setup.sizes[0])
     cuts = setup.cuts
     crossings = find_crossings(footprints, cuts)
     found = []
