@@ -19,9 +19,10 @@ from reproduce.paper import published
 from reproduce.record import Record, Result
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.hardware import Hardware
+from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor, Setup
 
-__all__ = ["UNITS", "predict_table", "predictable"]
+__all__ = ["BUILDERS", "UNITS", "predict_table", "predictable", "setup_of"]
 
 # experiment -> the published table that it repeats; those that can also be run say so themselves
 TABLES = {
@@ -37,8 +38,13 @@ UNITS = {
     "throughput": "samples/s, over an epoch where the published one is",
     "step_time": "s",
     "bubble": "share of the devices' time",
+    "allocated": "bytes, of each device: the peak of what is allocated to tensors",
+    "model": "bytes, of all devices: parameters, buffers, gradients and optimizer state",
 }
 DIGITS = 6  # that are kept: more would be noise of the arithmetic
+
+RESERVED = ("memory", "peak_activation_memory")
+"""Published values of memory: GiB, as reserved by the caching allocator, summed over devices."""
 
 UNORDERED = "without the dependency nothing orders backward, so there is no one schedule to replay"
 
@@ -53,7 +59,7 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
     table = published(predictable()[experiment])
     return Record(
         name=f"{experiment}-{hardware.name}",
-        title=f"{table.title}: predicted for {hardware.title}",
+        title=f"{table.title}: predicted, on {hardware.name}",
         kind="predicted",
         unit=UNITS,
         scale="paper",
@@ -85,10 +91,13 @@ def _predict(experiment: str, table: str, row: Result, hardware: Hardware) -> Re
     components = row.config.get("components")
     if components is not None and "dependency" not in components:
         return replace(result, status="not run", reason=UNORDERED)
-    predictor = Predictor(_counts(*_model(row.config)), hardware)
+    holds = any(name in row.values for name in RESERVED)
+    predictor = Predictor(_counts(*_model(row.config), holds), hardware)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
         values.update(_speed(predictor, row.config))
+    if holds:
+        values.update(_memory(predictor.counts, row.config))
     return replace(result, values={name: _rounded(value) for name, value in values.items()})
 
 
@@ -117,6 +126,16 @@ def _speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
         samples = setup.batch_size * (steps - 1) + last
         seconds = step.seconds * (steps - 1) + predictor.step(replace(setup, batch_size=last)).seconds
     return {"throughput": samples / seconds, "step_time": step.seconds, "bubble": step.bubble}
+
+
+def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
+    """Predict every device's peak; a row whose skips travel through every partition is left out."""
+    setup = setup_of(config, len(counts))
+    if not setup.portals:
+        return {}
+    devices = setup_memory(counts, setup)
+    kept = sum(layer.parameters * (2 + setup.state) + layer.frozen for layer in counts.low)
+    return {"allocated": [round(device.peak) for device in devices], "model": kept}
 
 
 def _model(config: dict[str, Json]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -151,9 +170,9 @@ BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
 
 
 @functools.lru_cache(maxsize=8)
-def _counts(model: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Counts:
+def _counts(model: str, sizes: tuple[int, ...], shape: tuple[int, ...], memory: bool) -> Counts:
     with torch.device("meta"):
-        return count(BUILDERS[model](*sizes), torch.empty(1, *shape))
+        return count(BUILDERS[model](*sizes), torch.empty(1, *shape), memory=memory)
 
 
 def _rounded(value: Json) -> Json:

@@ -1,4 +1,4 @@
-"""Make the tables of predictions: predicted beside published, how far apart, and what was measured where that could be."""
+"""Make the tables of predictions: beside what was published, how far apart, and what was measured where it could be."""
 
 from __future__ import annotations
 
@@ -22,7 +22,39 @@ def predicted_tables(record: Record, measured: Measured | None = None) -> list[T
     made = []
     if any("throughput" in result.values for result in record.results):
         made.append(_speed(record, papers, measured or {}))
+    if any("allocated" in result.values for result in record.results):
+        made.append(_memory(record, papers))
     return made
+
+
+def _memory(record: Record, papers: Mapping[str, Result]) -> Table:
+    rows = []
+    for result in record.results:
+        if "allocated" not in result.values:
+            continue
+        paper, peaks = papers[result.row].values, result.values["allocated"]
+        total = paper.get("memory")
+        if total is None and paper.get("peak_activation_memory") is not None:
+            total = paper["model_memory"] + paper["peak_activation_memory"]
+        lines = [peaks[i : i + 4] for i in range(0, len(peaks), 4)]
+        rows.append(
+            [
+                result.row,
+                "out of memory" if total is None else f"{total:.1f}",
+                f"{sum(peaks) / GiB:.1f}",
+                "" if total is None else f"{sum(peaks) / GiB / total:.0%}",
+                f"{result.values['model'] / GiB:.1f}",
+                "\n".join("  ".join(f"{peak / GiB:.1f}" for peak in line) for line in lines),
+            ]
+        )
+    headings = ["row", "published\nreserved", "predicted\nallocated", "share", "of it\nmodel", "each device"]
+    notes = [
+        f"GiB, all devices; predicted, not measured, from the hardware description {_hardware(record)}",
+        "published: what the caching allocator reserved, which is more than what is allocated to tensors, and has "
+        "libraries' workspaces in it; the two kinds are not to be compared, the share only says how far apart they are",
+        "model: parameters, buffers, gradients and optimizer state",
+    ]
+    return Table(f"{record.title}: memory", headings, rows, notes)
 
 
 def speed_up_errors(record: Record) -> dict[str, float]:

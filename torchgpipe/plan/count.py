@@ -91,8 +91,10 @@ class Counts:
         return len(self.low)
 
 
-def count(module: nn.Sequential, sample: TensorOrTensors) -> Counts:
+def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True) -> Counts:
     """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
+
+    Without `memory` their footprints are left out, which are most of the work.
 
     Raises:
         TypeError: a wrong type, or a layer that cannot be copied.
@@ -108,8 +110,10 @@ def count(module: nn.Sequential, sample: TensorOrTensors) -> Counts:
         with undisturbed(meta):
             counted = rehearse(module, given, meta, _count(numbers))
             layers = [make(name) for name, make in zip(names, counted, strict=True)]
-            footprints = rehearse(module, given, meta, _measure(layers, given, numbers))
-            found.append([replace(x, footprint=y) for x, y in zip(layers, footprints, strict=True)])
+            if memory:
+                footprints = rehearse(module, given, meta, _measure(layers, given, numbers))
+                layers = [replace(x, footprint=y) for x, y in zip(layers, footprints, strict=True)]
+            found.append(layers)
     for a, b in zip(*found, strict=True):
         if not _alike(a, b):
             raise ValueError(
@@ -132,9 +136,10 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
             rehearsal.forward(value)
             return known[key]
         given = (value,) if isinstance(value, Tensor) else value
-        for x in given:
+        reached: set[int] = set()
+        for i, x in enumerate(given):
             if x.requires_grad:
-                x.retain_grad()
+                x.register_hook(lambda _, i=i: reached.add(i))
         entering = set(rehearsal.scope)
         with Counter() as forward:
             rehearsal.forward(value)
@@ -150,7 +155,7 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
             gradients = [torch.empty_like(x) for x in roots]
             with backward:
                 torch.autograd.backward(roots, gradients)
-        gives = tuple(x.requires_grad and x.grad is not None for x in given)
+        gives = tuple(i in reached for i in range(len(given)))
         trained = [p for p in layer.parameters() if p.requires_grad]
         others = [p for p in layer.parameters() if not p.requires_grad]
         accumulate = tuple(

@@ -1,11 +1,13 @@
 """Measure what a layer holds in memory: peaks of its forward, what it saves, and the trace of its backward.
 
-A layer runs alone, on `meta`, where storages have sizes but no memory. Storages are noticed as operators return them and
-forgotten when they die. A tensor that goes from layer to layer is one storage with one number, whoever saves it.
+A layer runs alone, on `meta`, where storages have sizes but no memory. Storages are noticed as operators return them
+and forgotten when they die. A tensor that goes from layer to layer is one storage with one number, whoever saves it.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe.balance.profile import Rehearsal
 from torchgpipe.plan.operators import tensors_in
 from torchgpipe.skip.scope import SkipKey
+from torchgpipe.skip.skippable import skips_of
 
 __all__ = ["SUMMED", "Change", "Footprint", "Numbers", "behaviour", "between", "measure_footprint"]
 
@@ -35,7 +38,7 @@ SUMMED = -1
 
 
 class Footprint(NamedTuple):
-    """What one layer holds for one micro-batch. Storages are numbers; `sizes` has the bytes of those it made or keeps."""
+    """What one layer holds for one micro-batch. Storages are numbers; `sizes` has their bytes."""
 
     inputs: tuple[int, ...]
     pops: tuple[int, ...]
@@ -99,9 +102,10 @@ class _Live(TorchDispatchMode):
         """Count neither life nor death of tensors that the caller holds anyway."""
         self._known.update(id(x.untyped_storage()) for x in tensors)
 
-    def enter(self, x: Tensor, number: int) -> None:
+    def enter(self, x: Tensor | None, number: int) -> None:
         """Note the death of a storage that entered the layer."""
-        self._watch(x.untyped_storage(), number)
+        if x is not None:
+            self._watch(x.untyped_storage(), number)
 
     def __torch_dispatch__(
         self,
@@ -111,9 +115,9 @@ class _Live(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.add_.Tensor and isinstance(args[1], Tensor):
-            if id(args[0].untyped_storage()) in self.gradients:
-                self._summed.add(id(args[1].untyped_storage()))
+        in_place = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Tensor)
+        if in_place and id(args[0].untyped_storage()) in self.gradients:
+            self._summed.add(id(args[1].untyped_storage()))
         for x in tensors_in(result):
             storage = x.untyped_storage()
             if id(storage) not in self._known:
@@ -164,7 +168,8 @@ def measure_footprint(
 ) -> Footprint:
     """Measure the layer of `rehearsal`, whose entering storages are in `numbers`; number those that it puts out.
 
-    `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs one from it.
+    `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs
+    get one from it.
     """
     layer = rehearsal.layer
     key = behaviour(layer, rehearsal.prepare(), (numbers.alike, takes, gives))
@@ -205,18 +210,27 @@ def measure_footprint(
 
 
 def behaviour(layer: torch.nn.Module, value: Any, more: object = None) -> object:
-    """Return what tells PyTorch's own layers apart that behave alike; `None` for layers that may do anything."""
-    stock = type(layer).__module__.startswith("torch.nn.modules") and not any(layer.children())
-    if not stock or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+    """Return what is equal for layers that behave alike: all their state but the contents of tensors.
+
+    `None` for layers with skips, and for those that cannot be pickled, which may do anything.
+    """
+    if any(skips_of(layer)):
         return None
-    state = [*layer.parameters(), *layer.buffers(), *_flat(value)]
-    return (
-        type(layer),
-        repr(layer),
-        layer.training,
-        tuple((x.shape, x.dtype, x.stride(), x.requires_grad, x.untyped_storage().nbytes()) for x in state),
-        more,
-    )
+    written = io.BytesIO()
+    try:
+        _Shapes(written).dump((layer, _flat(value), more))
+    except Exception:
+        return None
+    return written.getvalue()
+
+
+class _Shapes(pickle.Pickler):
+    """Write no tensor, only what it looks like."""
+
+    def persistent_id(self, item: object) -> object:
+        if not isinstance(item, Tensor):
+            return None
+        return str((item.shape, item.dtype, item.stride(), item.requires_grad, item.untyped_storage().nbytes()))
 
 
 def _renumbered(known: Footprint, numbers: Numbers) -> Footprint:
@@ -281,8 +295,8 @@ def _describe(
     outputs = tuple(number_of(x.untyped_storage()) for x in handed)
     stashed = [(key, x) for key, x in rehearsal.scope.items()]
     stash_numbers = {key: numbers.new() if x is None else number_of(x.untyped_storage()) for key, x in stashed}
-    for key, x in stashed:
-        sizes.setdefault(stash_numbers[key], 0.0 if x is None else float(x.nbytes))
+    for key, tensor in stashed:
+        sizes.setdefault(stash_numbers[key], 0.0 if tensor is None else float(tensor.nbytes))
     values = _flat(value)
     result = Footprint(
         inputs=numbers.value,
@@ -297,8 +311,8 @@ def _describe(
         later=(),
         first_held=(),
         later_held=(),
-        input_grad=float(sum(x.nbytes for x, given in zip(values, gives, strict=True) if x.requires_grad and given)),
-        output_grad=float(sum(x.nbytes for x, taken in zip(handed, takes or [True] * len(handed), strict=True) if x.requires_grad and taken)),
+        input_grad=_grad_bytes(values, gives),
+        output_grad=_grad_bytes(handed, takes),
         pop_grads=tuple(float(n) if need else 0.0 for n, need in zip(pop_bytes, pop_needs, strict=True)),
         stash_grads=tuple(0.0 if x is None or not x.requires_grad else float(x.nbytes) for _, x in stashed),
     )
@@ -307,6 +321,11 @@ def _describe(
     numbers.value = outputs
     numbers.skips.update(stash_numbers)
     return result, popped
+
+
+def _grad_bytes(tensors: Sequence[Tensor], needs: Needs | None) -> float:
+    wanted = needs or [True] * len(tensors)
+    return float(sum(x.nbytes for x, need in zip(tensors, wanted, strict=True) if x.requires_grad and need))
 
 
 def _prepared(
@@ -336,13 +355,10 @@ def _backward(
     live.ignore([*held, *gradients])
     live.gradients = {id(grad.untyped_storage()) for grad in gradients}
     value: Any = rehearsal.prepare()
-    for x, number in zip(_flat(value), entered[0], strict=True):
-        live.enter(x, number)
-    for key, number in zip(entered[1], entered[2], strict=True):
-        skip = rehearsal.scope[key]
-        if skip is not None:
-            live.enter(skip, number)
-    x = skip = None
+    entering = list(zip([*_flat(value), *(rehearsal.scope[key] for key in entered[1])], [*entered[0], *entered[2]],
+                        strict=True))  # fmt: skip
+    while entering:
+        live.enter(*entering.pop())
     with live:
         rehearsal.forward(value)
     count = len(_flat(rehearsal.output))

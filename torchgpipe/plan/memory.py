@@ -194,8 +194,8 @@ def device_memory(
 ) -> Device:
     """Return the peak of device `j` of `n` in a step of `m` equal micro-batches, every step after the first.
 
-    `parameters` and `frozen` are the partition's bytes, `mini_batch` the model's input's. On the last device the user holds the gathered
-    output and its gradient throughout backward; gathering takes the pieces and the whole at once.
+    `parameters` and `frozen` are the partition's bytes, `mini_batch` the model's input's. On the last device the user
+    holds the gathered output and its gradient throughout backward; gathering takes the pieces and the whole at once.
     """
     first_partition, last_partition = j == 0, j == n - 1
     output, output_grad = task.output, task.output_grad

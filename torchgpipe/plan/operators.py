@@ -1,7 +1,7 @@
 """Count what operators do: their class, floating-point operations, and bytes read and written.
 
 An operator is what reaches PyTorch's dispatcher below autograd: on a GPU about one kernel each. Floating-point
-operations come from PyTorch's own formulas (`torch.utils.flop_counter`); everything without a formula is bound by memory.
+operations come from PyTorch's own formulas (`torch.utils.flop_counter`); whatever has none is bound by memory.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 MOST_EVENTS = 200_000
 """Tasks that a replay of a candidate may have; setups with more micro-batches than that are not considered."""
 WANTED = 4
-"""How many setups to return."""
+"""How many setups to return, by default."""
 IMPROVED = 2
 """How many of the best have their cuts moved."""
 TIGHTER = 4
@@ -73,6 +73,7 @@ def search(
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[Mode] = MODES,
     partitions: Sequence[int] | None = None,
+    wanted: int = WANTED,
 ) -> list[Candidate]:
     """Return the setups that fit, the fastest first, one for each number of partitions, micro-batches and mode.
 
@@ -97,14 +98,16 @@ def search(
     heapq.heapify(queue)
     filled: dict[tuple[int, int, Mode], int] = {}
     found: dict[tuple[int, int, Mode], Candidate] = {}
-    while queue and len(found) < WANTED:
+    while queue and len(found) < wanted:
         _, order, setup = heapq.heappop(queue)
         kind = (len(setup.balance), setup.chunks, setup.checkpoint)
         if kind in found:
             continue
         candidate = assess(predictor, setup)
         if candidate.peak <= memory:
-            found[kind] = candidate if len(found) >= IMPROVED else _improve(predictor, candidate, memory)
+            if len(found) < min(IMPROVED, wanted - 1):
+                candidate = _improve(predictor, candidate, memory)
+            found[kind] = candidate
         elif filled.get(kind, 0) < TIGHTER:
             first_time = kind not in filled
             filled[kind] = filled.get(kind, 0) + 1
@@ -277,5 +280,5 @@ def _why(predictor: Predictor, batch_size: int, devices: int, memory: float, sta
     peak = max(d.peak for d in setup_memory(predictor.counts, replace(least, balance=balance)))
     return (
         f"no balance fits {devices} device(s) of {amount(memory)}: even in {batch_size} micro-batches of one, all "
-        f"recomputed, and balanced by parameters, the fullest needs {amount(peak)}; use more devices, or a smaller batch"
+        f"recomputed and balanced by parameters, the fullest needs {amount(peak)}; use more devices, or a smaller batch"
     )
