@@ -11,6 +11,7 @@ from typing import Literal
 
 import click
 
+from reproduce.commands.calibrate import calibrate
 from reproduce.commands.plan import plan
 from reproduce.commands.predict import predict
 from reproduce.devices import Devices, DevicesError, cores, find_devices
@@ -162,6 +163,7 @@ def import_paper(source: Path, out: Path) -> None:
         click.echo(_shown(path))
 
 
+cli.add_command(calibrate)
 cli.add_command(plan)
 cli.add_command(predict)
 

@@ -11,7 +11,8 @@ from reproduce.layout import many
 from reproduce.machine import ROOT
 from reproduce.predict import predict_table, predictable
 from reproduce.predicted_table import predicted_tables
-from reproduce.record import RecordError, load, save
+from reproduce.prediction_docs import DOCS, rendered
+from reproduce.record import RecordError, load, save, write_atomically
 from reproduce.recorder import prepare_folder
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 
@@ -57,7 +58,8 @@ def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str,
     metavar="DIR",
     help="Where to put the records. Default: results/predicted.",
 )
-def predict(experiments: list[str], hardware: Hardware, out: Path) -> None:
+@click.option("--docs", is_flag=True, help="Also renew the tables in docs/prediction.md, from the records in --out.")
+def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -> None:
     """Predict the published tables of EXPERIMENTS (or: all) at scale paper, on any machine and without a GPU."""
     prepare_folder(out)
     written = []
@@ -69,6 +71,9 @@ def predict(experiments: list[str], hardware: Hardware, out: Path) -> None:
         save(record, path)
         written.append(path)
     click.echo(f"\nwritten: {many(len(written), 'record')} to {out}")
+    if docs:
+        write_atomically(DOCS, rendered(DOCS.read_text(encoding="utf-8"), out))
+        click.echo(f"renewed: {DOCS}")
 
 
 def measured_throughput(experiment: str, folder: Path = MEASURED) -> dict[str, float]:

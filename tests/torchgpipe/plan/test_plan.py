@@ -49,14 +49,14 @@ def test_finds_the_best_of_all_balances() -> None:
     assert found.seconds <= min(every) * 1.02
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("share", [0.9, 0.5])
 def test_keeps_to_the_memory(share: float) -> None:
-    free = plan(model(), X, batch_size=64, devices=4, hardware=NODE, optimizer="adam")
+    free = plan(model(), X, batch_size=4096, devices=4, hardware=NODE, optimizer="adam")
     room = max(free.peaks) * share
-    tight = plan(model(), X, batch_size=64, devices=4, hardware=NODE, optimizer="adam", memory=room)
+    tight = plan(model(), X, batch_size=4096, devices=4, hardware=NODE, optimizer="adam", memory=room)
     assert max(tight.peaks) <= room
     assert tight.seconds >= free.seconds
-    setup = Setup(64, tuple(tight.balance), tight.chunks, tight.checkpoint, state=2)
+    setup = Setup(4096, tuple(tight.balance), tight.chunks, tight.checkpoint, state=2)
     assert tight.peaks == [device.peak for device in setup_memory(count(model(), X), setup)]
 
 
@@ -82,7 +82,7 @@ def test_names_the_layer_that_is_too_large() -> None:
     ("change", "error", "message"),
     [
         ({"memory": "1.5MiB", "devices": 1}, Impossible, "use more devices"),
-        ({"memory": 1.8 * 2**20, "devices": 1, "batch_size": 40000}, Impossible, "no balance fits 1 device"),
+        ({"memory": 2.2 * 2**20, "devices": 1, "batch_size": 3000}, Impossible, "no balance fits 1 device"),
         ({"memory": "lots"}, ValueError, "text such as '24GiB'"),
         ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
         ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
