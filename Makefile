@@ -35,6 +35,7 @@ benchmark: $(READY)
 
 reproduce-amoebanet: $(READY)
 	$(BIN)/python -m reproduce run amoebanet-speed amoebanet-memory $(ARGS)
+	$(BIN)/python -m reproduce show results/predicted/amoebanet-speed-p40x8.json results/predicted/amoebanet-memory-p40x8.json
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

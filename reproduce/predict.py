@@ -22,7 +22,7 @@ from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor, Setup
 
-__all__ = ["BUILDERS", "UNITS", "predict_table", "predictable", "setup_of"]
+__all__ = ["BUILDERS", "UNITS", "predict_row", "predict_table", "predictable", "setup_of"]
 
 # experiment -> the published table that it repeats; those that can also be run say so themselves
 TABLES = {
@@ -64,7 +64,7 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
         unit=UNITS,
         scale="paper",
         hardware=describe(hardware),
-        results=[_predict(experiment, table.name, row, hardware) for row in table.results],
+        results=[predict_row(experiment, table.name, row, hardware) for row in table.results],
     )
 
 
@@ -78,7 +78,8 @@ def describe(hardware: Hardware) -> dict[str, Json]:
     return figures
 
 
-def _predict(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
+def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
+    """Predict one published row of `table`."""
     result = Result(
         experiment=experiment,
         row=row.row,

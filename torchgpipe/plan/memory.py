@@ -50,8 +50,8 @@ class Task:
     first_alone: float
     """Peak of backward of a task that is not checkpointed: its graph alone holds its inputs."""
     later_alone: float
-    skip_grads: float
-    """Gradients of the skips that it was given, which go back to where they came from."""
+    arrivals: float
+    """Of its inputs, the skips."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,15 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
     saver: dict[int, int] = {}  # storage -> the first layer that saves it
     kept_beside = 0.0
     pending: set[int] = set()
-    forward = graph = skip_grads = 0.0
+    arrivals: set[int] = set()
+    forward = graph = 0.0
     for index in range(start, stop):
         layer = footprints[index]
         for number, nbytes in layer.sizes:
             size.setdefault(number, nbytes)
         arriving = {number for number in layer.pops if number not in pending}
         inputs |= arriving
-        skip_grads += sum(
-            grad for number, grad in zip(layer.pops, layer.pop_grads, strict=True) if number in arriving
-        )
+        arrivals |= arriving
         waiting = {*layer.inputs, *pending, *layer.pops} - inputs
         forward = max(forward, _total(waiting, size) + layer.forward)
         graph = max(graph, _total(waiting - saver.keys(), size) + kept_beside + layer.graph)
@@ -137,7 +136,7 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
         later=backward("later", checkpoint=True),
         first_alone=backward("first", checkpoint=False),
         later_alone=backward("later", checkpoint=False),
-        skip_grads=skip_grads,
+        arrivals=_total(arrivals, size),
     )
 
 
@@ -226,7 +225,7 @@ def device_memory(
     for i in range(m):
         under_way = sum(min(i, c.target - j) * c.bytes for c in leaving )
         pieces = i * output if last_partition else 0.0
-        coming = task.inputs if not first_partition and i + 1 < m else 0.0
+        coming = task.inputs - task.arrivals if not first_partition and i + 1 < m else 0.0
         peak = task.forward if i < recomputed else task.graph
         consider(
             gradients=0.0,
