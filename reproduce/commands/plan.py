@@ -108,9 +108,10 @@ def plan(
         parameters = sum(layer.parameters for layer in counted.low) // 4
         click.echo(f"  {how:10} {_named(name, names, best)}: {parameters / 1e6:,.1f} M parameters")
     click.echo(
-        f"Only {names[axis]} grows. naive: one micro-batch, nothing recomputed; pipelined: micro-batches of\n"
-        "one, all but the last recomputed. Predicted bytes allocated to tensors, not measured:\n"
-        "leave room for what libraries and the allocator take beside them."
+        f"Only {names[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
+        "pipelined: micro-batches of one, all but the last recomputed.\n"
+        "Predicted bytes allocated to tensors, not measured: leave room for what\n"
+        "libraries and the allocator take beside them."
     )
 
 

@@ -86,6 +86,14 @@ def test_the_page_is_not_stale() -> None:
     assert rendered(text, PREDICTED) == text
 
 
+def test_on_other_hardware_a_difference_is_no_error() -> None:
+    (table,) = predicted_tables(predict_table("resnet101-speed", load_hardware("h100x8")))
+    assert "error" not in table.headings
+    assert "published on other hardware" in table.text()
+    (table,) = predicted_tables(committed("resnet101-speed-p40x8"))
+    assert "error" in table.headings
+
+
 def test_twice_the_same(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         save(predict_table("resnet101-speed", P40), tmp_path / name)

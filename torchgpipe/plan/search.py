@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import Mode, checkpointed
@@ -109,10 +110,15 @@ def search(
                 candidate = _improve(predictor, candidate, memory)
             found[kind] = candidate
         elif filled.get(kind, 0) < TIGHTER:
-            first_time = kind not in filled
+            # What this balance needs, estimated and exactly, says how far the estimate is off.
+            estimate = _Estimate(predictor, setup)
+            off = estimate.peak(setup.balance) / candidate.peak
             filled[kind] = filled.get(kind, 0) + 1
-            room = memory if first_time else memory * (memory / candidate.peak) * 0.99 ** filled[kind]
-            balance = _fill(predictor, setup, len(setup.balance), room)
+            room = memory * off * 0.99 ** (filled[kind] - 1)
+            balance = _fill(predictor, setup, estimate, room)
+            if balance is None:
+                filled[kind] = TIGHTER
+                balance = _smallest(predictor, setup, estimate)
             if balance is not None:
                 other = replace(setup, balance=balance)
                 heapq.heappush(queue, (predictor.step(other).seconds, order, other))
@@ -171,6 +177,11 @@ class _Estimate:
             forward = footprint.graph - self.saved[-1]
             self.inner.append(max(most + footprint.output_grad, forward))
 
+    def peak(self, balance: Sequence[int]) -> float:
+        """Estimate the fullest partition of a balance."""
+        starts = [sum(balance[:j]) for j in range(len(balance))]
+        return max(next(islice(self.grow(a), k - 1, None)) for a, k in zip(starts, balance, strict=True))
+
     def grow(self, start: int) -> Iterator[float]:
         """Yield the bytes of the partition from layer `start`, one layer longer every time."""
         inputs = self.inputs[start]
@@ -186,9 +197,24 @@ class _Estimate:
             yield static + stashed + inputs + inner + edge
 
 
-def _fill(predictor: Predictor, setup: Setup, n: int, memory: float) -> tuple[int, ...] | None:
+def _smallest(predictor: Predictor, setup: Setup, estimate: _Estimate) -> tuple[int, ...] | None:
+    """Return the balance whose fullest partition is estimated to need the least."""
+    weights, n = [0.0] * len(predictor.counts), len(setup.balance)
+    low, high = 0.0, 2 * estimate.peak((len(weights),))
+    best = None
+    for _ in range(20):
+        room = (low + high) / 2
+        balance = _greedy(weights, estimate, n, 0.0, room)
+        if balance is None:
+            low = room
+        else:
+            best, high = balance, room
+    return best
+
+
+def _fill(predictor: Predictor, setup: Setup, estimate: _Estimate, memory: float) -> tuple[int, ...] | None:
     """Return the balance whose heaviest partition is lightest, of those that the estimate allows; `None`: none."""
-    weights, estimate = _weights(predictor, setup), _Estimate(predictor, setup)
+    weights, n = _weights(predictor, setup), len(setup.balance)
     low, high = max(max(weights), sum(weights) / n), sum(weights)
     best = _greedy(weights, estimate, n, high, memory)
     if best is None:
