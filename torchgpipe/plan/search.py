@@ -119,6 +119,8 @@ def search(
             if balance is None:
                 filled[kind] = TIGHTER
                 balance = _smallest(predictor, setup, estimate)
+                if balance is not None:
+                    balance = _relieve(predictor, replace(setup, balance=balance), memory)
             if balance is not None:
                 other = replace(setup, balance=balance)
                 heapq.heappush(queue, (predictor.step(other).seconds, order, other))
@@ -210,6 +212,32 @@ def _smallest(predictor: Predictor, setup: Setup, estimate: _Estimate) -> tuple[
         else:
             best, high = balance, room
     return best
+
+
+def _relieve(predictor: Predictor, setup: Setup, memory: float) -> tuple[int, ...]:
+    """Move layers out of the fullest partition, by ever smaller steps, until all fit or nothing helps."""
+
+    def peaks(balance: Sequence[int]) -> list[float]:
+        found = setup_memory(predictor.counts, replace(setup, balance=tuple(balance)))
+        return [device.peak for device in found]
+
+    balance = list(setup.balance)
+    now = peaks(balance)
+    stride = max(1, sum(balance) // (8 * len(balance)))
+    while stride and max(now) > memory:
+        fullest = now.index(max(now))
+        for neighbour in (fullest - 1, fullest + 1):
+            if 0 <= neighbour < len(balance) and balance[fullest] > stride:
+                moved = list(balance)
+                moved[fullest] -= stride
+                moved[neighbour] += stride
+                then = peaks(moved)
+                if max(then) < max(now):
+                    balance, now = moved, then
+                    break
+        else:
+            stride //= 2
+    return tuple(balance)
 
 
 def _fill(predictor: Predictor, setup: Setup, estimate: _Estimate, memory: float) -> tuple[int, ...] | None:
