@@ -83,6 +83,7 @@ class Rehearsal:
         return _fresh(value) if isinstance(value, Tensor) else tuple(_fresh(x) for x in value)
 
     def forward(self, value: TensorOrTensors) -> None:
+        """Run the layer on what `prepare` returned."""
         with skip_scope(self.scope):
             self.output = self.layer(value)
 

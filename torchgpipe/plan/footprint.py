@@ -83,6 +83,7 @@ class Numbers:
         return tuple(self.value.index(x) for x in self.value)
 
     def new(self) -> int:
+        """Return a number that no storage has."""
         self.next += 1
         return self.next
 

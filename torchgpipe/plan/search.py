@@ -85,6 +85,8 @@ def search(
     """
     layers = len(predictor.counts)
     counts = partitions or sorted({n for n in (1, 2, 4, 8, 16, 32, 64, devices) if n <= min(devices, layers)})
+    if (reason := _hopeless(predictor, devices, memory, state)) is not None:
+        raise Impossible(reason)
     drafts: list[tuple[float, int, Setup]] = []
     for n in counts:
         for m in chunks or chunk_choices(batch_size, n):
@@ -305,11 +307,10 @@ def _improve(predictor: Predictor, candidate: Candidate, memory: float) -> Candi
     return candidate
 
 
-def _why(predictor: Predictor, batch_size: int, devices: int, memory: float, state: int) -> str:
-    """Say what is in the way: a layer that fits no device, or all of them together."""
+def _hopeless(predictor: Predictor, devices: int, memory: float, state: int) -> str | None:
+    """Say what makes every setup impossible: a layer that fits no device, or all of them together; else `None`."""
     from torchgpipe.plan.report import amount
 
-    least = Setup(batch_size, (1,), batch_size, "always", state)
     layers = predictor.layers(1).layers
     footprints = predictor.counts.footprints(1)
     needs = []
@@ -329,6 +330,15 @@ def _why(predictor: Predictor, batch_size: int, devices: int, memory: float, sta
             f"parameters, gradients and optimizer state need {amount(static)}, and {devices} device(s) have "
             f"{amount(devices * memory)}: use more devices, or an optimizer with less state"
         )
+    return None
+
+
+def _why(predictor: Predictor, batch_size: int, devices: int, memory: float, state: int) -> str:
+    """Say by how much the setup that needs the least misses, where no setup was found."""
+    from torchgpipe.plan.report import amount
+
+    least = Setup(batch_size, (1,), batch_size, "always", state)
+    layers = predictor.layers(1).layers
     needed = [layer.parameters * (2.0 + state) + layer.frozen for layer in layers]
     balance = tuple(minimise_heaviest(needed, min(devices, len(layers))))
     peak = max(d.peak for d in setup_memory(predictor.counts, replace(least, balance=balance)))
