@@ -41,6 +41,7 @@ benchmark: $(READY)
 
 reproduce-amoebanet: $(READY)
 	$(BIN)/python -m reproduce run amoebanet-speed amoebanet-memory $(ARGS)
+	$(BIN)/python -m reproduce show results/predicted/amoebanet-speed-p40x8.json results/predicted/amoebanet-memory-p40x8.json
 
 reproduce-unet: $(READY)
 	$(BIN)/python -m reproduce run unet-speed unet-memory unet-ablation $(ARGS)

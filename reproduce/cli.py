@@ -11,7 +11,10 @@ from typing import Literal
 
 import click
 
+from reproduce.commands.calibrate import calibrate
 from reproduce.commands.compare import compare
+from reproduce.commands.plan import plan
+from reproduce.commands.predict import predict
 from reproduce.commands.render import render_command
 from reproduce.commands.report import report
 from reproduce.datasets import DataError
@@ -236,6 +239,9 @@ def import_paper(source: Path, out: Path) -> None:
 cli.add_command(compare)
 cli.add_command(report)
 cli.add_command(render_command)
+cli.add_command(calibrate)
+cli.add_command(plan)
+cli.add_command(predict)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

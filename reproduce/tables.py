@@ -12,6 +12,7 @@ from reproduce.accuracy_table import accuracy_tables
 from reproduce.experiments import EXPERIMENTS
 from reproduce.layout import Table, many
 from reproduce.memory_tables import memory_tables
+from reproduce.predicted_table import predicted_tables
 from reproduce.record import Record, Result, Run
 from reproduce.speed_table import speed_tables
 
@@ -27,6 +28,8 @@ MAKERS: dict[str, Any] = {
 
 def tables(record: Record, experiment: str | None = None) -> list[Table]:
     """Return the tables of every experiment in the record, or of one."""
+    if record.kind == "predicted":
+        return predicted_tables(record)
     by_experiment: dict[str, list[Result]] = {}
     for result in record.results:
         by_experiment.setdefault(result.experiment, []).append(result)

@@ -6,12 +6,14 @@ at a time. Forward takes micro-batches in order, backward in reverse. A task's i
 - forward (i, j) after forward (i, j - 1), and the copy between them;
 - recomputation (i, j) as soon as its partition is free, also before its gradient arrives;
 - backward (i, j) after its recomputation, backward (i, j + 1), and the copy between them.
+
+Skips are copied straight from the partition that stashes them to the one that pops them, and their gradients back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 __all__ = ["Costs", "Event", "Timeline", "replay"]
@@ -33,15 +35,19 @@ class Event(NamedTuple):
 class Costs:
     """Seconds of every task, as tables [micro-batch][partition] of one shape.
 
-    `recompute` is zero where a task is not checkpointed. `copy` is what passing a boundary takes, one way, with
-    streams of its own, so that it delays the receiver but occupies nobody; `loss` lies between forward and backward.
+    `recompute` is zero where a task is not checkpointed. `copy` is what passing a boundary takes, one way: one number
+    for all boundaries, or one for each. `skips` says the same of skips, by the partitions that stash and pop them.
+    With streams of their own, copies delay the receiver but occupy nobody; `blocking` ones occupy both sides, and
+    start when both are free. `loss` lies between forward and backward.
     """
 
     forward: Table
     backward: Table
     recompute: Table
-    copy: float = 0.0
+    copy: float | Sequence[float] = 0.0
     loss: float = 0.0
+    skips: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    blocking: bool = False
 
     @property
     def total(self) -> float:
@@ -75,27 +81,54 @@ def replay(costs: Costs) -> Timeline:
     Recomputation starts at the earliest with backward, after the loss: that is when it is asked for.
     """
     m, n = len(costs.forward), len(costs.forward[0])
+    copies = [costs.copy] * (n - 1) if isinstance(costs.copy, (int, float)) else list(costs.copy)
+    # Where each partition sends to in forward, and (the gradients) in backward, the next one first.
+    down: list[list[tuple[int, float]]] = [[(j + 1, copies[j])] if j < n - 1 else [] for j in range(n)]
+    up: list[list[tuple[int, float]]] = [[(j - 1, copies[j - 1])] if j > 0 else [] for j in range(n)]
+    for (source, target), seconds in costs.skips.items():
+        down[source].append((target, seconds))
+        up[target].append((source, seconds))
+
     events: list[Event] = []
     free = [0.0] * n
     for i, row in enumerate(costs.forward):
-        arrival = 0.0
+        arrival = [0.0] * n
         for j, seconds in enumerate(row):
-            start = max(free[j], arrival)
+            start = max(free[j], arrival[j])
             free[j] = end = start + seconds
-            arrival = end + costs.copy
             events.append(Event("forward", i, j, start, end))
+            _send(j, end, down[j], arrival, free, costs.blocking)
 
-    begin = free[n - 1] + costs.loss
+    begin = max(free) if costs.blocking else free[n - 1]
+    begin += costs.loss
     free = [begin] * n
     for i in reversed(range(m)):
-        arrival = begin
+        arrival = [begin] * n
         for j in reversed(range(n)):
             if costs.recompute[i][j]:
                 start = free[j]
                 free[j] = start + costs.recompute[i][j]
                 events.append(Event("recompute", i, j, start, free[j]))
-            start = max(free[j], arrival)
+            start = max(free[j], arrival[j])
             free[j] = end = start + costs.backward[i][j]
-            arrival = end + costs.copy
             events.append(Event("backward", i, j, start, end))
+            _send(j, end, up[j], arrival, free, costs.blocking)
     return Timeline(events, max(free), n)
+
+
+def _send(
+    j: int,
+    end: float,
+    targets: Sequence[tuple[int, float]],
+    arrival: list[float],
+    free: list[float],
+    blocking: bool,
+) -> None:
+    """Copy what partition `j` made at `end` to its targets."""
+    for target, seconds in targets:
+        there = end + seconds
+        if blocking and seconds:
+            there = max(free[j], free[target]) + seconds
+            free[j] = free[target] = there
+        if there > arrival[target]:
+            arrival[target] = there

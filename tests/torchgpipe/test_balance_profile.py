@@ -278,13 +278,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
-    rehearsal = profile._Rehearsal(Spend(0, name="a"), X, {})
+    rehearsal = profile.Rehearsal(Spend(0, name="a"), X, {})
     profile._time(rehearsal, torch.device("cuda"))
     read = ["synchronize", "clock"]
     assert calls == [*read, "a forward", *read, *read, "a backward", *read]
 
 
 def test_peak_is_that_of_forward_after_a_warm_up(calls: list[str]) -> None:
-    rehearsal = profile._Rehearsal(Spend(0, name="a"), X, {})
+    rehearsal = profile.Rehearsal(Spend(0, name="a"), X, {})
     assert profile._peak_bytes(rehearsal, torch.device("cuda")) == 72 - 30
     assert calls == ["a forward", "reset", "allocated", "a forward", "peak"]

@@ -21,7 +21,7 @@ from torchgpipe.microbatch import TensorOrTensors, check, scatter
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = ["profile_sizes", "profile_times"]
+__all__ = ["Rehearsal", "profile_sizes", "profile_times", "rehearse", "undisturbed"]
 
 T = TypeVar("T")
 
@@ -36,16 +36,16 @@ def profile_times(
     seconds: list[list[float]] = [[] for _ in module]
     deadline = perf_counter() + timeout
 
-    def measure(rehearsal: _Rehearsal) -> list[float]:
+    def measure(rehearsal: Rehearsal) -> list[float]:
         _time(rehearsal, device)  # a warm-up
         runs = [_time(rehearsal, device)]
         while len(runs) < RUNS_PER_COPY and perf_counter() < deadline:
             runs.append(_time(rehearsal, device))
         return runs
 
-    with _undisturbed(device):
+    with undisturbed(device):
         while True:
-            for measured, runs in zip(seconds, _rehearse(module, sample, device, measure), strict=True):
+            for measured, runs in zip(seconds, rehearse(module, sample, device, measure), strict=True):
                 measured += runs
                 if perf_counter() >= deadline and all(seconds):
                     return [median(measured) for measured in seconds]
@@ -56,15 +56,15 @@ def profile_sizes(
 ) -> list[float]:
     """Return every layer's bytes for one micro-batch plus `param_scale` times the bytes of its parameters."""
 
-    def measure(rehearsal: _Rehearsal) -> float:
+    def measure(rehearsal: Rehearsal) -> float:
         kept = _peak_bytes(rehearsal, device) if device.type == "cuda" else _kept_bytes(rehearsal)
         return kept + param_scale * sum(parameter.nbytes for parameter in rehearsal.layer.parameters())
 
-    with _undisturbed(device):
-        return list(_rehearse(module, scatter(input, chunks)[0], device, measure))
+    with undisturbed(device):
+        return list(rehearse(module, scatter(input, chunks)[0], device, measure))
 
 
-class _Rehearsal:
+class Rehearsal:
     """A layer's copy and what enters it, to be run as often as needed."""
 
     def __init__(self, layer: nn.Module, value: TensorOrTensors, skips: Scope) -> None:
@@ -83,6 +83,7 @@ class _Rehearsal:
         return _fresh(value) if isinstance(value, Tensor) else tuple(_fresh(x) for x in value)
 
     def forward(self, value: TensorOrTensors) -> None:
+        """Run the layer on what `prepare` returned."""
         with skip_scope(self.scope):
             self.output = self.layer(value)
 
@@ -91,8 +92,8 @@ class _Rehearsal:
         return [*_tensors(self.output), *(x for x in self.scope.values() if x is not None)]
 
 
-def _rehearse(
-    module: nn.Sequential, sample: TensorOrTensors, device: torch.device, measure: Callable[[_Rehearsal], T]
+def rehearse(
+    module: nn.Sequential, sample: TensorOrTensors, device: torch.device, measure: Callable[[Rehearsal], T]
 ) -> Iterator[T]:
     """Measure the layers in turn; `measure` runs a layer once or more, and its last run feeds the next."""
     value = _cut_off(sample, device)
@@ -101,7 +102,7 @@ def _rehearse(
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
         duplicate = _copy(layer, index).to(device)
         # Where a training module has parts frozen by eval(), they stay frozen.
-        rehearsal = _Rehearsal(duplicate if module.training else duplicate.train(), value, skips)
+        rehearsal = Rehearsal(duplicate if module.training else duplicate.train(), value, skips)
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
         value = _cut_off(rehearsal.output, device)
@@ -111,7 +112,7 @@ def _rehearse(
         yield measurement
 
 
-def _time(rehearsal: _Rehearsal, device: torch.device) -> float:
+def _time(rehearsal: Rehearsal, device: torch.device) -> float:
     """Run forward and backward once; return the seconds of both."""
     value = rehearsal.prepare()
     _synchronize(device)
@@ -131,7 +132,7 @@ def _time(rehearsal: _Rehearsal, device: torch.device) -> float:
     return forward + perf_counter() - start
 
 
-def _peak_bytes(rehearsal: _Rehearsal, device: torch.device) -> int:
+def _peak_bytes(rehearsal: Rehearsal, device: torch.device) -> int:
     """Return by how many bytes the layer's forward raises the peak of allocated memory."""
     rehearsal.forward(rehearsal.prepare())  # a warm-up, which allocates the libraries' workspaces
     value = rehearsal.prepare()
@@ -141,7 +142,7 @@ def _peak_bytes(rehearsal: _Rehearsal, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _kept_bytes(rehearsal: _Rehearsal) -> int:
+def _kept_bytes(rehearsal: Rehearsal) -> int:
     """Count the bytes that the layer's forward made for its backward and for later layers."""
     value = rehearsal.prepare()
     entering = [*_tensors(value), *rehearsal.results()]
@@ -165,7 +166,7 @@ def _kept_bytes(rehearsal: _Rehearsal) -> int:
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Record gradients whatever the caller's mode, and leave the random state as it was."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():

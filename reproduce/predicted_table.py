@@ -1,0 +1,131 @@
+"""Make the tables of predictions: beside what was published, how far apart, and what was measured where it could be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from reproduce.layout import Table
+from reproduce.paper import published
+from reproduce.record import Record, Result
+
+__all__ = ["predicted_tables", "speed_up_errors"]
+
+GiB = 2**30
+Measured = Mapping[str, float]  # published row -> throughput
+
+
+def predicted_tables(record: Record, measured: Measured | None = None) -> list[Table]:
+    """Return the tables of a record of predictions: of speed or of memory, or both, as the published table has them."""
+    table = (record.results[0].published or "").partition("/")[0]
+    papers = {result.row: result for result in published(table).results}
+    made = []
+    if any("throughput" in result.values for result in record.results):
+        made.append(_speed(record, papers, measured or {}))
+    if any("allocated" in result.values for result in record.results):
+        made.append(_memory(record, papers))
+    return made
+
+
+def _memory(record: Record, papers: Mapping[str, Result]) -> Table:
+    rows = []
+    for result in record.results:
+        if "allocated" not in result.values:
+            continue
+        paper, peaks = papers[result.row].values, result.values["allocated"]
+        total = paper.get("memory")
+        if total is None and paper.get("peak_activation_memory") is not None:
+            total = paper["model_memory"] + paper["peak_activation_memory"]
+        lines = [peaks[i : i + 4] for i in range(0, len(peaks), 4)]
+        rows.append(
+            [
+                result.row,
+                "out of memory" if total is None else f"{total:.1f}",
+                f"{sum(peaks) / GiB:.1f}",
+                "" if total is None else f"{sum(peaks) / GiB / total:.0%}",
+                f"{result.values['model'] / GiB:.1f}",
+                "\n".join("  ".join(f"{peak / GiB:.1f}" for peak in line) for line in lines),
+            ]
+        )
+    headings = ["row", "published\nreserved", "predicted\nallocated", "share", "of it\nmodel", "each device"]
+    notes = [
+        f"GiB, all devices; predicted, not measured, from the hardware description {_hardware(record)}",
+        "published: what the caching allocator reserved, which is more than what is allocated to tensors, and has "
+        "libraries' workspaces in it; the two kinds are not to be compared, the share only says how far apart they are",
+        "model: parameters, buffers, gradients and optimizer state",
+    ]
+    return Table(f"{record.title}: memory", headings, rows, notes)
+
+
+def speed_up_errors(record: Record) -> dict[str, float]:
+    """Return by how much each predicted speed-up over the table's first row differs from the published one.
+
+    As a share of the published one; the row that they are over is left out.
+    """
+    table = (record.results[0].published or "").partition("/")[0]
+    papers = {result.row: result for result in published(table).results}
+    first, *others = [result for result in record.results if result.status == "predicted"]
+    return {r.row: _speed_up(r, first) / _speed_up(papers[r.row], papers[first.row]) - 1 for r in others}
+
+
+def _speed(record: Record, papers: Mapping[str, Result], measured: Measured) -> Table:
+    errors = speed_up_errors(record)
+    first = next(result for result in record.results if result.status == "predicted")
+    rows = []
+    for result in record.results:
+        paper = papers[result.row]
+        if result.status != "predicted":
+            rows.append([result.row, f"{paper.values['throughput']:.1f}", result.status, "", "", "", "", ""])
+            continue
+        off = result.values["throughput"] / paper.values["throughput"] - 1
+        rows.append(
+            [
+                result.row,
+                f"{paper.values['throughput']:.1f}",
+                f"{result.values['throughput']:.1f}",
+                f"{off:+.0%}",
+                f"{_speed_up(paper, papers[first.row]):.2f}",
+                f"{_speed_up(result, first):.2f}",
+                f"{errors[result.row]:+.1%}" if result.row in errors else "",
+                f"{measured[result.row]:.1f}" if result.row in measured else "",
+            ]
+        )
+    headings = ["row", "samples/s\npublished", "predicted", "error", "speed-up\npublished", "predicted", "error",
+                "samples/s\nmeasured"]  # fmt: skip
+    if not measured:
+        headings.pop()
+        rows = [row[:-1] for row in rows]
+    sizes = sorted(map(abs, errors.values()))
+    same = same_hardware(record)
+    if not same:  # what differs between two kinds of hardware is no error
+        headings = [heading for heading in headings if heading != "error"]
+        rows = [[*row[:3], *row[4:6], *row[7:]] for row in rows]
+    notes = [
+        f"predicted, not measured, from the hardware description {_hardware(record)}",
+        f"speed-up over {first.row}: median error {median(sizes):.1%}, {sum(x <= 0.1 for x in sizes)} of {len(sizes)} "
+        "rows within 10%"
+        if same
+        else f"speed-up over {first.row}; published on other hardware, so the two are not to be compared",
+        *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
+    ]
+    return Table(record.title, headings, rows, notes)
+
+
+def _speed_up(result: Result, over: Result) -> float:
+    return float(result.values["throughput"] / over.values["throughput"])
+
+
+def same_hardware(record: Record) -> bool:
+    """Return whether the predictions are for the GPU that the published table was taken on."""
+    table = (record.results[0].published or "").partition("/")[0]
+    gpu = (published(table).hardware or {}).get("gpu")
+    return gpu is not None and str(gpu) in str((record.hardware or {}).get("title"))
+
+
+def _hardware(record: Record) -> str:
+    return str((record.hardware or {}).get("name"))
+
+
+def all_errors(records: Sequence[Record]) -> list[float]:
+    """Return the sizes of all speed-up errors of records, the smallest first."""
+    return sorted(abs(error) for record in records for error in speed_up_errors(record).values())

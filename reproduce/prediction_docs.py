@@ -1,0 +1,102 @@
+"""Keep the numbers in docs/prediction.md: blocks between marks are made from records, and by nobody's hand.
+
+    <!-- predicted: amoebanet-speed-p40x8 -->     the tables of that record of predictions
+    <!-- predicted: errors -->                    the errors of all speed tables' rows together
+    <!-- predicted: efficiencies p40x8 -->        a description's figures and their sources
+    <!-- predicted: gains -->                     AmoebaNet-D's speed-up of m = 4 over m = 1, by n
+    <!-- predicted: sensitivity -->               U-Net's speed-ups if 3 x 3 convolutions were like others
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from reproduce.machine import ROOT
+from reproduce.paper import published
+from reproduce.predict import predict_table
+from reproduce.predicted_table import predicted_tables, speed_up_errors
+from reproduce.record import load
+from torchgpipe.plan.hardware import load_hardware
+
+__all__ = ["DOCS", "SPEED", "rendered"]
+
+DOCS = ROOT / "docs" / "prediction.md"
+SPEED = ("amoebanet-speed-p40x8", "unet-speed-p40x8", "resnet101-speed-p40x8")
+BLOCK = re.compile(r"(<!-- predicted: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rendered(text: str, folder: Path) -> str:
+    """Return the page with every block made anew from the records in `folder`."""
+    return BLOCK.sub(lambda match: f"{match[1]}\n{_block(match[2], folder)}\n\n{match[3]}", text)
+
+
+def _block(name: str, folder: Path) -> str:
+    if name == "errors":
+        return _errors(folder)
+    if name == "gains":
+        return _gains(folder)
+    if name == "sensitivity":
+        return _sensitivity(folder)
+    if name.startswith("efficiencies "):
+        return _figures(name.split()[1])
+    tables = predicted_tables(load(folder / f"{name}.json"))
+    return "\n\n".join(table.markdown().replace("## ", "### ", 1).strip() for table in tables)
+
+
+def _errors(folder: Path) -> str:
+    errors = {
+        f"{name.partition('-')[0]} {row}": error
+        for name in SPEED
+        for row, error in speed_up_errors(load(folder / f"{name}.json")).items()
+    }
+    sizes = [abs(error) for error in errors.values()]
+    within = sum(size <= 0.1 for size in sizes)
+    beyond = ", ".join(f"{row} ({error:+.1%})" for row, error in errors.items() if abs(error) > 0.1)
+    return "\n".join(
+        [
+            "| | target | predicted |",
+            "| --- | ---: | ---: |",
+            f"| median error of the {len(sizes)} rows' speed-ups | 3% | {median(sizes):.1%} |",
+            f"| rows within 10% | {0.9:.0%} | {within / len(sizes):.1%} ({within} of {len(sizes)}) |",
+            "",
+            f"Beyond 10%: {beyond or 'none'}.",
+        ]
+    )
+
+
+def _gains(folder: Path) -> str:
+    predicted = {r.row: r.values["throughput"] for r in load(folder / f"{SPEED[0]}.json").results}
+    papers = {r.row: r.values["throughput"] for r in published("tg-amoebanetd-speed").results}
+    lines = ["| n | published, m = 4 over m = 1 | predicted | equal partitions: n·m / (n + m - 1) |",
+             "| ---: | ---: | ---: | ---: |"]  # fmt: skip
+    for n in (2, 4, 8):
+        gains = [table[f"n{n}m4"] / table[f"n{n}m1"] for table in (papers, predicted)]
+        lines.append(f"| {n} | {gains[0]:.2f} | {gains[1]:.2f} | {n * 4 / (n + 3):.2f} |")
+    return "\n".join(lines)
+
+
+def _sensitivity(folder: Path) -> str:
+    node = load_hardware("p40x8")
+    efficiency = {**node.compute_efficiency, "conv3x3": node.compute_efficiency["conv"]}
+    changed = predict_table("unet-speed", replace(node, compute_efficiency=efficiency))
+    errors = [speed_up_errors(record) for record in (load(folder / "unet-speed-p40x8.json"), changed)]
+    lines = [
+        f"| | error as described ({node.compute_efficiency['conv3x3']}) | if 3 x 3 were like other convolutions "
+        f"({efficiency['conv3x3']}) |",
+        "| --- | ---: | ---: |",
+    ]
+    return "\n".join([*lines, *(f"| {row} | {errors[0][row]:+.1%} | {errors[1][row]:+.1%} |" for row in errors[0])])
+
+
+def _figures(name: str) -> str:
+    hardware = load_hardware(name)
+    lines = ["| figure | value | source |", "| --- | ---: | --- |"]
+    for key, source in hardware.sources.items():
+        table, _, item = key.partition(".")
+        value = getattr(hardware, table)
+        lines.append(f"| `{key}` | {value[item] if item else value:.4g} | {source} |")
+    return "\n".join(lines)

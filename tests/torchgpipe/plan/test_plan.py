@@ -1,0 +1,108 @@
+"""Plans: never slower than the plain balance with any m, within the memory, and clear where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.plan import Impossible, load_hardware, plan
+from torchgpipe.plan.count import count
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.report import amount, parse_amount
+
+NODE = replace(load_hardware("p40x8"), launch=1e-9, link_latency=1e-9)
+X = torch.empty(4, 32)
+
+
+def model() -> nn.Sequential:
+    sizes = [32, 64, 256, 256, 128, 512, 64, 32, 8]
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+
+def test_beats_the_plain_balance_with_every_m() -> None:
+    found = plan(model(), X, batch_size=64, devices=4, hardware=NODE)
+    predictor = Predictor(count(model(), X), NODE)
+    seconds = predictor.layers(16)
+    costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
+    for n in (1, 2, 4):
+        for m in (1, 2, 4, 8, 16, 32, 64):
+            setup = Setup(64, tuple(minimise_heaviest(costs, n)), m, "except_last")
+            assert found.seconds <= predictor.step(setup).seconds * (1 + 1e-9)
+
+
+def test_finds_the_best_of_all_balances() -> None:
+    predictor = Predictor(count(model(), X), NODE)
+    found = plan(model(), X, batch_size=64, devices=3, hardware=NODE, chunks=[8], checkpoint=["always"])
+    every = [
+        predictor.step(Setup(64, tuple(b - a for a, b in pairwise((0, *cuts, 8))), 8, "always")).seconds
+        for n in (1, 2, 3)
+        for cuts in combinations(range(1, 8), n - 1)
+    ]
+    assert found.seconds <= min(every) * 1.02
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_keeps_to_the_memory(share: float) -> None:
+    free = plan(model(), X, batch_size=4096, devices=4, hardware=NODE, optimizer="adam")
+    room = max(free.peaks) * share
+    tight = plan(model(), X, batch_size=4096, devices=4, hardware=NODE, optimizer="adam", memory=room)
+    assert max(tight.peaks) <= room
+    assert tight.seconds >= free.seconds
+    setup = Setup(4096, tuple(tight.balance), tight.chunks, tight.checkpoint, state=2)
+    assert tight.peaks == [device.peak for device in setup_memory(count(model(), X), setup)]
+
+
+def test_describes_a_pipeline_and_itself() -> None:
+    layers = model()
+    found = plan(layers, X, batch_size=64, devices=2, memory="1GiB", hardware="h100x8", optimizer="adam")
+    pipeline = found.gpipe(devices=["cpu"] * len(found.balance))
+    assert isinstance(pipeline, GPipe)
+    assert (pipeline.balance, pipeline.chunks, pipeline.checkpoint) == (found.balance, found.chunks, found.checkpoint)
+    assert pipeline(torch.rand(64, 32)).shape == (64, 8)
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    for word in (str(found.balance), found.checkpoint, "h100x8", "predicted, not measured", "bubble", "1.0 GiB"):
+        assert word in text
+
+
+def test_names_the_layer_that_is_too_large() -> None:
+    with pytest.raises(Impossible, match=r"layer 4 \(4\) alone needs .* KiB of 400.0 KiB"):
+        plan(model(), X, batch_size=8, devices=8, memory=400 * 1024, hardware=NODE)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"memory": "1.5MiB", "devices": 1}, Impossible, "use more devices"),
+        ({"memory": 2.2 * 2**20, "devices": 1, "batch_size": 3000}, Impossible, "no balance fits 1 device"),
+        ({"memory": "lots"}, ValueError, "text such as '24GiB'"),
+        ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
+        ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
+        ({"batch_size": 0}, ValueError, "batch_size must be"),
+        ({"devices": 0}, ValueError, "partitions must be at least 1"),
+        ({"chunks": [0]}, ValueError, "chunks must be whole numbers from 1 to the batch size 64"),
+        ({"checkpoint": ["often"]}, ValueError, "checkpoint must be among"),
+        ({"module": nn.Linear(1, 1)}, TypeError, "only an nn.Sequential"),
+    ],
+)
+def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"module": model(), "sample": X, "batch_size": 64, "hardware": NODE, **change}
+    with pytest.raises(error, match=message) as raised:
+        plan(**arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5mib", 1.5 * 2**20), (1024, 1024), ("7", 7)]
+)
+def test_amounts(text: str | float, nbytes: float) -> None:
+    assert parse_amount(text) == nbytes
+    assert parse_amount(amount(nbytes)) == pytest.approx(nbytes, rel=0.05)

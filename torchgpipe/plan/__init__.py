@@ -1,0 +1,25 @@
+"""Plan a pipeline without running it: count a model's layers, predict seconds and bytes, search for the best setup.
+
+    from torchgpipe.plan import plan
+    p = plan(model, sample, batch_size=512, devices=8, memory="24GiB", hardware="h100x8", optimizer="adam")
+    print(p)
+    model = p.gpipe()
+
+| module | what it is |
+| --- | --- |
+| `operators` | what an operator does: its class, floating-point operations, bytes |
+| `count` | what every layer does and holds, counted on `meta` |
+| `hardware` | descriptions of nodes, and the seconds that operators take on them |
+| `predict` | seconds and bubble of a training step |
+| `footprint`, `memory` | what a layer, and then a device, holds: exact bytes |
+| `search` | the best balance, micro-batches and checkpoint mode under a memory limit |
+| `planner`, `report` | `plan` itself, and how it is written |
+"""
+
+from __future__ import annotations
+
+from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+from torchgpipe.plan.planner import Plan, plan
+from torchgpipe.plan.search import Impossible
+
+__all__ = ["Hardware", "Impossible", "Plan", "hardware_names", "load_hardware", "plan"]

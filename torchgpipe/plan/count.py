@@ -1,0 +1,243 @@
+"""Count what every layer costs, on the `meta` device, where nothing is computed and no memory is needed.
+
+    counts = count(model, sample)     # a sample of any batch size: only its shape matters
+    layers = counts.at(16)            # of micro-batches of 16
+
+Layers run one by one as copies (see `torchgpipe.balance.profile`). Whatever is counted is affine in the micro-batch's
+size: a part for the micro-batch and a part for the parameters. So two sizes are counted, and any other follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
+from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.plan.footprint import Footprint, Numbers, behaviour, between, measure_footprint
+from torchgpipe.plan.operators import Counter, Operator
+from torchgpipe.skip.scope import SkipKey
+from torchgpipe.skip.skippable import skips_of
+
+__all__ = ["Counts", "LayerCount", "Stashed", "count"]
+
+SIZES = (2, 4)
+"""The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
+
+
+NOTHING = Footprint((), (), (), (), (), (), 0.0, 0.0, (), (), (), (), 0.0, 0.0, (), ())
+
+
+class Stashed(NamedTuple):
+    """A skip by its number among the model's skips, and its bytes."""
+
+    skip: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """What one layer does and holds for one micro-batch: operators, and bytes."""
+
+    name: str
+    forward: tuple[Operator, ...]
+    backward: tuple[Operator, ...]
+    accumulate: tuple[Operator, ...]
+    """What backward does besides, where the parameters have gradients already: all but the first time in a step."""
+    output: float
+    """Bytes that it hands to the next layer."""
+    stashes: tuple[Stashed, ...]
+    pops: tuple[int, ...]
+    parameters: int
+    """Bytes of parameters that take gradients."""
+    frozen: int
+    """Bytes of other parameters, and of buffers."""
+    gives: tuple[bool, ...]
+    """Which of its inputs get a gradient from it."""
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A model's layers at two micro-batch sizes, and at any other by the straight line through them."""
+
+    model: str
+    low: tuple[LayerCount, ...]
+    high: tuple[LayerCount, ...]
+    input: float
+    """Bytes of one sample of the model's input."""
+    known: dict[int, list[Footprint]] = field(default_factory=dict, repr=False, compare=False)
+
+    def footprints(self, size: int) -> list[Footprint]:
+        """Return what the layers hold for micro-batches of `size` samples."""
+        low, high = SIZES
+        if size not in self.known:
+            share = (size - low) / (high - low)
+            pairs = zip(self.low, self.high, strict=True)
+            self.known[size] = [between(a.footprint, b.footprint, share) for a, b in pairs]
+        return self.known[size]
+
+    def at(self, size: int) -> list[LayerCount]:
+        """Return the layers' counts for micro-batches of `size` samples, without footprints."""
+        low, high = SIZES
+        share = (size - low) / (high - low)
+        return [_between(a, b, share) for a, b in zip(self.low, self.high, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+
+def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True) -> Counts:
+    """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
+
+    Without `memory` their footprints are left out, which are most of the work.
+
+    Raises:
+        TypeError: a wrong type, or a layer that cannot be copied.
+        ValueError: a layer runs different operators for different batch sizes; or whatever a layer itself raises.
+    """
+    check(sample)
+    meta = torch.device("meta")
+    found: list[list[LayerCount]] = []
+    numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
+    names = list(module._modules)
+    for size in SIZES:
+        given = _resized(sample, size)
+        with undisturbed(meta):
+            counted = rehearse(module, given, meta, _count(numbers))
+            layers = [make(name) for name, make in zip(names, counted, strict=True)]
+            if memory:
+                footprints = rehearse(module, given, meta, _measure(layers, given, numbers))
+                layers = [replace(x, footprint=y) for x, y in zip(layers, footprints, strict=True)]
+            found.append(layers)
+    for a, b in zip(*found, strict=True):
+        if not _alike(a, b):
+            raise ValueError(
+                f"layer {a.name!r} runs different operators for micro-batches of {SIZES[0]} and of {SIZES[1]} samples, "
+                "so its cost cannot be worked out for others"
+            )
+    tensors = (sample,) if isinstance(sample, Tensor) else sample
+    one = sum(x[:1].numel() * x.element_size() for x in tensors)
+    return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one))
+
+
+def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str], LayerCount]]:
+    known: dict[object, Callable[[str], LayerCount]] = {}
+
+    def measure(rehearsal: Rehearsal) -> Callable[[str], LayerCount]:
+        layer = rehearsal.layer
+        value = rehearsal.prepare()
+        key = behaviour(layer, value)
+        if key is not None and key in known:
+            rehearsal.forward(value)
+            return known[key]
+        given = (value,) if isinstance(value, Tensor) else value
+        reached: set[int] = set()
+        for i, x in enumerate(given):
+            if x.requires_grad:
+                x.register_hook(lambda _, i=i: reached.add(i))
+        entering = set(rehearsal.scope)
+        with Counter() as forward:
+            rehearsal.forward(value)
+        stashes = tuple(
+            Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items()
+        )
+        output = rehearsal.output
+        handed = (output,) if isinstance(output, Tensor) else output
+        nbytes = float(sum(x.nbytes for x in handed))
+        roots = [x for x in rehearsal.results() if x.requires_grad]
+        backward = Counter()
+        if roots:
+            gradients = [torch.empty_like(x) for x in roots]
+            with backward:
+                torch.autograd.backward(roots, gradients)
+        gives = tuple(i in reached for i in range(len(given)))
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        others = [p for p in layer.parameters() if not p.requires_grad]
+        accumulate = tuple(
+            Operator("elementwise", str(p.dtype).removeprefix("torch."), 0.0, 3.0 * p.nbytes) for p in trained
+        )
+        counted = LayerCount(
+            name="",
+            forward=tuple(forward.operators),
+            backward=tuple(backward.operators),
+            accumulate=accumulate,
+            output=nbytes,
+            stashes=stashes,
+            pops=tuple(numbers[key] for key in entering if key in numbers),
+            parameters=sum(p.nbytes for p in trained),
+            frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
+            gives=gives,
+            footprint=NOTHING,
+        )
+
+        def named(name: str) -> LayerCount:
+            return replace(counted, name=name)
+
+        if key is not None:
+            known[key] = named
+        return named
+
+    return measure
+
+
+def _measure(
+    layers: Sequence[LayerCount], given: TensorOrTensors, skips: dict[SkipKey, int]
+) -> Callable[[Rehearsal], Footprint]:
+    """Measure the layers' memory in turn, each with gradients for those outputs to which the next one gives some."""
+    numbers = Numbers()
+    numbers.value = tuple(numbers.new() for _ in ((given,) if isinstance(given, Tensor) else given))
+    taken = iter([*(layer.gives for layer in layers[1:]), None])
+    gives = iter([layer.gives for layer in layers])
+
+    def measure(rehearsal: Rehearsal) -> Footprint:
+        return measure_footprint(rehearsal, numbers, skips, takes=next(taken), gives=next(gives))
+
+    return measure
+
+
+def _resized(sample: TensorOrTensors, size: int) -> TensorOrTensors:
+    """Return tensors like the sample's with another batch size, without contents."""
+
+    def resize(x: Tensor) -> Tensor:
+        return torch.empty(size, *x.shape[1:], dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+    return resize(sample) if isinstance(sample, Tensor) else tuple(resize(x) for x in sample)
+
+
+def _alike(a: LayerCount, b: LayerCount) -> bool:
+    def shape(operators: Sequence[Operator]) -> list[tuple[str, str]]:
+        return [(o.kind, o.dtype) for o in operators]
+
+    return shape(a.forward) == shape(b.forward) and shape(a.backward) == shape(b.backward)
+
+
+def _between(a: LayerCount, b: LayerCount, share: float) -> LayerCount:
+    def line(x: float, y: float) -> float:
+        return x + (y - x) * share
+
+    def operators(xs: Sequence[Operator], ys: Sequence[Operator]) -> tuple[Operator, ...]:
+        return tuple(
+            Operator(x.kind, x.dtype, line(x.flops, y.flops), line(x.bytes, y.bytes))
+            for x, y in zip(xs, ys, strict=True)
+        )
+
+    return LayerCount(
+        name=a.name,
+        forward=operators(a.forward, b.forward),
+        backward=operators(a.backward, b.backward),
+        accumulate=a.accumulate,
+        output=line(a.output, b.output),
+        stashes=tuple(
+            Stashed(x.skip, line(x.bytes, y.bytes)) for x, y in zip(a.stashes, b.stashes, strict=True)
+        ),
+        pops=a.pops,
+        parameters=a.parameters,
+        frozen=a.frozen,
+        gives=a.gives,
+        footprint=NOTHING,
+    )

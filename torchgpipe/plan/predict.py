@@ -1,0 +1,160 @@
+"""Predict a training step: seconds and bubble from the layers' counts and a hardware description, by replay.
+
+    setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
+    step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torchgpipe.checkpoint import Mode, checkpointed
+from torchgpipe.plan.count import Counts, LayerCount
+from torchgpipe.plan.hardware import Hardware
+from torchgpipe.plan.operators import Operator
+from torchgpipe.replay import Costs, Timeline, replay
+
+__all__ = ["OPTIMIZERS", "LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
+
+OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
+"""How many values of the optimizer's state there are per parameter."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to train: a mini-batch's samples, the layers per partition, micro-batches, and what is recomputed.
+
+    `state` counts the optimizer's values per parameter. Without `portals`, skips go through every partition between;
+    without `streams`, copies run among the tasks, on both sides.
+    """
+
+    batch_size: int
+    balance: tuple[int, ...]
+    chunks: int = 1
+    checkpoint: Mode = "except_last"
+    state: int = 0
+    portals: bool = True
+    streams: bool = True
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of each micro-batch."""
+        return micro_batch_sizes(self.batch_size, self.chunks)
+
+    @property
+    def cuts(self) -> list[tuple[int, int]]:
+        """The first layer of each partition, and the one after its last."""
+        return list(pairwise(accumulate(self.balance, initial=0)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step: its timeline, and the seconds that the optimizer takes after it."""
+
+    timeline: Timeline
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the whole step."""
+        return self.timeline.seconds + self.optimizer
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time, during forward and backward, in which they wait."""
+        return self.timeline.bubble
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of each layer for a micro-batch of one size: forward, backward, and adding up gradients."""
+
+    forward: list[float]
+    backward: list[float]
+    accumulate: list[float]
+    layers: Sequence[LayerCount]
+
+
+def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
+    """Return the samples of each micro-batch, as `torch.chunk` splits: all equal but the last."""
+    size = math.ceil(batch_size / chunks)
+    whole, rest = divmod(batch_size, size)
+    return [size] * whole + [rest] * (rest > 0)
+
+
+class Predictor:
+    """Predict steps of one model on one node; layers' seconds are worked out once per micro-batch size."""
+
+    def __init__(self, counts: Counts, hardware: Hardware) -> None:
+        self.counts = counts
+        self.hardware = hardware
+        self._known: dict[int, LayerSeconds] = {}
+
+    def layers(self, size: int) -> LayerSeconds:
+        """Return the seconds of every layer for micro-batches of `size` samples."""
+        if size not in self._known:
+            layers = self.counts.at(size)
+            total = self.hardware.total
+            self._known[size] = LayerSeconds(
+                forward=[total(layer.forward) for layer in layers],
+                backward=[total(layer.backward) for layer in layers],
+                accumulate=[total(layer.accumulate) for layer in layers],
+                layers=layers,
+            )
+        return self._known[size]
+
+    def costs(self, setup: Setup) -> Costs:
+        """Return the seconds of every task and copy."""
+        sizes, cuts = setup.sizes, setup.cuts
+        if len(self.counts) != sum(setup.balance):
+            raise ValueError(f"the balance has {sum(setup.balance)} layers, and the model {len(self.counts)}")
+        recomputed = checkpointed(setup.checkpoint, len(sizes))
+        forward, backward, recompute = [], [], []
+        for i, size in enumerate(sizes):
+            layers = self.layers(size)
+            first = i == len(sizes) - 1  # to go backward, so that there is nothing to add gradients to
+            forward.append([sum(layers.forward[a:b]) for a, b in cuts])
+            recompute.append(forward[-1] if i < recomputed else [0.0] * len(cuts))
+            backward.append(
+                [sum(layers.backward[a:b]) + (0.0 if first else sum(layers.accumulate[a:b])) for a, b in cuts]
+            )
+        copies, skips = self.copies(setup)
+        return Costs(forward, backward, recompute, copy=copies, skips=skips, blocking=not setup.streams)
+
+    def copies(self, setup: Setup) -> tuple[list[float], dict[tuple[int, int], float]]:
+        """Return the seconds of each boundary's copy, and of the skips that go from one partition to another."""
+        layers = self.layers(setup.sizes[0]).layers
+        cuts = setup.cuts
+        through = [layers[b - 1].output for _, b in cuts[:-1]]
+        beside: dict[tuple[int, int], float] = {}
+        for source, target, nbytes in crossing(layers, cuts):
+            if setup.portals:
+                beside[source, target] = beside.get((source, target), 0.0) + nbytes
+            else:
+                for j in range(source, target):
+                    through[j] += nbytes
+        transfer = self.hardware.transfer
+        return [transfer(x) for x in through], {route: transfer(x) for route, x in beside.items()}
+
+    def step(self, setup: Setup) -> Step:
+        """Predict one step."""
+        layers = self.layers(setup.sizes[0]).layers
+        heaviest = max(sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts)
+        # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.
+        optimizer = Operator("elementwise", "float32", 0.0, (3.0 + 2.0 * setup.state) * heaviest)
+        return Step(replay(self.costs(setup)), self.hardware.seconds(optimizer))
+
+
+def crossing(layers: Sequence[LayerCount], cuts: Sequence[tuple[int, int]]) -> list[tuple[int, int, float]]:
+    """List the skips that cross partitions: where they are stashed, where they are popped, and their bytes."""
+    popped = {skip: j for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for skip in layer.pops}
+    return [
+        (j, popped[stashed.skip], stashed.bytes)
+        for j, (a, b) in enumerate(cuts)
+        for layer in layers[a:b]
+        for stashed in layer.stashes
+        if popped[stashed.skip] != j
+    ]
