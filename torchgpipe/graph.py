@@ -1,8 +1,8 @@
 """The graph engine: one thread issues every task, and one autograd graph goes backward through them.
 
-It serves devices whose work runs on by itself, or at once: CUDA streams, `meta`, a single CPU partition. The
-autograd engine decides the order of backward, so the graph has to leave it one choice: `dependency` ties the
-micro-batches, and each checkpointed task is two nodes, its segment and its recomputation, in this order:
+It serves devices whose work runs on by itself, or at once: CUDA streams, `meta`. The autograd engine decides the
+order of backward, so the graph has to leave it one choice: `dependency` ties the micro-batches, and each checkpointed
+task is two nodes, its segment and its recomputation, in this order:
 
     inputs → segment → depart → fork ─────────→ join → fork → copy → …
     phony  ↗                          ╰ _Recompute ╯         ╰ phony of the next micro-batch

@@ -56,10 +56,11 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
     """
     if len(outputs) == 1:
         return outputs[0]
+    expected = _structure(outputs[0])
     for i, y in enumerate(outputs):
-        if _structure(y) != _structure(outputs[0]):
+        if _structure(y) != expected:
             raise TypeError(
-                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned {_structure(outputs[0])} "
+                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned {expected} "
                 f"and micro-batch {i} {_structure(y)}; return the same for every input"
             )
     columns = list(zip(*((y,) if isinstance(y, Tensor) else y for y in outputs), strict=True))

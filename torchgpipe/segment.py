@@ -5,8 +5,8 @@
 The segment's backward starts at the edges, with the outputs' gradients, and ends at the entrance, where the inputs'
 gradients are taken off; parameters' gradients accumulate on the way. Between a segment's forward and its backward
 nothing holds the inputs or outputs but the layers that saved them. A checkpointed segment keeps its inputs instead,
-and builds its graph only in the recomputation (GPipe paper, section 2.3), which is a step of its own so that it can
-start before the gradient arrives (torchgpipe paper, section 3.2.3).
+and builds its graph, on leaves in place of the entrance, only in the recomputation (GPipe paper, section 2.3). That is
+a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
 
 Because segments are apart, their backwards can run in different threads at once; whoever holds them decides when.
 """
