@@ -1,0 +1,67 @@
+"""Blocks of benchmark results: the table and circumstances that the kept file says, or one line about what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.circumstances import keep
+from reproduce.benchmark_block import benchmark_block
+from reproduce.record import RecordError
+
+UNDER = {
+    "when": "2026-01-02T03:04:05+00:00", "torch": "2.11.0", "python": "3.12.1", "cpu": "a CPU", "cores": 4,
+    "load": 0.25, "revision": "0123456789abcdef", "dirty": True,
+}  # fmt: skip
+RESULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "machinery": (
+        {
+            "versions": {"here": "ours", "other": "theirs"},
+            "us_per_task": {
+                "n=1": {"plain": [[1, 2], [3, 2]], "here": [[4, 5], [6, 5]], "other": [[20, 20], [20, 20]]},
+            },
+        },
+        ["| n=1", "2 + 2 = 4", "5 + 5 = 10", "20 + 20 = 40", "| 0.25 "],
+    ),
+    "overlap": (
+        {
+            "what": "a model",
+            "seconds": {"naive": [4.0, 4.0, 4.0], "GPipe m=4": [2.0, 2.5, 2.0]},
+            "replay": {"GPipe m=4": 1.5},
+            "replay if it waited": {"GPipe m=4": 1.75},
+        },
+        ["a model, 3 rounds", "| GPipe m=4", "| 2.00 ", "| 1.500 ", "| 75% ", "| 1.750 "],
+    ),
+    "memory": (
+        {
+            "versions": {"here": "ours", "other": "theirs"},
+            "peak_bytes": {
+                "a case": {"other": [2**21, 2**21], "inline": [2**20], "graph": [2**21], "workers": [2**22]},
+            },
+        },
+        ["| a case", "4.000", "1.000", "0.250", "0.500"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_kept_result_is_shown(name: str, tmp_path: Path) -> None:
+    result, said = RESULTS[name]
+    keep(tmp_path / "kept.json", name, UNDER, result)
+    assert [file.name for file in tmp_path.iterdir()] == ["kept.json"]
+    block = benchmark_block(tmp_path / "page.md", "kept", tmp_path)
+    for text in [*said, "2026-01-02", "torch 2.11.0", "a CPU, 4 cores", "012345678, with changes", "(kept.json)"]:
+        assert text in block, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "{", "[]", '{"benchmark": "none", "circumstances": {}}', '{"benchmark": "overlap", "circumstances": {}}'],
+)
+def test_a_broken_one_is_refused_in_one_line(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "kept.json").write_text(text)
+    with pytest.raises(RecordError, match=r"page\.md: the block from benchmarks/kept cannot be made \(.*kept\.json"):
+        benchmark_block(tmp_path / "page.md", "kept", tmp_path)
