@@ -48,7 +48,7 @@ reproduce-unet: $(READY)
 
 reproduce-resnet: $(READY)
 	$(BIN)/python -m reproduce run resnet101-speed $(ARGS)
-	$(BIN)/python -m reproduce run resnet101-accuracy $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/python -m reproduce run resnet101-accuracy $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 reproduce: reproduce-amoebanet reproduce-unet reproduce-resnet
 

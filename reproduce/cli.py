@@ -56,7 +56,7 @@ def cli() -> None:
 
 
 @cli.command("list")
-@click.option("--on", type=click.Choice(["cpu", "cuda"]), help="Kind of devices. Default: CUDA if there is any.")
+@click.option("--on", type=click.Choice(["cpu", "cuda", "meta"]), help="Kind of devices. Default: CUDA if any.")
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many devices. Default: all.")
 def list_experiments(on: str | None, devices: int | None) -> None:
     """List every experiment, scale and row: what it needs and what it reproduces."""
@@ -268,18 +268,21 @@ def _on_memory() -> list[str]:
 
 def _tracer(trace: Path, experiments: Sequence[Experiment], scale: str, devices: Devices) -> Tracer:
     """Return what writes timelines; refuse now what could not be written later."""
-    if all(experiment.measures == "memory" for experiment in experiments):
-        raise click.UsageError("--trace: memory experiments time no step; name a speed experiment")
+    timed = [experiment for experiment in experiments if experiment.measures in ("speed", "ablation")]
+    if not timed:
+        measures = experiments[0].measures
+        raise click.UsageError(f"--trace: {measures} experiments time no step; name a speed experiment")
     if trace.is_dir():
         raise click.UsageError(f"--trace {trace}: is a folder; name a file, such as {trace / 'trace.json'}")
     prepare_folder(trace.absolute().parent, "--trace")
     rows = [
         row
-        for experiment in experiments
+        for experiment in timed
         for row in experiment.scale(scale).rows
-        if experiment.measures != "memory" and row.devices <= devices.count
+        if row.devices <= devices.count
     ]
-    return Tracer(trace, several=len(rows) > 1, draw=matplotlib_problem() is None)
+    draw = matplotlib_problem() is None
+    return Tracer(trace, several=len(rows) > 1, experiments=len(timed) > 1, draw=draw)
 
 
 def _finish(recorder: Recorder, state: Literal["finished", "interrupted"]) -> None:
@@ -292,7 +295,10 @@ def _advice(devices: Devices) -> str | None:
     """Say how pipelines can be run where one CUDA device would leave only rows without any."""
     if devices.kind != "cuda" or devices.count > 1:
         return None
-    return f"one CUDA device runs no pipeline; --on cpu runs them on the CPU's {many(cores(), 'core')}, at scale small"
+    return (
+        "one CUDA device runs rows of one partition only; --on cpu runs pipelines on the CPU's "
+        f"{many(cores(), 'core')}, at scale small"
+    )
 
 
 def _complain(message: str, code: int) -> int:

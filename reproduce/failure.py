@@ -18,6 +18,10 @@ class Failure(NamedTuple):
     reason: str
 
 
+# How the CPU's allocator, the CUDA driver, and CUDA's libraries say it, in errors of no type of their own.
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+
+
 def explain(error: Exception) -> Failure:
     """Return what to write into a record about `error`."""
     if is_out_of_memory(error):
@@ -32,4 +36,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that a device, or the machine, has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)

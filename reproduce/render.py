@@ -19,6 +19,7 @@ from pathlib import Path
 
 from reproduce.benchmark_block import benchmark_block
 from reproduce.experiments import EXPERIMENTS
+from reproduce.prediction_docs import rendered
 from reproduce.record import Record, RecordError, load
 from reproduce.tables import document, facts, tables
 
@@ -39,6 +40,9 @@ def render(root: Path) -> dict[Path, str]:
         text = page.read_text(encoding="utf-8")
         if MARK.search(text):
             files[page] = render_blocks(text, page, records)
+    page = root / "docs" / "prediction.md"
+    if page.exists():
+        files[page] = rendered(files.get(page, page.read_text(encoding="utf-8")), root / "results" / "predicted")
     return files
 
 

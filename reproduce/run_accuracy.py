@@ -126,7 +126,7 @@ def run_accuracy(runner: Runner, experiment: Experiment) -> None:
                 runner.free()
     for row in rows:
         runner.progress.drop(_evaluation(runner, experiment, row))
-    if any(curve.failure for each in curves.values() for curve in each):
+    if any(curve.failure and curve.failure.status == "failed" for each in curves.values() for curve in each):
         return  # the next run will go on from what there is
     for training in trainings:
         training.retire()

@@ -31,13 +31,16 @@ def run_speed(runner: Runner, experiment: Experiment) -> None:
     together.watch()
 
     crowded = together.crowded if company else []
+    limit = experiment.scale(runner.scale).seconds if runner.steps is None else None
     together.trainings.clear()
+    del together  # with all that it keeps on the devices, data included
     for row in crowded:
         runner.free()
         alone = _Timing(runner, experiment, FakeData([row], runner.seed), paired=False)
         alone.add(row)
-        alone.run(limit=None)
+        alone.run(limit=limit)
         alone.watch()
+        del alone
 
 
 def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], StepTimeline | None]:
@@ -82,7 +85,7 @@ class _Timing:
         """Build a row and run its first steps, which are slower than the rest."""
         try:
             training = self.runner.build(self.experiment, row, self.data)
-            for _ in range(self.scale.warmup):
+            for _ in range(max(self.scale.warmup, row.skipped_steps)):
                 self.start(row.name, "warming up")
                 time_step(training, self.runner.devices)
         except Exception as error:

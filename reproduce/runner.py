@@ -89,10 +89,10 @@ class Runner:
             plan_accuracy(self, experiment)
             return
         scale = experiment.scale(self.scale)
-        steps = scale.steps
-        if experiment.measures != "memory":
-            steps = scale.warmup + (self.steps or scale.steps)
         for row in scale.rows:
+            steps = scale.steps
+            if experiment.measures != "memory":
+                steps = max(scale.warmup, row.skipped_steps) + (self.steps or scale.steps)
             if row.devices <= self.devices.count:
                 self.progress.plan(self.job(experiment, row.name), steps, row.work())
 

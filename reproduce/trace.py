@@ -18,13 +18,15 @@ PICTURES = (".svg", ".png")
 class Tracer:
     """Write each row's timeline beside `file`: `FILE.json` and `FILE.svg`, or `.png` where that is asked for.
 
-    Several rows cannot share a file, so their names come after it: `FILE-pipeline-2.json`. What cannot be written
-    is remembered in `problems`: a measurement shall not end for want of a picture.
+    Several rows cannot share a file, so their names come after it, `FILE-pipeline-2.json`, and where there are
+    several experiments theirs before that. What cannot be drawn or written is remembered in `problems`: a measurement
+    shall not end for want of a picture.
     """
 
-    def __init__(self, file: Path, *, several: bool, draw: bool = True) -> None:
+    def __init__(self, file: Path, *, several: bool, experiments: bool = False, draw: bool = True) -> None:
         self.file = file
         self.several = several
+        self.experiments = experiments
         self.draw = draw
         self.written: list[Path] = []
         self.problems: list[str] = []
@@ -34,13 +36,21 @@ class Tracer:
         title = f"{experiment}: {row}"
         base = self.file.with_suffix("") if self.file.suffix in (".json", *PICTURES) else self.file
         if self.several:
-            base = base.with_name(f"{base.name}-{re.sub('[^A-Za-z0-9]+', '-', row)}")
+            name = f"{experiment} {row}" if self.experiments else row
+            base = base.with_name(f"{base.name}-{re.sub('[^A-Za-z0-9]+', '-', name)}")
         self._write(base.with_name(f"{base.name}.json"), chrome_trace(timeline, title))
-        if self.draw:
+        if not self.draw:
+            return
+        kind = self.file.suffix if self.file.suffix in PICTURES else PICTURES[0]
+        path = base.with_name(base.name + kind)
+        try:
             from reproduce.gantt import gantt
 
-            kind = self.file.suffix if self.file.suffix in PICTURES else PICTURES[0]
-            self._write(base.with_name(base.name + kind), gantt(timeline, title, kind[1:]))
+            picture = gantt(timeline, title, kind[1:])
+        except Exception as error:
+            self.problems.append(f"{path}: cannot be drawn ({type(error).__name__}: {error})")
+        else:
+            self._write(path, picture)
 
     def _write(self, path: Path, content: str | bytes) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from reproduce.experiments.controls import PARTITIONS, Balances, controls
@@ -22,6 +23,7 @@ BASE = Row(
 # --- speed -----------------------------------------------------------------------------------------------------
 
 CHUNKS = (1, 4, 32)
+SAMPLES = 10_000  # of an epoch, as published
 
 # name, n, m, batch size, balance, checkpoint, as published
 PUBLISHED_SPEED: tuple[tuple[str, int, int, int, tuple[int, ...], Checkpoint], ...] = (
@@ -44,7 +46,8 @@ def as_published() -> tuple[Row, ...]:
     """List the published rows. Their batch sizes differ, and so do their checkpoint modes."""
     return tuple(
         replace(BASE, name=name, configuration=AS_PUBLISHED, partitions=n, chunks=m, batch_size=batch_size,
-                balance=balance, checkpoint=checkpoint, over=f"n{n}m1", published=name)
+                balance=balance, checkpoint=checkpoint, over=f"n{n}m1", published=name,
+                steps_per_epoch=math.ceil(SAMPLES / batch_size), skip_epochs=1)
         for name, n, m, batch_size, balance, checkpoint in PUBLISHED_SPEED
     )  # fmt: skip
 

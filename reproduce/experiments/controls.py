@@ -9,6 +9,7 @@ model parallelism, checkpoint-only and GPipe, and keep one thing equal:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -24,12 +25,17 @@ Balances = Mapping[int, tuple[int, ...] | None]  # by the number of partitions; 
 Published = Sequence[tuple[str, int | None, int, int, tuple[int, ...] | None]]
 
 
-def published_rows(base: Row, table: Published, *, small: bool = False) -> tuple[Row, ...]:
-    """List plain training and pipelines of n partitions, at batch sizes of their own."""
+def published_rows(base: Row, table: Published, samples: int, *, small: bool = False) -> tuple[Row, ...]:
+    """List plain training and pipelines of n partitions, at batch sizes of their own.
+
+    `samples` make an epoch, of which the published timing leaves out the first.
+    """
     base = replace(base, configuration=LIKE_PUBLISHED if small else AS_PUBLISHED, over=table[0][0])
     rows = []
     for name, chunks, batch_size, small_batch_size, balance in table:
         row = replace(base, name=name, published=name, batch_size=small_batch_size if small else batch_size)
+        if not small:
+            row = replace(row, steps_per_epoch=math.ceil(samples / batch_size), skip_epochs=1)
         if balance is not None:
             row = replace(row, partitions=len(balance), chunks=chunks, checkpoint="except_last",
                           balance=None if small else balance)  # fmt: skip

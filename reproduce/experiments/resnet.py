@@ -22,6 +22,7 @@ BASE = Row(
 SMALL = replace(BASE, model="ResNet", size=(1, 16, 1), input_shape=(3, 64, 64))
 
 CHUNKS = (4, 32)
+SAMPLES = 50_000  # of an epoch, as published
 
 # name, m, batch size as published and at the small scale, balance, as published
 PUBLISHED: Published = (
@@ -44,7 +45,7 @@ SPEED = Experiment(
     scales=(
         Scale(
             name="paper",
-            rows=(*published_rows(BASE, PUBLISHED), *controls(BASE, 15, CHUNKS, BALANCES)),
+            rows=(*published_rows(BASE, PUBLISHED, SAMPLES), *controls(BASE, 15, CHUNKS, BALANCES)),
             memory=P40_MEMORY,
             cuda=True,
             steps=20,
@@ -53,7 +54,7 @@ SPEED = Experiment(
         ),
         Scale(
             name="small",
-            rows=(*published_rows(SMALL, PUBLISHED, small=True), *controls(SMALL, 2, CHUNKS, PROFILED)),
+            rows=(*published_rows(SMALL, PUBLISHED, SAMPLES, small=True), *controls(SMALL, 2, CHUNKS, PROFILED)),
             memory=4 * GiB,
             cuda=False,
             steps=10,

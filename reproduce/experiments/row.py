@@ -41,7 +41,8 @@ class Row:
     `over` the row of the same table that the speed-up is taken over, and `over_published` the one that works most
     like the row that the published speed-up is over. `equal` marks rows of ours that nobody has published: naive,
     checkpoint-only and GPipe at one batch size, or at one micro-batch size. `options` say about the model what its
-    size does not. `components` are the parts of the pipeline that are switched on.
+    size does not. `components` are the parts of the pipeline that are switched on. The steps of the first `skip_epochs`
+    epochs are not timed.
     """
 
     name: str = ""
@@ -60,6 +61,8 @@ class Row:
     options: Mapping[str, Json] = field(default_factory=dict)
     components: tuple[Component, ...] = COMPONENTS
     equal: Equal | None = None
+    steps_per_epoch: int = 0
+    skip_epochs: int = 0
     over: str | None = None
     over_published: str | None = None
     published: str | None = None
@@ -79,6 +82,11 @@ class Row:
         """Count the micro-batches that exist: fewer than `chunks` where the batch does not yield so many."""
         size = self.micro_batch_size
         return None if size is None else math.ceil(self.batch_size / size)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Count the steps of the epochs that come before the timed ones, as in the publication."""
+        return self.skip_epochs * self.steps_per_epoch
 
     def work(self) -> float:
         """Guess the cost of a step, to no unit: good for telling the time left, and for nothing else."""
@@ -105,6 +113,7 @@ class Row:
             **self.optimizer.options,
             "loss": self.loss,
             **({} if self.num_classes is None else {"num_classes": self.num_classes}),
+            **({"steps_per_epoch": self.steps_per_epoch, "skip_epochs": self.skip_epochs} if self.skip_epochs else {}),
             "dtype": "float32",
             "dataset": "fake",
         }

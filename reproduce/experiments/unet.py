@@ -30,6 +30,8 @@ BASE = Row(
 )
 SMALL = replace(BASE, size=(2, 16), input_shape=(3, 64, 64))
 
+SAMPLES = 10_000  # of an epoch, as published
+
 # --- speed -----------------------------------------------------------------------------------------------------
 
 CHUNKS = (4, 32)
@@ -55,7 +57,7 @@ SPEED = Experiment(
     scales=(
         Scale(
             name="paper",
-            rows=(*published_rows(BASE, PUBLISHED_SPEED), *controls(BASE, 8, CHUNKS, BALANCES)),
+            rows=(*published_rows(BASE, PUBLISHED_SPEED, SAMPLES), *controls(BASE, 8, CHUNKS, BALANCES)),
             memory=P40_MEMORY,
             cuda=True,
             steps=20,
@@ -64,7 +66,7 @@ SPEED = Experiment(
         ),
         Scale(
             name="small",
-            rows=(*published_rows(SMALL, PUBLISHED_SPEED, small=True), *controls(SMALL, 1, CHUNKS, PROFILED)),
+            rows=(*published_rows(SMALL, PUBLISHED_SPEED, SAMPLES, small=True), *controls(SMALL, 1, CHUNKS, PROFILED)),
             memory=4 * GiB,
             cuda=False,
             steps=10,
@@ -121,7 +123,8 @@ def ablation_rows(base: Row, *, small: bool) -> tuple[Row, ...]:
     """List the published rows, of four partitions, and the same on two, which nobody has published."""
     base = replace(base, chunks=8, checkpoint="except_last")
     published = replace(base, configuration=LIKE_PUBLISHED if small else AS_PUBLISHED, partitions=4,
-                        balance=None if small else ABLATION_BALANCE)  # fmt: skip
+                        balance=None if small else ABLATION_BALANCE, steps_per_epoch=0 if small else 16,
+                        skip_epochs=0 if small else 1)  # fmt: skip
     ours = replace(base, configuration="ours", partitions=2, balance=None if small else BALANCES[2])
     return (
         *(replace(published, name=name, published=name, over=PUBLISHED_ABLATION[0], components=COMPONENTS[:count])

@@ -80,7 +80,8 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             Devices("cuda", 1),
-            "one CUDA device runs no pipeline; --on cpu runs them on the CPU's 2 cores, at scale small",
+            "one CUDA device runs rows of one partition only; --on cpu runs pipelines on the CPU's 2 cores, "
+            "at scale small",
         ),
         (Devices("cuda", 2), None),
         (Devices("cpu", 1, 2), None),

@@ -23,7 +23,7 @@ EXACT = [
 
 # What a published configuration says that a row does not: what it measured in, and what is known from the rest.
 NOT_OURS = {
-    "n", "m", "parameters_exact", "layers", "dataset_size", "epochs", "skip_epochs", "steps_per_epoch",
+    "n", "m", "parameters_exact", "layers", "dataset_size", "epochs",
     "last_batch_size", "bytes_per_parameter", "steps", "utilization_sampling_interval_s", "devices_in_code", "cli_name",
     "gpus_source", "outcome", "implemented_in_main_py",
 }  # fmt: skip
