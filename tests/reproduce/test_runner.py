@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,6 +127,37 @@ def test_a_row_that_does_not_fit_beside_others_is_timed_alone(fake: type[Fake], 
     assert len(found["GPipe n2m4"].samples["step_time"]) == 3
     assert "round" not in found["GPipe n2m4"].samples, "it shares no round with the others"
     assert "round" in found["naive n2"].samples
+
+
+def test_data_of_the_others_are_gone_when_a_row_is_timed_alone(
+    fake: type[Fake], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
+    most = []
+
+    class Counted(FakeData):
+        def __init__(self, rows: Sequence[Row], seed: int) -> None:
+            super().__init__(rows, seed)
+            alive.add(self)
+            most.append(len(alive))
+
+    monkeypatch.setattr("reproduce.run_speed.FakeData", Counted)
+    # A new error each time: one that is kept would keep the frames that it went through, and with them the data.
+    fake.raises["GPipe n2m4"] = lambda _: torch.OutOfMemoryError("no") if len(fake.alive) > 1 else None
+    run(tiny["tiny-speed"], tmp_path)
+    assert most == [1, 1]
+
+
+def test_the_first_epoch_of_a_row_as_published_is_not_timed(fake: type[Fake], tiny: Tiny, tmp_path: Path) -> None:
+    experiment = tiny["tiny-speed"]
+    small = experiment.scale("small")
+    rows = tuple(replace(row, steps_per_epoch=7, skip_epochs=int(row.name == "GPipe n2m4")) for row in small.rows)
+    scales = tuple(replace(scale, rows=rows) if scale is small else scale for scale in experiment.scales)
+    found = results(run(replace(experiment, scales=scales), tmp_path, steps=3)[0])
+    assert all(len(found[name].samples["step_time"]) == 3 for name in ("GPipe n2m4", "naive n2"))
+    # As many besides: those that warm up, and one that is watched afterwards.
+    assert fake.steps["GPipe n2m4"] - fake.steps["naive n2"] == 7 - small.warmup
+    assert found["GPipe n2m4"].config["skip_epochs"] == 1 and "skip_epochs" not in found["naive n2"].config
 
 
 def test_time_limit_ends_a_run_after_the_least_steps(

@@ -89,3 +89,23 @@ def test_what_cannot_be_written_is_remembered(tmp_path: Path) -> None:
     tracer("e", "r", TIMELINE)
     assert len(tracer.problems) == 1 and "t.json: cannot be written (Is a directory)" in tracer.problems[0]
     assert [path.name for path in tracer.written] == ["t.svg"]
+
+
+def test_rows_of_several_experiments_keep_apart(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "t.json", several=True, experiments=True, draw=False)
+    for experiment in ("unet-speed", "unet-ablation"):
+        tracer(experiment, "baseline", TIMELINE)
+    assert [path.name for path in tracer.written] == ["t-unet-speed-baseline.json", "t-unet-ablation-baseline.json"]
+
+
+def test_a_picture_that_cannot_be_drawn_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+
+    def gantt(*_: object) -> bytes:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("reproduce.gantt.gantt", gantt)
+    tracer = Tracer(tmp_path / "t", several=False)
+    tracer("e", "r", TIMELINE)
+    assert len(tracer.problems) == 1 and "t.svg: cannot be drawn (RuntimeError: no font)" in tracer.problems[0]
+    assert [path.name for path in tracer.written] == ["t.json"]
