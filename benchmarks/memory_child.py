@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.live_bytes import LiveBytes, Watch
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.models import amoebanetd, unet
 
 WIDTHS = (16, 512, 512, 256, 64, 32, 16, 16)
@@ -27,8 +27,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], int]] = {
 STEPS = 3  # the first may differ
 
 
-def measure(model: str, n: int, m: int, mode: str, engine: str | None) -> list[int]:
-    """Return each partition's peak bytes over training steps of `m` micro-batches, gradients kept from step to step.
+def measure(model: str, n: int, m: int, mode: str, engine: str | None) -> int:
+    """Return the peak bytes over training steps of `m` micro-batches, gradients kept from step to step.
 
     `engine` is None for versions that have but one.
     """
@@ -38,58 +38,45 @@ def measure(model: str, n: int, m: int, mode: str, engine: str | None) -> list[i
     build, shape, samples = MODELS[model]
     layers = build()
     counts = [len(part) for part in torch.arange(len(layers)).chunk(n)]
-    owners = [j for j, count in enumerate(counts) for _ in range(count)]
-    counter = LiveBytes(len(counts))
+    counter = LiveBytes(1)
     options: dict[str, Any] = {} if engine is None else {"engine": engine}
     pipeline: Any = GPipe(layers, counts, devices=["cpu"] * len(counts), chunks=m, checkpoint=mode, **options)  # type: ignore[arg-type]
     if engine == "workers":
         # They run backward in threads of their own; all others in the one that calls backward().
-        pipeline.observer = lambda task: counter.watch(task.partition)
+        pipeline.observer = lambda task: counter.watch(0)
+    else:
+        for layer in layers:
+            _follow(layer, counter)
 
     x = torch.randn(m * samples, *shape)
-    counter.add([x], 0)
+    counter.add([x, *layers.parameters(), *layers.buffers()], 0)
     gc.collect()
-    with counter.watch() as outside:
-        for j, layer in zip(owners, layers, strict=True):
-            counter.add([*layer.parameters(), *layer.buffers()], j)
-            _follow(layer, counter, j, outside)
+    with counter.watch(0):
         for _ in range(STEPS):
-            outside.device = None
             pipeline(x).square().mean().backward()
-    return counter.peak
+    return counter.peak[0]
 
 
-def _follow(layer: nn.Module, counter: LiveBytes, j: int, outside: Watch) -> None:
-    """Count what the layer makes as partition `j`'s: in the calling thread by `outside`, elsewhere by its own watch.
-
-    Backward, and a recomputation amid it, run in the calling thread too, but for the workers.
-    """
+def _follow(layer: nn.Module, counter: LiveBytes) -> None:
+    """Count what the layer makes in a thread of the pipeline's own."""
     entered: list[Any] = []
 
     def enter(*_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            outside.device = j
-        else:
-            watch = counter.watch(j)
+        if threading.current_thread() is not threading.main_thread():
+            watch = counter.watch(0)
             watch.__enter__()
             entered.append(watch)
 
-    def goes_backward(grad: Tensor) -> None:
-        outside.device = j
-
-    def leave(layer: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    def leave(*_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
             entered.pop().__exit__(None, None, None)
-        for y in (output,) if isinstance(output, Tensor) else output:
-            if y.requires_grad:
-                y.register_hook(goes_backward)
 
     layer.register_forward_pre_hook(enter)
     layer.register_forward_hook(leave)
 
 
 def main() -> None:
-    """Answer each line [model, n, m, mode] on standard input with a line of peaks."""
+    """Answer each line [model, n, m, mode] on standard input with the peak."""
     import torchgpipe
 
     torch.set_num_threads(1)

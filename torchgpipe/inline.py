@@ -1,11 +1,10 @@
 """The inline engine: the calling thread runs every task, and one autograd graph goes backward through them.
 
 It serves CPU devices where nothing can overlap (one partition, one micro-batch) or where overlap would cost more than
-it gains (tasks shorter than the hand-over between threads). One micro-batch goes through all partitions before the
-next one starts, so that its gradients are used as soon as they are there. PyTorch runs the CPU nodes of a graph in one
-thread, the latest first: backward takes the tasks in exactly the reverse order, and no fork and join have to enforce
-it. A recomputation cannot start ahead of its gradient, as no other thread is busy with that gradient: it belongs to
-its task's backward.
+it gains (tasks shorter than the hand-over between threads). PyTorch runs the CPU nodes of a graph in one thread, the
+latest first: backward takes the tasks of the clock cycles in exactly the reverse order, and no fork and join have to
+enforce it. A recomputation cannot start ahead of its gradient, as no other thread is busy with that gradient: it
+belongs to its task's backward.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +23,7 @@ from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.node import TaskNode, guarded
 from torchgpipe.observe import Observer, observed
 from torchgpipe.randomness import UNSEEDED, SavedState
+from torchgpipe.schedule import clock_cycles
 from torchgpipe.seeds import Seeds
 from torchgpipe.segment import Segment
 from torchgpipe.skip.portal import Portals
@@ -53,7 +53,7 @@ class InlineEngine:
         as_nodes = m if observer is not None and ambient.grad else count
 
         with nullcontext() if seeds is None else seeds:
-            for i, j in product(range(m), range(n)):
+            for i, j in chain.from_iterable(clock_cycles(m, n)):
                 stage = self.stages[j]
                 flat: Flat = values[i]
                 for arrival in stage.arrivals:

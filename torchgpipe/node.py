@@ -45,7 +45,7 @@ class TaskNode:
             return
         # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
         with using(self.stream), observed(self.observer, "recompute", self.i, self.j):
-            self.segment.recompute()
+            self.segment.recompute(keep=keeps_graph())
 
 
 # Makes every task part of the graph, also where only parameters take gradients.

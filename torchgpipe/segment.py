@@ -61,24 +61,21 @@ class Segment:
             return self._first_pass(inputs, atomic, needs)
         self.checkpoint = False
         with torch.enable_grad(), self._randomness.first():
-            if any(needs):
-                inputs = _Entrance.apply(self._input_grads, needs, _token, *inputs)
-            return self._build(inputs, atomic)
+            return self._build(self._entered(inputs, needs), atomic)
 
     @property
     def awaits_recomputation(self) -> bool:
         """Whether this is a checkpointed task whose graph is not there."""
         return self._kept is not None and self._edges is None
 
-    def recompute(self) -> None:
-        """Build the graph of a checkpointed task by running its layers a second time."""
+    def recompute(self, *, keep: bool = False) -> None:
+        """Build the graph of a checkpointed task by running its layers a second time.
+
+        Without `keep` it is the last time: the inputs are let go of, but for those that the layers save.
+        """
         if self._kept is None or self._edges is not None:
             return
         inputs, atomic, needs = self._kept
-        # Leaves cost less than an entrance, and nothing more is held: the inputs are kept in any case.
-        self._leaves = tuple(
-            [x.detach().requires_grad_(n) if x is not None else None for x, n in zip(inputs, needs, strict=True)]
-        )
         with (
             torch.enable_grad(),
             self._ambient.autocast(),
@@ -86,7 +83,18 @@ class Segment:
             self._stage.running_statistics_left_alone(),
             self._randomness.again(),
         ):
-            self._build(self._leaves, atomic)
+            if keep or len(inputs) == 1:
+                # Leaves cost less than an entrance. They hold the inputs, but a single one is mostly saved anyway.
+                leaves = detached(inputs)
+                for x, need in zip(leaves, needs, strict=True):
+                    if need and x is not None:
+                        x.requires_grad_()
+                self._leaves = leaves
+                self._build(leaves, atomic)
+            else:
+                self._build(self._entered(detached(inputs), needs), atomic)
+        if not keep:
+            self._kept = None
 
     def backward(self, grads: Flat, *, keep: bool = False) -> Flat:
         """Accumulate the parameters' gradients; return those of the inputs, `None` where there is none.
@@ -101,7 +109,7 @@ class Segment:
         if self._input_grads:
             self._input_grads.clear()
         if not all_none(grads):
-            self.recompute()
+            self.recompute(keep=keep)
             assert self._edges is not None
             roots = [(e, g) for e, g in zip(self._edges, grads, strict=True) if e is not None and g is not None]
             if roots:
@@ -138,6 +146,12 @@ class Segment:
         need = {id(x): n for x, n in zip(inputs, needs, strict=True)}
         out_needs = tuple([need.get(id(y), y is not None and differentiable(y)) for y in outputs])
         return detached(outputs), out_atomic, out_needs
+
+    def _entered(self, inputs: Flat, needs: Needs) -> Flat:
+        if not any(needs):
+            return inputs
+        entered: Flat = _Entrance.apply(self._input_grads, needs, _token, *inputs)
+        return entered
 
     def _build(self, inputs: Flat, atomic: bool) -> tuple[Flat, bool, Needs]:
         outputs, out_atomic = self._stage.run(inputs, atomic)

@@ -188,7 +188,7 @@ class _MiniBatch:
                 relay.check()
                 if segment.checkpoint and not (last and all(g is None for g in output_grads[i])):
                     with observed(self._observer, "recompute", i, j):
-                        segment.recompute()
+                        segment.recompute(keep=keep)
                 grads: Flat = output_grads[i] if last else relay.take(position)
                 grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
 

@@ -38,10 +38,11 @@ RESULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             "versions": {"here": "ours", "other": "theirs"},
             "peak_bytes": {
-                "a case": {"other": [2**21, 2**21], "inline": [2**20], "graph": [2**21], "workers": [2**22]},
+                "a, n=1 m=1 always": {"other": 2**21, "inline": 2**20, "graph": 2**21, "workers": 2**22},
+                "a, n=2 m=1 always": {"other": 2**21, "inline": 2**20, "graph": 2**20, "workers": 2**20},
             },
         },
-        ["| a case", "4.000", "1.000", "0.250", "0.500"],
+        ["| a, always", "0.500 to 0.500", "0.500 to 1.000", "0.500 to 2.000", "| workers: 2.000, 4.000 of 2.000 MiB"],
     ),
 }
 

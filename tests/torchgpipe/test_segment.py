@@ -102,6 +102,24 @@ def test_a_recomputation_on_its_own_and_only_once() -> None:
     assert len(passes.seen) == 2
 
 
+@pytest.mark.parametrize(
+    ("keep", "outlives"), [(False, (True, False)), (True, (True, True))], ids=["once", "kept for another"]
+)
+def test_of_several_inputs_those_that_are_saved_outlive_a_recomputation(
+    keep: bool, outlives: tuple[bool, bool]
+) -> None:
+    saved, not_saved = torch.randn(2, 3), torch.randn(2, 3)
+    storages = [StorageWeakRef(x.untyped_storage()) for x in (saved, not_saved)]
+    task = segment(Lambda(lambda a, b: a.square() + b), checkpoint=True)
+    outputs, _, _ = task.forward((saved, not_saved), False, (True, True))
+    del saved, not_saved
+    assert not any(storage.expired() for storage in storages)
+    task.recompute(keep=keep)
+    assert tuple(not storage.expired() for storage in storages) == outlives
+    for _ in range(2 if keep else 1):
+        assert all(grad is not None for grad in task.backward(detached(outputs), keep=keep))
+
+
 def test_a_task_without_checkpointing_recomputes_nothing() -> None:
     passes = Passes()
     task = segment(nn.Linear(3, 3), passes, checkpoint=False)

@@ -37,8 +37,8 @@ class Task:
     """Peak of a forward, or recomputation, that keeps a graph."""
     kept: float
     """What the graph keeps; inputs only where they are saved, and counted here."""
-    kept_beside: float
-    """What the graph keeps, without inputs."""
+    recomputed: float
+    """What lives after the recomputation of a checkpointed task."""
     output: float
     """What it hands to the next partition."""
     output_grad: float
@@ -117,8 +117,11 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
 
     last = stop == len(footprints)
 
+    # Like `Segment.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
+    leaf = inputs if len(footprints[start].inputs) + len(arrivals) == 1 else own
+
     def backward(trace: str, *, checkpoint: bool) -> float:
-        kept = inputs if checkpoint else own
+        kept = leaf if checkpoint else own
         return _backward(
             footprints, start, stop, saver, kept, trace, held=checkpoint or last, apart=checkpoint
         )
@@ -128,7 +131,7 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
         forward=forward,
         graph=graph,
         kept=kept_beside + _total(inputs & saver.keys(), size),
-        kept_beside=kept_beside,
+        recomputed=kept_beside + _total(inputs & (leaf | saver.keys()), size),
         output=_total(set(footprints[stop - 1].outputs), size),
         output_grad=footprints[stop - 1].output_grad,
         input_grad=footprints[start].input_grad,
@@ -250,7 +253,7 @@ def device_memory(
         if i < recomputed:
             consider(gradients=grads, stashed=held, working=task.inputs + task.graph, skips=under_way,
                      copies=arrived + waiting)  # fmt: skip
-            peak = task.inputs + task.kept_beside + (task.first if first else task.later)
+            peak = task.recomputed + (task.first if first else task.later)
         else:
             peak = task.kept + (task.first_alone if first else task.later_alone)
         consider(gradients=grads, stashed=held, working=peak, skips=under_way, copies=arrived + waiting)

@@ -316,7 +316,7 @@ def _hopeless(predictor: Predictor, devices: int, memory: float, state: int) -> 
     needs = []
     for i, layer in enumerate(layers):
         task = task_bytes(footprints, i, i + 1)
-        work = max(task.graph, task.kept_beside + task.later) + task.inputs + task.output_grad
+        work = max(task.inputs + task.graph, task.recomputed + task.later) + task.output_grad
         needs.append(layer.parameters * (2 + state) + layer.frozen + work)
     heaviest = max(range(len(needs)), key=needs.__getitem__)
     if needs[heaviest] > memory:
