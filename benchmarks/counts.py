@@ -52,7 +52,7 @@ def _difference(
     if name in PER_TASK:
         line += f", {now / (configuration.n * configuration.m):.2f} per task"
     if name == "operators":
-        line += ": " + ", ".join(f"{number:+} {operator}" for operator, number in sorted(added.items()) if number)
+        line += "; in all " + ", ".join(f"{number:+} {operator}" for operator, number in sorted(added.items()) if number)
     return line
 
 
