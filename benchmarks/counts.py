@@ -52,7 +52,8 @@ def _difference(
     if name in PER_TASK:
         line += f", {now / (configuration.n * configuration.m):.2f} per task"
     if name == "operators":
-        line += "; in all " + ", ".join(f"{number:+} {operator}" for operator, number in sorted(added.items()) if number)
+        each = [f"{number:+} {operator}" for operator, number in sorted(added.items()) if number]
+        line += f"; in all {', '.join(each)}"
     return line
 
 
@@ -62,8 +63,9 @@ def _told(number: int | None) -> str:
 
 def advice(lines: Sequence[str]) -> str:
     """Say what to do about differences."""
-    grew = "If this is meant" if any(" grew from " in line for line in lines) else "Nothing grew; so that it stays so"
-    return f"{grew}, run python -m benchmarks.counts --update, and commit benchmarks/{FILE.name}."
+    only_fell = all(" fell from " in line for line in lines)
+    why = "Nothing grew; so that it stays so" if only_fell else "If this is meant"
+    return f"{why}, run python -m benchmarks.counts --update, and commit benchmarks/{FILE.name}."
 
 
 def read(path: Path) -> File:

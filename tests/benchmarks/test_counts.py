@@ -82,6 +82,7 @@ def test_differences(now: dict[Configuration, Counted], lines: list[str], file: 
     [
         (["x: nodes grew from 1 to 2"], "If this is meant, run "),
         (["x: nodes fell from 2 to 1", "x: waits grew from 1 to 2"], "If this is meant, run "),
+        (["x: nodes fell from 2 to 1", "x: counted, but not in counts.json"], "If this is meant, run "),
         (["x: nodes fell from 2 to 1"], "Nothing grew; so that it stays so, run "),
     ],
 )
