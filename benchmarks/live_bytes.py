@@ -28,6 +28,8 @@ class LiveBytes:
     def __init__(self, devices: int) -> None:
         self.live = [0] * devices
         self.peak = [0] * devices
+        self.most = 0
+        """How many storages were alive at once, at most."""
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # a storage may die while this very thread notes another
 
@@ -35,6 +37,15 @@ class LiveBytes:
         """Count the tensors as the device's own."""
         for tensor in tensors:
             self._note(tensor, device)
+
+    @property
+    def count(self) -> int:
+        """How many storages are alive."""
+        return len(self._known)
+
+    def restart(self) -> None:
+        """Forget the peaks so far."""
+        self.peak, self.most = list(self.live), self.count
 
     @contextlib.contextmanager
     def watch(self, device: int | None = None) -> Iterator[Watch]:
@@ -62,6 +73,7 @@ class LiveBytes:
             self._known[key] = (owner, size)
             self.live[owner] += size - (before or 0)
             self.peak[owner] = max(self.peak[owner], self.live[owner])
+            self.most = max(self.most, self.count)
 
     def _forget(self, key: int) -> None:
         with self._lock:
