@@ -41,6 +41,7 @@ class Stage:
         """What a task takes in training (True) and evaluation (False), once counted."""
         self._keys = tuple(arrival.key for arrival in self.arrivals)
         modules = list(partition.modules())
+        self._holders = [m for m in modules if m._parameters]
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self._norms = [m for m in modules if isinstance(m, _NormBase) and m not in set(self.deferred_norms)]
         # A recomputation puts running statistics aside; a forward from another thread must not run meanwhile.
@@ -73,7 +74,11 @@ class Stage:
 
     def trainable(self) -> bool:
         """Return whether any parameter of the partition takes a gradient."""
-        return any(p.requires_grad for p in self.partition.parameters())
+        for layer in self._holders:  # called for every task, and `parameters()` would cost more than a small layer
+            for p in layer._parameters.values():
+                if p is not None and p.requires_grad:
+                    return True
+        return False
 
     def running_statistics_left_alone(self) -> AbstractContextManager[object]:
         """Keep normalization layers from updating their running statistics, for a second pass over a batch."""
