@@ -34,6 +34,10 @@ RESULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["a model, 3 rounds", "| GPipe m=4", "| 2.00 ", "| 1.500 ", "| 75% ", "| 1.750 "],
     ),
+    "decisions": (
+        {"seconds": {"a partition is at most one task ahead of the next": {"with": [0.3, 0.3], "without": [0.6, 0.2]}}},
+        ["| a partition is at most one task ahead of the next", "| 300 / 400 ms a step", "| 1.00 ", "kept, for memory"],
+    ),
     "memory": (
         {
             "versions": {"here": "ours", "other": "theirs"},

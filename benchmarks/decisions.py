@@ -1,0 +1,238 @@
+"""What was tried to make the pipeline fast: each idea against what it replaced, measured side by side.
+
+    python -m benchmarks.decisions
+
+Steps with the idea and without it take turns in one process: with tasks that do next to nothing (`Linear(8, 8)`, in
+microseconds per task), or of a small AmoebaNet-D (in milliseconds per step). A ratio is the median over turns of the
+time with the idea by the time without; below 1 it is a gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.circumstances import circumstances, keep
+from benchmarks.models import amoebanetd
+from torchgpipe import GPipe
+from torchgpipe.checkpoint import Mode
+from torchgpipe.engines import EngineName
+from torchgpipe.relay import Relay
+from torchgpipe.segment import Segment
+
+__all__ = ["IDEAS", "Idea", "Way", "main", "table"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a step: an engine, on tasks that are short or long, with a part of the library replaced or not."""
+
+    engine: EngineName
+    checkpoint: Mode
+    long: bool = False
+    m: int = 8
+    undone: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def build(self) -> Callable[[], float]:
+        """Return what runs a step of two partitions, and returns seconds per task (short) or per step (long)."""
+        torch.manual_seed(0)
+        layers = amoebanetd(3, 32, num_classes=10) if self.long else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        x = torch.randn(4 * self.m, 3, 224, 224) if self.long else torch.randn(self.m, 8)
+        first = len(layers) // 3 if self.long else 1  # of AmoebaNet-D, the first layers have the large images
+        model: Callable[[Tensor], Tensor] = GPipe(
+            layers, [first, len(layers) - first], devices=["cpu", "cpu"], chunks=self.m, checkpoint=self.checkpoint,
+            engine=self.engine,
+        )  # fmt: skip
+
+        def step() -> float:
+            with self.undone():
+                began = time.perf_counter()
+                model(x).sum().backward()
+                return (time.perf_counter() - began) / (1 if self.long else 2 * self.m)
+
+        return step
+
+
+@dataclass(frozen=True)
+class Idea:
+    """Something that was tried: what it does, what was expected of it, and what became of it."""
+
+    what: str
+    predicted: str
+    outcome: str
+    with_it: Way | None = None
+    without: Way | None = None
+
+
+def _recomputes_with_the_gradient() -> AbstractContextManager[Any]:
+    """Replace recomputation ahead of the gradient by one that is a part of backward."""
+    recompute, backward = Segment.recompute, Segment.backward
+
+    def late(segment: Segment, grads: Any, *, keep: bool = False) -> Any:
+        if any(grad is not None for grad in grads):
+            recompute(segment, keep=keep)
+        return backward(segment, grads, keep=keep)
+
+    return patch.multiple(Segment, recompute=lambda segment, *, keep=False: None, backward=late)
+
+
+def _through_an_entrance() -> AbstractContextManager[Any]:
+    """Replace the leaves that a recomputation of one input starts from."""
+    recompute = Segment.recompute
+
+    def entered(segment: Segment, *, keep: bool = False) -> None:
+        if segment.awaits_recomputation:
+            kept = segment._kept
+            assert kept is not None
+            # Of several inputs, none is a leaf.
+            segment._kept = ((*kept[0], None), kept[1], (*kept[2], False))
+        recompute(segment, keep=keep)
+
+    return patch.object(Segment, "recompute", entered)
+
+
+def _with_autograds_checks() -> AbstractContextManager[Any]:
+    """Replace the direct call of the autograd engine by `torch.autograd.backward`."""
+
+    def run(roots: Sequence[Any], grads: Sequence[Tensor], *, keep_graph: bool) -> None:
+        torch.autograd.backward(tuple(roots), tuple(grads), retain_graph=keep_graph)
+
+    return patch("torchgpipe.segment.run_backward", run)
+
+
+SHORT = Way("inline", "never")
+SHORT_ALWAYS = Way("inline", "always")
+LONG = Way("workers", "never", long=True, m=4)
+LONG_ALWAYS = Way("workers", "always", long=True, m=4)
+
+IDEAS = [
+    Idea(
+        "a thread per partition, forward and backward",
+        "up to 2·m/(m + 1) on two cores: 1.6 times as fast",
+        "kept for tasks that take longer than a hand-over",
+        LONG,
+        replace(LONG, engine="inline"),
+    ),
+    Idea(
+        "a thread per partition for short tasks, too",
+        "each hand-over wakes a thread, and the threads share Python's lock: slower",
+        "dropped: such tasks run in the calling thread",
+        replace(SHORT, engine="workers"),
+        SHORT,
+    ),
+    Idea(
+        "in one thread, no fork and join: autograd's own order is the one wanted",
+        "two custom autograd nodes less for each task",
+        "kept (the inline engine); devices need fork and join (the graph engine)",
+        SHORT,
+        replace(SHORT, engine="graph"),
+    ),
+    Idea(
+        "recomputation before the gradient arrives",
+        "a recomputation less on the critical path for every partition but the last",
+        "kept",
+        LONG_ALWAYS,
+        replace(LONG_ALWAYS, undone=_recomputes_with_the_gradient),
+    ),
+    Idea(
+        "a partition is at most one task ahead of the next",
+        "no gain in time; fewer gradients and skips alive at once",
+        "kept, for memory",
+        LONG,
+        replace(LONG, undone=lambda: patch.object(Relay, "LEAD", 1000)),
+    ),
+    Idea(
+        "a recomputation of one input starts from a leaf, not from a node",
+        "a custom autograd node less for each task",
+        "kept; of several inputs, those that no layer saves are let go of instead, for memory",
+        SHORT_ALWAYS,
+        replace(SHORT_ALWAYS, undone=_through_an_entrance),
+    ),
+    Idea(
+        "the autograd engine called without torch.autograd.backward's checks",
+        "some Python work less for each checkpointed task",
+        "kept",
+        SHORT_ALWAYS,
+        replace(SHORT_ALWAYS, undone=_with_autograds_checks),
+    ),
+    Idea("threads that take turns by a baton, so that Python's lock is not fought over",
+         "hand-overs without contention", "dropped: no faster than the lock's own turns, slower than no threads"),
+    Idea("one node for a whole mini-batch of short tasks, with a program per partition",
+         "fewer nodes in the caller's graph", "dropped: every task then needs a call of the autograd engine"),
+    Idea("saved-tensor hooks in place of a node per checkpointed task",
+         "no call of the autograd engine in backward", "dropped: batch norm saves other tensors in its second pass"),
+    Idea("one micro-batch through all partitions before the next, in one thread",
+         "gradients are used as soon as they are there", "dropped: more alive at the peak than by clock cycles"),
+]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every idea and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decisions", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each way (default 20)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn with short tasks (default 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("--rounds and --steps must be at least 1")
+
+    under = circumstances()
+    torch.set_num_threads(1)
+    measured: dict[str, dict[str, list[float]]] = {}
+    try:
+        for idea in IDEAS:
+            if idea.with_it is not None and idea.without is not None:
+                measured[idea.what] = _measure(idea.with_it, idea.without, options.rounds, options.steps)
+                print(f"\r{len(measured)} ideas", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        print(file=sys.stderr)
+    result = {"seconds": measured}
+    print(table(result))
+    if options.json is not None:
+        keep(options.json, "decisions", under, result)
+
+
+def _measure(with_it: Way, without: Way, rounds: int, steps: int) -> dict[str, list[float]]:
+    ways = {"with": with_it.build(), "without": without.build()}
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for k in range(-2, rounds):
+        for name, step in ways.items():
+            seconds = statistics.median(step() for _ in range(1 if with_it.long else steps))
+            if k >= 0:
+                samples[name].append(seconds)
+    return samples
+
+
+def table(result: dict[str, Any], style: str = "simple") -> str:
+    """Render each idea with what was predicted, measured, and decided."""
+    from tabulate import tabulate
+
+    rows = []
+    for idea in IDEAS:
+        found = result["seconds"].get(idea.what)
+        if found is None or idea.with_it is None:
+            rows.append([idea.what, idea.predicted, "", "", idea.outcome])
+            continue
+        ratio = statistics.median(a / b for a, b in zip(found["with"], found["without"], strict=True))
+        unit, name = (1e3, "ms a step") if idea.with_it.long else (1e6, "µs a task")
+        times = " / ".join(f"{statistics.median(found[way]) * unit:.0f}" for way in ("with", "without"))
+        rows.append([idea.what, idea.predicted, f"{times} {name}", f"{ratio:.2f}", idea.outcome])
+    headers = ["tried", "predicted", "with / without it", "ratio", "outcome"]
+    return tabulate(rows, headers=headers, disable_numparse=True, tablefmt=style)
+
+
+if __name__ == "__main__":
+    main()

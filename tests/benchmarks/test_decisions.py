@@ -1,0 +1,48 @@
+"""Decisions: each idea is measured against something that computes the same, and the table shows all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.decisions import IDEAS, Way, main, table
+from torchgpipe import GPipe
+
+WAYS = [way for idea in IDEAS for way in (idea.with_it, idea.without) if way is not None]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_gradients_of_plain_layers(way: Way) -> None:
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3)
+    layers(x).sum().backward()
+    expected = [p.grad for p in layers.parameters()]
+    layers.zero_grad()
+    model = GPipe(
+        layers, [1, 2], devices=["cpu"] * 2, chunks=way.m, checkpoint=way.checkpoint, engine=way.engine
+    )
+    with way.undone():
+        model(x).sum().backward()
+    torch.testing.assert_close([p.grad for p in layers.parameters()], expected)
+
+
+@pytest.mark.parametrize("idea", [idea for idea in IDEAS if idea.with_it is not None], ids=lambda idea: idea.what)
+def test_with_and_without_differ_in_one_thing(idea: object) -> None:
+    with_it, without = idea.with_it, idea.without  # type: ignore[attr-defined]
+    changed = [name for name in vars(with_it) if getattr(with_it, name) != getattr(without, name)]
+    assert len(changed) == 1
+    assert replace(without, **{changed[0]: getattr(with_it, changed[0])}) == with_it
+
+
+def test_ideas_without_a_figure_are_shown_too() -> None:
+    text = table({"seconds": {}})
+    assert all(idea.what in text and idea.outcome in text for idea in IDEAS)
+
+
+def test_refuses_no_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--rounds", "0"])
+    assert "--rounds and --steps must be at least 1" in capsys.readouterr().err
