@@ -15,7 +15,6 @@ from dataclasses import replace
 from statistics import mean
 
 import torch
-import torchvision
 
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.hardware import Hardware
@@ -95,6 +94,8 @@ def _milliseconds(model: str, node: Hardware) -> tuple[float, float]:
 @functools.cache
 def _counted(model: str) -> tuple[list[Operator], list[Operator]]:
     """Count a model's forward and backward; Torch7 goes back to the images, for which nobody asks."""
+    import torchvision  # which nothing else of predictions needs
+
     with torch.device("meta"):
         built = getattr(torchvision.models, model)()
         images = torch.empty(16, 3, 224, 224, requires_grad=True)

@@ -42,7 +42,6 @@ def between_operators(a: Operator, b: Operator, share: float) -> Operator:
         for xs, ys in zip(a.others, b.others, strict=True)
     )
 
-
     def line(x: float, y: float) -> float:
         return x + (y - x) * share
 

@@ -103,6 +103,6 @@ def _like(result: Any, given: set[int]) -> object:
 
 
 def _made(like: Any) -> Any:
-    if isinstance(like, _Like):
-        return like.new()
-    return type(like)(None if x is None else x.new() for x in like)
+    if like is None or isinstance(like, _Like):
+        return like and like.new()
+    return type(like)(_made(x) for x in like)
