@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchgpipe.plan.tiles import TILES, Grid, excess
+from torchgpipe.plan.tiles import Grid, excess
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,5 @@ def test_excess(grid: Grid, processors: int, times: float) -> None:
 
 @pytest.mark.parametrize("rows", [1, 31, 64, 100, 1000])
 @pytest.mark.parametrize("processors", [1, 28, 132])
-def test_is_never_below_one_and_at_least_one_tile(rows: int, processors: int) -> None:
-    for grid in (Grid(rows, 50), Grid(rows, 50, divisible=True)):
-        assert excess(grid, processors) >= min(a * b for a, b in TILES) / (32 * 128) if rows else 1
-        assert excess(grid, processors) >= 1
+def test_is_never_below_one_and_less_where_tiles_are_shared(rows: int, processors: int) -> None:
+    assert 1 <= excess(Grid(rows, 50, divisible=True), processors) <= excess(Grid(rows, 50), processors)
