@@ -22,7 +22,7 @@ from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor, Setup
 
-__all__ = ["BUILDERS", "UNITS", "predict_row", "predict_table", "predictable", "setup_of"]
+__all__ = ["BUILDERS", "UNITS", "predict_row", "predict_table", "predictable", "predictor_of", "setup_of"]
 
 # experiment -> the published table that it repeats; those that can also be run say so themselves
 TABLES = {
@@ -93,13 +93,18 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     if components is not None and "dependency" not in components:
         return replace(result, status="not run", reason=UNORDERED)
     holds = any(name in row.values for name in RESERVED)
-    predictor = Predictor(_counts(*_model(row.config), holds), hardware)
+    predictor = predictor_of(row.config, hardware, memory=holds)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
         values.update(_speed(predictor, row.config))
     if holds:
         values.update(_memory(predictor.counts, row.config))
     return replace(result, values={name: _rounded(value) for name, value in values.items()})
+
+
+def predictor_of(config: dict[str, Json], hardware: Hardware, *, memory: bool = False) -> Predictor:
+    """Return what predicts a published row's model on `hardware`; its layers' memory only if asked for."""
+    return Predictor(_counts(*_model(config), memory), hardware)
 
 
 def setup_of(config: dict[str, Json], layers: int) -> Setup:

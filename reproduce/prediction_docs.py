@@ -4,21 +4,22 @@
     <!-- predicted: errors -->                    the errors of all speed tables' rows together
     <!-- predicted: efficiencies p40x8 -->        a description's figures and their sources
     <!-- predicted: gains -->                     AmoebaNet-D's speed-up of m = 4 over m = 1, by n
-    <!-- predicted: sensitivity -->               U-Net's speed-ups if 3 x 3 convolutions were like others
+    <!-- predicted: effects -->                   the model without what was added to it, against all published figures
+    <!-- predicted: timings -->                   the errors of what the efficiencies were worked out from, and of more
+    <!-- predicted: resources -->                 how busy devices, links and host are in the rows of the speed tables
     <!-- end -->
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from reproduce.machine import ROOT
 from reproduce.paper import published
-from reproduce.predict import predict_table
 from reproduce.predicted_table import predicted_tables, speed_up_errors
+from reproduce.prediction_effects import effects, resources, timings
 from reproduce.record import load
 from torchgpipe.plan.hardware import load_hardware
 
@@ -26,6 +27,7 @@ __all__ = ["DOCS", "SPEED", "rendered"]
 
 DOCS = ROOT / "docs" / "prediction.md"
 SPEED = ("amoebanet-speed-p40x8", "unet-speed-p40x8", "resnet101-speed-p40x8")
+BLOCKS = {"effects": effects, "timings": timings, "resources": resources}
 BLOCK = re.compile(r"(<!-- predicted: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -39,8 +41,8 @@ def _block(name: str, folder: Path) -> str:
         return _errors(folder)
     if name == "gains":
         return _gains(folder)
-    if name == "sensitivity":
-        return _sensitivity(folder)
+    if name in BLOCKS:
+        return BLOCKS[name]()
     if name.startswith("efficiencies "):
         return _figures(name.split()[1])
     tables = predicted_tables(load(folder / f"{name}.json"))
@@ -77,19 +79,6 @@ def _gains(folder: Path) -> str:
         gains = [table[f"n{n}m4"] / table[f"n{n}m1"] for table in (papers, predicted)]
         lines.append(f"| {n} | {gains[0]:.2f} | {gains[1]:.2f} | {n * 4 / (n + 3):.2f} |")
     return "\n".join(lines)
-
-
-def _sensitivity(folder: Path) -> str:
-    node = load_hardware("p40x8")
-    efficiency = {**node.compute_efficiency, "conv3x3": node.compute_efficiency["conv"]}
-    changed = predict_table("unet-speed", replace(node, compute_efficiency=efficiency))
-    errors = [speed_up_errors(record) for record in (load(folder / "unet-speed-p40x8.json"), changed)]
-    lines = [
-        f"| | error as described ({node.compute_efficiency['conv3x3']}) | if 3 x 3 were like other convolutions "
-        f"({efficiency['conv3x3']}) |",
-        "| --- | ---: | ---: |",
-    ]
-    return "\n".join([*lines, *(f"| {row} | {errors[0][row]:+.1%} | {errors[1][row]:+.1%} |" for row in errors[0])])
 
 
 def _figures(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from pathlib import Path
 
 import click
@@ -61,6 +62,10 @@ def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str,
 @click.option("--docs", is_flag=True, help="Also renew the tables in docs/prediction.md, from the records in --out.")
 def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -> None:
     """Predict the published tables of EXPERIMENTS (or: all) at scale paper, on any machine and without a GPU."""
+    if docs and importlib.util.find_spec("torchvision") is None:
+        raise click.UsageError(
+            "--docs counts torchvision's models, and there is no torchvision: install it, or leave --docs out"
+        )
     prepare_folder(out)
     written = []
     for experiment in experiments:

@@ -65,7 +65,7 @@ def test_how_far_the_speed_ups_are_from_the_publication() -> None:
     """Missed: the targets are a median of 3% and nine in ten within 10%. It should not get worse unnoticed."""
     errors = all_errors([committed(name) for name in SPEED])
     assert len(errors) == 16
-    assert (errors[7] + errors[8]) / 2 < 0.045
+    assert (errors[7] + errors[8]) / 2 < 0.04
     assert sum(error <= 0.1 for error in errors) >= 14
 
 
@@ -75,6 +75,15 @@ def test_the_rows_that_are_far_off_are_those_explained() -> None:
     assert all(row in DOCS.read_text() for _, row in far)
 
 
+def test_throughput_is_within_a_quarter() -> None:
+    far = []
+    for name in SPEED:
+        table = published(predictable()[name.removesuffix("-p40x8")])
+        paper = {result.row: result.values["throughput"] for result in table.results}
+        far += [r.row for r in committed(name).results if abs(r.values["throughput"] / paper[r.row] - 1) > 0.25]
+    assert far == ["n4m4"]
+
+
 def test_allocated_is_less_than_was_reserved() -> None:
     reserved = {result.row: result.values["memory"] for result in published("tg-unet-memory").results}
     for result in committed("unet-memory-p40x8").results:
@@ -82,6 +91,7 @@ def test_allocated_is_less_than_was_reserved() -> None:
 
 
 def test_the_page_is_not_stale() -> None:
+    pytest.importorskip("torchvision", reason="a block on the page counts torchvision's models")
     text = DOCS.read_text(encoding="utf-8")
     assert rendered(text, PREDICTED) == text
 
@@ -98,6 +108,15 @@ def test_twice_the_same(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         save(predict_table("resnet101-speed", P40), tmp_path / name)
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_says_that_the_page_needs_torchvision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert main(["predict", "resnet101-speed", "--out", str(tmp_path), "--docs"]) != 0
+    assert "there is no torchvision" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ PRIVATE = [
     ("torch.nn.modules.batchnorm._BatchNorm", "batchnorm.py"),
     ("torch.nn.modules.batchnorm._NormBase", "stage.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "randomness.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/operators.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/counter.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/footprint.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/remembered.py"),
 ]
 OF_OBJECTS = [
     ("torch.autograd.Variable._execution_engine", "run_backward"),

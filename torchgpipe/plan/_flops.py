@@ -1,6 +1,6 @@
 """The one place that touches PyTorch's table of floating-point operations, which it does not promise to keep.
 
-`tests/torchgpipe/plan/test_operators.py` fails, by name, when it moves.
+`tests/torchgpipe/plan/test_counter.py` fails, by name, when it moves.
 """
 
 from __future__ import annotations

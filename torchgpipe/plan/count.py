@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.footprint import Footprint, Numbers, behaviour, between, measure_footprint
-from torchgpipe.plan.operators import Counter, Operator
+from torchgpipe.plan.operators import Operator, between_operators
+from torchgpipe.plan.remembered import Remembered
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 
@@ -85,7 +87,8 @@ class Counts:
         """Return the layers' counts for micro-batches of `size` samples, without footprints."""
         low, high = SIZES
         share = (size - low) / (high - low)
-        return [_between(a, b, share) for a, b in zip(self.low, self.high, strict=True)]
+        known: _Known = {}
+        return [_between(a, b, share, known) for a, b in zip(self.low, self.high, strict=True)]
 
     def __len__(self) -> int:
         return len(self.low)
@@ -105,9 +108,10 @@ def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True
     found: list[list[LayerCount]] = []
     numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
     names = list(module._modules)
+    remembered = Remembered()
     for size in SIZES:
         given = _resized(sample, size)
-        with undisturbed(meta):
+        with undisturbed(meta), remembered:
             counted = rehearse(module, given, meta, _count(numbers))
             layers = [make(name) for name, make in zip(names, counted, strict=True)]
             if memory:
@@ -216,15 +220,18 @@ def _alike(a: LayerCount, b: LayerCount) -> bool:
     return shape(a.forward) == shape(b.forward) and shape(a.backward) == shape(b.backward)
 
 
-def _between(a: LayerCount, b: LayerCount, share: float) -> LayerCount:
+_Known = dict[tuple[int, int], tuple[Operator, ...]]
+"""Operators between two lists, by the ids of these, which layers that behave alike share."""
+
+
+def _between(a: LayerCount, b: LayerCount, share: float, known: _Known) -> LayerCount:
     def line(x: float, y: float) -> float:
         return x + (y - x) * share
 
     def operators(xs: Sequence[Operator], ys: Sequence[Operator]) -> tuple[Operator, ...]:
-        return tuple(
-            Operator(x.kind, x.dtype, line(x.flops, y.flops), line(x.bytes, y.bytes))
-            for x, y in zip(xs, ys, strict=True)
-        )
+        if (id(xs), id(ys)) not in known:
+            known[id(xs), id(ys)] = tuple(between_operators(x, y, share) for x, y in zip(xs, ys, strict=True))
+        return known[id(xs), id(ys)]
 
     return LayerCount(
         name=a.name,

@@ -6,6 +6,7 @@
 
 A file is JSON. Every figure is an object with a `value` and a `source`. An efficiency belongs to a class of operators:
 the share of the peak rate (those that have floating-point operations) or of the memory bandwidth that it reaches.
+Where an operator can be computed in several ways, the fastest counts.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from torchgpipe.plan.operators import CLASSES, Operator
+from torchgpipe.plan.tiles import excess
 
 __all__ = ["FOLDER", "Hardware", "hardware_names", "load_hardware"]
 
 FOLDER = Path(__file__).with_name("hardware")
 
 SCALARS = ("devices", "memory", "memory_bandwidth", "link_bandwidth", "link_latency", "launch")
+OPTIONAL = ("workspace", "processors")
 TABLES = ("peak", "compute_efficiency", "memory_efficiency")
 WORK = ("matmul", "conv", "conv3x3")
 """The classes that need a compute efficiency; all others only touch memory."""
+WINOGRAD = "winograd"
+"""The class that may be left out, where libraries have no such kernels or `conv3x3` was measured with them."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,16 @@ class Hardware:
     """Whether issuing runs beside computing (a GPU), or before it (a CPU)."""
     workspace: float = 0.0
     """Bytes that libraries (cuDNN, cuBLAS) hold on each device, beside all tensors."""
+    processors: int = 0
+    """Parts of a device that compute tiles of matrices; 0 where tiles are not modelled."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from, by name; those in tables as `peak.float32`."""
 
     def seconds(self, operator: Operator) -> float:
-        """Return the seconds of one operator: bound by computing, by memory, or by being issued."""
-        bandwidth = self.memory_bandwidth * self.memory_efficiency[operator.kind]
-        work = operator.bytes / bandwidth
-        if operator.flops:
-            rate = self._rate(operator.dtype) * self.compute_efficiency[operator.kind]
-            work = max(work, operator.flops / rate)
+        """Return the seconds of one operator, the fastest way: bound by computing, by memory, or by being issued."""
+        work = self._work(operator)
+        if WINOGRAD in self.compute_efficiency:
+            work = min([work, *(sum(map(self._work, way)) for way in operator.others)])
         return max(work, self.launch) if self.launch_overlaps else work + self.launch
 
     def total(self, operators: Iterable[Operator]) -> float:
@@ -70,6 +75,15 @@ class Hardware:
     def transfer(self, nbytes: float) -> float:
         """Return the seconds that `nbytes` take from one device to another."""
         return self.link_latency + nbytes / self.link_bandwidth if nbytes else 0.0
+
+    def _work(self, operator: Operator) -> float:
+        bandwidth = self.memory_bandwidth * self.memory_efficiency[operator.kind]
+        work = operator.bytes / bandwidth
+        if operator.flops:
+            rate = self._rate(operator.dtype) * self.compute_efficiency[operator.kind]
+            waste = excess(operator.grid, self.processors) if operator.grid and self.processors else 1.0
+            work = max(work, waste * operator.flops / rate)
+        return work
 
     def _rate(self, dtype: str) -> float:
         if dtype not in self.peak:
@@ -116,8 +130,8 @@ class _Misfit(Exception):
 def _decoded(name: str, data: Any) -> Hardware:
     if not isinstance(data, dict):
         raise _Misfit("expected an object")
-    optional = {"workspace": data.get("workspace", {"value": 0, "source": "not known"})}
-    known = {"title", "notes", "launch_overlaps", "workspace", *SCALARS, *TABLES}
+    optional = {key: data[key] for key in OPTIONAL if key in data}
+    known = {"title", "notes", "launch_overlaps", *OPTIONAL, *SCALARS, *TABLES}
     if unknown := sorted(set(data) - known):
         raise _Misfit(f"{unknown[0]!r} is unknown; known are {', '.join(sorted(known))}")
     sources: dict[str, str] = {}
@@ -128,13 +142,15 @@ def _decoded(name: str, data: Any) -> Hardware:
         if not isinstance(table, dict) or not table:
             raise _Misfit(f"{key} is missing: expected an object of figures")
         values[key] = {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
-    for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", CLASSES)):
+    needed = [kind for kind in CLASSES if kind != WINOGRAD or kind in values["compute_efficiency"]]
+    for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", needed)):
         if lacking := [kind for kind in classes if kind not in values[key]]:
             raise _Misfit(f"{key}.{lacking[0]} is missing")
     overlaps = data.get("launch_overlaps", True)
     if not isinstance(overlaps, bool):
         raise _Misfit(f"launch_overlaps has to be true or false, got {overlaps!r}")
     values["devices"] = int(values["devices"])
+    values["processors"] = int(values.get("processors", 0))
     title = data.get("title", name)
     return Hardware(name=name, title=str(title), launch_overlaps=overlaps, sources=sources, **values)
 

@@ -1,30 +1,25 @@
-"""Count what operators do: their class, floating-point operations, and bytes read and written.
+"""What an operator is to prediction: its class, floating-point operations, and bytes read and written.
 
-An operator is what reaches PyTorch's dispatcher below autograd: on a GPU about one kernel each. Floating-point
-operations come from PyTorch's own formulas (`torch.utils.flop_counter`); whatever has none is bound by memory.
+An operator is what reaches PyTorch's dispatcher below autograd: on a GPU about one kernel each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.plan._flops import flop_formula
+from torchgpipe.plan.tiles import Grid
 
-__all__ = ["CLASSES", "Counter", "Operator", "OperatorClass", "tensors_in"]
+__all__ = ["CLASSES", "Operator", "OperatorClass", "between_operators", "bytes_of", "dtype_of", "tensors_in"]
 
-OperatorClass = Literal["matmul", "conv", "conv3x3", "norm", "pool", "elementwise"]
+OperatorClass = Literal["matmul", "conv", "conv3x3", "winograd", "norm", "pool", "elementwise"]
 """The classes that have efficiencies of their own: `conv3x3` are those convolutions for which libraries have Winograd
-kernels, 3 x 3 at stride 1; `elementwise` is whatever reads and writes memory and has no class of its own."""
+kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` when they are not; `elementwise` is
+whatever reads and writes memory and has no class of its own."""
 CLASSES: tuple[str, ...] = get_args(OperatorClass)
-
-# Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
-NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax")
-POOLS = ("pool", "upsample")
 
 
 class Operator(NamedTuple):
@@ -34,27 +29,26 @@ class Operator(NamedTuple):
     dtype: str
     flops: float
     bytes: float
+    others: tuple[tuple[Operator, ...], ...] = ()
+    """Other ways to the same result, each a few kernels; a library takes the fastest."""
+    grid: Grid | None = None
+    """The matrices that its floating-point operations put out, where tiles of them are known to matter."""
 
 
-class Counter(TorchDispatchMode):
-    """Append each operator that this thread runs to `operators`; those that only make views do nothing."""
+def between_operators(a: Operator, b: Operator, share: float) -> Operator:
+    """Return the operator that lies between two on a straight line; beyond them where the share is above 1."""
+    others = tuple(
+        tuple(between_operators(x, y, share) for x, y in zip(xs, ys, strict=True))
+        for xs, ys in zip(a.others, b.others, strict=True)
+    )
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: list[Operator] = []
+    def line(x: float, y: float) -> float:
+        return x + (y - x) * share
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operator = _operator(func, args, kwargs or {}, result)
-        if operator is not None:
-            self.operators.append(operator)
-        return result
+    grid = a.grid
+    if grid is not None and b.grid is not None:
+        grid = grid._replace(rows=line(grid.rows, b.grid.rows), columns=line(grid.columns, b.grid.columns))
+    return Operator(a.kind, a.dtype, line(a.flops, b.flops), line(a.bytes, b.bytes), others, grid)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -69,47 +63,14 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
-    outputs = list(tensors_in(result))
-    if not outputs or _makes_views(func, args, outputs):
-        return None
-    inputs = list(tensors_in((args, dict(kwargs))))
-    formula = flop_formula(func)
-    flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
-    kind = _kind(func, args, flops)
-    moved = sum(_bytes(x) for x in (*inputs, *outputs))
-    if kind == "norm":  # twice over their largest input: once for the statistics, once to apply them
-        moved += max(map(_bytes, inputs), default=0) * (2 if "backward" in str(func) else 1)
-    return Operator(kind, str(outputs[0].dtype).removeprefix("torch."), flops, float(moved))
-
-
-def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> bool:
-    """Return whether the operator computes nothing: its outputs are other views of its input."""
-    if getattr(func, "is_view", False):
-        return True
-    name = str(func)
-    return name in ("aten._unsafe_view.default", "aten.detach.default", "aten.empty_like.default") or name.startswith(
-        ("aten.empty", "aten.new_empty", "aten._reshape_alias")
-    )
-
-
-def _kind(func: Any, args: tuple[Any, ...], flops: float) -> OperatorClass:
-    name = str(func)
-    if "convolution" in name:
-        backward = "backward" in name
-        weight, stride = (args[2], args[4]) if backward else (args[1], args[3])
-        winograd = tuple(weight.shape[2:]) == (3, 3) and all(s == 1 for s in stride)
-        return "conv3x3" if winograd else "conv"
-    if flops:
-        return "matmul"
-    if any(part in name for part in NORMS):
-        return "norm"
-    return "pool" if any(part in name for part in POOLS) else "elementwise"
-
-
-def _bytes(x: Tensor) -> int:
+def bytes_of(x: Tensor) -> int:
     """Return the bytes of the elements that are really there: an expanded dimension is read once."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1
     return count * x.element_size() if x.layout is torch.strided else 0
+
+
+def dtype_of(x: Tensor) -> str:
+    """Return the name of a tensor's type of numbers, such as 'float32'."""
+    return str(x.dtype).removeprefix("torch.")

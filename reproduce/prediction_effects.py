@@ -1,0 +1,125 @@
+"""What each part of the model of a device does to its errors, and how far from their limits other parts of a node are.
+
+The parts are judged by timings that were published of single devices, from which the efficiencies are worked out, and
+not by the rows of the speed tables, which are shown beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from statistics import median
+
+from reproduce.efficiencies import MEASURED, checked, derived
+from reproduce.paper import published
+from reproduce.predict import predict_table, predictable, predictor_of, setup_of
+from reproduce.predicted_table import speed_up_errors
+from torchgpipe.checkpoint import checkpointed
+from torchgpipe.plan.hardware import Hardware, load_hardware
+
+__all__ = ["effects", "resources", "timings"]
+
+TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
+
+
+@functools.cache
+def variants() -> dict[str, Hardware]:
+    """Return the P40's description without what is said, and as it is; each with efficiencies worked out alike."""
+    node = load_hardware("p40x8")
+    plain = {kind: share for kind, share in node.compute_efficiency.items() if kind != "winograd"}
+    sources = {key: source for key, source in node.sources.items() if key != "compute_efficiency.winograd"}
+    found = {
+        "one efficiency for 3 x 3": replace(node, processors=0, compute_efficiency=plain, sources=sources),
+        "Winograd kernels": replace(node, processors=0),
+        "and whole tiles": node,
+    }
+    return {
+        name: replace(x, compute_efficiency={**x.compute_efficiency, **derived(x)}) if x is not node else x
+        for name, x in found.items()
+    }
+
+
+def timings() -> str:
+    """Return the errors of forward and backward on a Titan X, by model and variant."""
+    errors = {name: checked(node, dict(node.compute_efficiency)) for name, node in variants().items()}
+    lines = [_row("ms, published", "forward", "backward", *errors), _rule(2 + len(errors))]
+    for model, (forward, backward) in MEASURED.items():
+        cells = ("{:+.0%} {:+.0%}".format(*errors[name][model]) for name in errors)
+        lines.append(_row(model, f"{forward:.2f}", f"{backward:.2f}", *cells))
+    roots = (f"{_root([e for pair in errors[name].values() for e in pair]):.1%}" for name in errors)
+    return "\n".join([*lines, _row("root mean square", "", "", *roots)])
+
+
+def effects() -> str:
+    """Return the efficiencies of each variant, and its errors in the rows of the speed tables."""
+    nodes = variants()
+    errors = {name: _speed_ups(node) for name, node in nodes.items()}
+    lines = [_row("", *nodes), _rule(len(nodes))]
+    lines.append(_row("efficiency of `conv`", *(f"{x.compute_efficiency['conv']:.2f}" for x in nodes.values())))
+    lines.append(_row("of `conv3x3`", *(f"{x.compute_efficiency['conv3x3']:.2f}" for x in nodes.values())))
+    lines.append(_row("of `winograd`", *(_share(x, "winograd") for x in nodes.values())))
+    for row in next(iter(errors.values())):
+        lines.append(_row(row, *(f"{errors[name][row]:+.1%}" for name in nodes)))
+    sizes = {name: [abs(e) for e in rows.values()] for name, rows in errors.items()}
+    lines.append(_row("median", *(f"{median(sizes[name]):.1%}" for name in nodes)))
+    lines.append(_row("rows within 10%", *(str(sum(e <= 0.1 for e in sizes[name])) for name in nodes)))
+    return "\n".join(lines)
+
+
+def resources() -> str:
+    """Return the shares of a step during which the busiest device, its links and the host would be at work."""
+    node = load_hardware("p40x8")
+    lines = [
+        _row("", "busiest device", "busiest sender", "all copies, one by one", "Python issuing operators"),
+        _rule(4),
+    ]
+    for experiment in TABLES:
+        for row in published(predictable()[experiment]).results:
+            predictor = predictor_of(row.config, node)
+            setup = setup_of(row.config, len(predictor.counts))
+            if len(setup.balance) == 1:
+                continue
+            timeline = predictor.step(setup).timeline
+            n, m = timeline.partitions, len(setup.sizes)
+            copies, skips = predictor.copies(setup)
+            routes = {**{(j, j + 1): seconds for j, seconds in enumerate(copies)}}
+            for route, seconds in skips.items():
+                routes[route] = routes.get(route, 0.0) + seconds
+            # Forward sends along every route, and backward against it.
+            sent = [m * sum(s for route, s in routes.items() if j in route) for j in range(n)]
+            issued = sum(len(layer.forward) for layer in predictor.counts.low)
+            issued *= m + checkpointed(setup.checkpoint, m)
+            shares = (
+                max(timeline.busy(j) for j in range(n)),
+                max(sent),
+                2 * m * sum(routes.values()),
+                issued * node.launch,
+            )
+            cells = (f"{share / timeline.seconds:.0%}" for share in shares)
+            lines.append(_row(f"{experiment.partition('-')[0]} {row.row}", *cells))
+    return "\n".join(lines)
+
+
+def _speed_ups(node: Hardware) -> dict[str, float]:
+    """Return the errors of the speed-ups, without the tables' first rows."""
+    return {
+        f"{experiment.partition('-')[0]} {row}": error
+        for experiment in TABLES
+        for row, error in speed_up_errors(predict_table(experiment, node)).items()
+    }
+
+
+def _share(node: Hardware, kind: str) -> str:
+    return f"{node.compute_efficiency[kind]:.2f}" if kind in node.compute_efficiency else ""
+
+
+def _root(values: list[float]) -> float:
+    return float((sum(x * x for x in values) / len(values)) ** 0.5)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _rule(columns: int) -> str:
+    return _row("---", *["---:"] * columns)

@@ -1,0 +1,46 @@
+"""The blocks on parts of the model: whole tables, whose last column is what is shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reproduce.predicted_table import speed_up_errors
+from reproduce.prediction_effects import effects, resources, timings, variants
+from reproduce.record import load
+from torchgpipe.plan.hardware import load_hardware
+
+pytest.importorskip("torchvision", reason="the measured models are torchvision's")
+PREDICTED = Path(__file__).resolve().parents[2] / "results" / "predicted"
+
+
+def cells(block: str) -> dict[str, list[str]]:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+    assert len({len(row) for row in rows}) == 1
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_the_last_variant_is_the_description() -> None:
+    assert list(variants().values())[-1] == load_hardware("p40x8")
+
+
+def test_effects_end_with_the_errors_of_the_records() -> None:
+    table = cells(effects())
+    for name in ("amoebanet", "unet", "resnet101"):
+        for row, error in speed_up_errors(load(PREDICTED / f"{name}-speed-p40x8.json")).items():
+            assert abs(float(table[f"{name} {row}"][-1].rstrip("%")) / 100 - error) < 0.002
+
+
+def test_timings_have_every_model_and_their_mean() -> None:
+    table = cells(timings())
+    assert len(table) == 8
+    assert "root mean square" in table
+
+
+def test_resources_leave_out_what_has_one_device() -> None:
+    table = cells(resources())
+    assert len(table) == 15
+    assert not any(row.endswith(("baseline", "pipeline-1")) for row in table)
+    shares = [[int(cell.rstrip("%")) for cell in row] for row in table.values()]
+    assert all(0 <= share <= 100 for row in shares for share in row)

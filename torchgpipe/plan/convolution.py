@@ -1,0 +1,120 @@
+"""Count what convolutions do: as matrix products, and as Winograd kernels where there are any.
+
+A 3 x 3 convolution at stride 1 need not multiply as often as its formula says. Winograd's F(m x m, 3 x 3) gets a tile
+of m x m results from (m + 2) x (m + 2) values, with one multiplication for each of those instead of nine for each
+result (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). Images are padded to
+whole tiles, and images and weights are transformed, which costs traffic: with few tiles to a weight it does not pay.
+cuDNN has two kinds of such kernels: fused ones, with m = 2, whose transformed images stay on the chip; and others,
+with m = 4, which write them to memory. Gradients of weights have the latter only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchgpipe.plan._flops import flop_formula
+from torchgpipe.plan.operators import Operator, OperatorClass, bytes_of, dtype_of
+from torchgpipe.plan.tiles import Grid
+
+__all__ = ["Convolution", "convolution", "convolution_backward"]
+
+
+def convolution(func: Any, args: Sequence[Any], result: Tensor) -> list[Operator]:
+    """Return what `aten.convolution` does."""
+    image, weight, bias, stride, _, dilation, transposed, _, groups = args
+    known = Convolution(image, weight, result, stride, dilation, transposed, groups)
+    tensors = [x for x in (image, weight, bias, result) if x is not None]
+    return [known.operator(_flops(func, args, result), tensors, Grid(weight.shape[0], _pixels(result)))]
+
+
+def convolution_backward(func: Any, args: Sequence[Any], results: Sequence[Tensor | None]) -> list[Operator]:
+    """Return what `aten.convolution_backward` does: one operator for each gradient that is asked for."""
+    result, image, weight, _, stride, _, dilation, transposed, _, groups, _ = args
+    known = Convolution(image, weight, result, stride, dilation, transposed, groups)
+    operators = []
+    for i, gradient in enumerate(results):
+        if gradient is None:
+            continue
+        if i == 2:
+            operators.append(Operator("elementwise", dtype_of(result), 0.0, float(bytes_of(result))))
+            continue
+        flops = _flops(func, (*args[:-1], [i == j for j in range(3)]), results)
+        grid = Grid(weight.shape[1], _pixels(image))
+        if i == 1:
+            grid = Grid(weight.shape[0], weight[0].numel(), divisible=True)
+        operators.append(known.operator(flops, (result, (weight, image)[i], gradient), grid))
+    return operators
+
+
+class Convolution(NamedTuple):
+    """The tensors and options of a convolution, whichever of the three is to be computed from the others."""
+
+    image: Tensor
+    weight: Tensor
+    result: Tensor
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    groups: int
+
+    def operator(self, flops: float, tensors: Sequence[Tensor], grid: Grid) -> Operator:
+        """Return the operator that computes one of the three, as matrices of `grid`, from and to `tensors`."""
+        small = tuple(self.weight.shape[2:]) == (3, 3) and all(s == 1 for s in self.stride)
+        plain = self.groups == 1 and not self.transposed
+        others: list[tuple[Operator, ...]] = []
+        if small and plain and all(d == 1 for d in self.dilation):
+            others.append(self._unfused(grid))
+            if not grid.divisible:
+                others.append(self._fused(grid))
+        moved = float(sum(map(bytes_of, tensors)))
+        kind: OperatorClass = "conv3x3" if small else "conv"
+        return Operator(kind, dtype_of(self.weight), flops, moved, tuple(others), grid if plain else None)
+
+    def _fused(self, grid: Grid) -> tuple[Operator, ...]:
+        """Return F(2 x 2, 3 x 3): the transform of the weights, then one kernel for all else."""
+        weights, tiles = self._weights, _tiles(self.result, 2)
+        moved = bytes_of(self.image) + bytes_of(self.result) + 16.0 * weights * self.weight.element_size()
+        return (
+            self._winograd(0.0, (9.0 + 16.0) * weights * self.weight.element_size(), None),
+            self._winograd(2.0 * 16 * weights * tiles, moved, Grid(grid.rows, 4 * tiles)),
+        )
+
+    def _unfused(self, grid: Grid) -> tuple[Operator, ...]:
+        """Return F(4 x 4, 3 x 3): transforms of what comes in and of the result, and a product for each of 36 values.
+
+        Which of the three tensors is the result changes none of the figures, but the shape of the products.
+        """
+        weights, tiles = self._weights, _tiles(self.result, 4)
+        plain = sum(map(bytes_of, (self.image, self.weight, self.result)))
+        transformed = 36.0 * (tiles * sum(self.weight.shape[:2]) + weights) * self.weight.element_size()
+        columns = self.weight.shape[1] if grid.divisible else tiles
+        return (
+            self._winograd(0.0, plain + transformed, None),
+            self._winograd(2.0 * 36 * weights * tiles, transformed, Grid(grid.rows, columns, 36, grid.divisible)),
+        )
+
+    def _winograd(self, flops: float, moved: float, grid: Grid | None) -> Operator:
+        return Operator("winograd", dtype_of(self.weight), flops, moved, (), grid)
+
+    @property
+    def _weights(self) -> int:
+        """Pairs of an input and an output channel."""
+        return self.weight.shape[0] * self.weight.shape[1]
+
+
+def _flops(func: Any, args: Sequence[Any], result: Any) -> float:
+    formula = flop_formula(func)
+    return 0.0 if formula is None else float(formula(*args, out_val=result))
+
+
+def _pixels(image: Tensor) -> int:
+    return image.shape[0] * math.prod(image.shape[2:])
+
+
+def _tiles(image: Tensor, edge: int) -> int:
+    samples, _, *sizes = image.shape
+    return samples * math.prod(math.ceil(size / edge) for size in sizes)
