@@ -9,10 +9,12 @@ import click
 import torch
 
 from reproduce.commands.predict import hardware_by_name
+from reproduce.devices import Devices, find_devices
 from reproduce.predict import BUILDERS
 from torchgpipe.plan import Hardware, hardware_names
 from torchgpipe.plan import plan as make_plan
 from torchgpipe.plan.count import Counts, count
+from torchgpipe.plan.planner import HERE
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor
 from torchgpipe.plan.report import amount, parse_amount
 from torchgpipe.plan.search import Impossible, search
@@ -26,6 +28,7 @@ MODELS = {
     "resnet101": ("ResNet-101", (), 128, "sgd", (3, 224, 224)),
 }
 STEPS = {"amoebanet": (3, 16), "unet": (1, 8)}  # by which sizes grow in the search for the largest
+PROFILED = 4  # samples of a micro-batch to time layers with
 MOST = {"amoebanet": (240, 4096), "unet": (96, 1024)}
 
 
@@ -35,6 +38,11 @@ def memory_amount(_: click.Context, __: click.Parameter, text: str | None) -> fl
         return None if text is None else parse_amount(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def hardware_or_here(context: click.Context, parameter: click.Parameter, name: str) -> Hardware | None:
+    """Return the description of that name, or nothing for a profile on the present device."""
+    return None if name == HERE else hardware_by_name(context, parameter, name)
 
 
 @click.command()
@@ -48,9 +56,10 @@ def memory_amount(_: click.Context, __: click.Parameter, text: str | None) -> fl
     "--hardware",
     default="p40x8",
     show_default=True,
-    callback=hardware_by_name,
-    metavar="NAME|FILE",
-    help=f"A shipped description ({', '.join(hardware_names())}) or the path of one (.json).",
+    callback=hardware_or_here,
+    metavar="NAME|FILE|here",
+    help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time the layers on "
+    "a device of this machine, one at a time.",
 )
 @click.option(
     "--largest",
@@ -65,19 +74,22 @@ def plan(
     memory: float | None,
     batch_size: int | None,
     optimizer: str | None,
-    hardware: Hardware,
+    hardware: Hardware | None,
     find_largest: str | None,
 ) -> None:
     """Plan MODEL for a node: balance, micro-batches, checkpointing; predicted, on any machine."""
     name, names, papers_batch, papers_optimizer, shape = MODELS[model]
     if bool(names) < (size is not None):
         raise click.BadParameter(f"{model} has one size only; leave --size out", param_hint="--size")
+    if find_largest is not None and hardware is None:
+        raise click.BadParameter(
+            "the largest model is a question of memory alone: name a description, or give --memory with it",
+            param_hint="--hardware here",
+        )
     if find_largest is not None and not names:
         raise click.BadParameter(f"{model} has one size only, there is no largest", param_hint="--largest")
     papers_sizes: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
     sizes: tuple[int, ...] = size or papers_sizes.get(model, ())
-    devices = devices or hardware.devices
-    memory = memory or hardware.memory
     batch_size = batch_size or papers_batch
     optimizer = optimizer or papers_optimizer
     try:
@@ -85,15 +97,21 @@ def plan(
             with torch.device("meta"):
                 module = BUILDERS[name](*sizes)
             click.echo(f"{_named(name, names, sizes)}, batch size {batch_size}, {optimizer}")
-            found = make_plan(
-                module, torch.empty(1, *shape), batch_size=batch_size, devices=devices, memory=memory,
-                hardware=hardware, optimizer=optimizer,
-            )  # fmt: skip
+            here = find_devices(None, None) if hardware is None else Devices("meta", devices or 1)
+            with here.in_use():
+                found = make_plan(
+                    module, torch.rand(min(batch_size, PROFILED), *shape, device=here.first(1)[0]),
+                    batch_size=batch_size, devices=devices or (here.count if hardware is None else None),
+                    memory=memory, hardware=hardware or HERE, optimizer=optimizer,
+                )  # fmt: skip
             click.echo(f"\n{found}")
             return
     except (TypeError, ValueError) as error:  # a size that the model cannot have, or a plan that is impossible
         raise click.ClickException(str(error)) from None
 
+    assert hardware is not None
+    devices = devices or hardware.devices
+    memory = memory or hardware.memory
     axis = ("depth", "width").index(find_largest)
 
     def fits(count_of: Counts, how: str) -> bool:

@@ -2,6 +2,7 @@
 
     from torchgpipe.plan import plan
     p = plan(model, sample, batch_size=512, devices=8, memory="24GiB", hardware="h100x8", optimizer="adam")
+    p = plan(model, sample, batch_size=512, devices=8, memory="24GiB")    # or by a profile on the sample's device
     print(p)
     model = p.gpipe()
 
@@ -10,6 +11,7 @@
 | `operators` | what an operator does: its class, floating-point operations, bytes |
 | `count` | what every layer does and holds, counted on `meta` |
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
+| `profiled`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict` | seconds and bubble of a training step |
 | `footprint`, `memory` | what a layer, and then a device, holds: exact bytes |
 | `search` | the best balance, micro-batches and checkpoint mode under a memory limit |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 
 from torchgpipe.plan.search import Candidate
@@ -14,6 +15,7 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1
 GiB = 2**30
 WIDTH = 78
 RUNNERS_UP = 3
+INDENT = " " * 12
 
 
 def parse_amount(text: str | float) -> float:
@@ -69,7 +71,7 @@ def describe(candidates: Sequence[Candidate], memory: float, source: str) -> str
         f"step        {duration(best.seconds)} predicted, {setup.batch_size / best.seconds:.4g} samples/s",
         f"bubble      {best.bubble:.1%} of the devices' time",
         f"memory      at most {amount(best.peak)} of {amount(memory)} on a device, allocated to tensors",
-        f"            predicted, not measured: {source}",
+        *textwrap.wrap(f"predicted, not measured: {source}", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT),
         "",
         "device  layers  model+grads  optimizer  stashed  working  copies    total",
     ]
