@@ -14,14 +14,15 @@
 | `profiled`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict` | seconds and bubble of a training step |
 | `footprint`, `memory` | what a layer, and then a device, holds: exact bytes |
-| `search` | the best balance, micro-batches and checkpoint mode under a memory limit |
-| `planner`, `report` | `plan` itself, and how it is written |
+| `search`, `fill` | the best balance, micro-batches and checkpoint mode under a memory limit |
+| `impossible` | why there is none |
+| `planner`, `report`, `amount` | `plan` itself, and how it is written |
 """
 
 from __future__ import annotations
 
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+from torchgpipe.plan.impossible import Impossible
 from torchgpipe.plan.planner import Plan, plan
-from torchgpipe.plan.search import Impossible
 
 __all__ = ["Hardware", "Impossible", "Plan", "hardware_names", "load_hardware", "plan"]

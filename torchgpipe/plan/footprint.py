@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.balance.profile import Rehearsal
+from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.plan.operators import tensors_in
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
@@ -74,8 +75,8 @@ class Numbers:
         self.next = 0
         self.value: tuple[int, ...] = ()
         self.skips: dict[SkipKey, int] = {}
-        self.known: dict[object, Footprint] = {}
-        """Footprints of layers that behave alike, by what tells them apart."""
+        self.known: dict[object, tuple[Footprint, TensorOrTensors]] = {}
+        """Footprints and outputs of layers that behave alike, by what tells them apart."""
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -175,8 +176,8 @@ def measure_footprint(
     layer = rehearsal.layer
     key = behaviour(layer, rehearsal.prepare(), (numbers.alike, takes, gives))
     if key is not None and key in numbers.known:
-        rehearsal.forward(rehearsal.prepare())
-        return _renumbered(numbers.known[key], numbers)
+        known, rehearsal.output = numbers.known[key]
+        return _renumbered(known, numbers)
     held = [*layer.parameters(), *layer.buffers()]
 
     with torch.no_grad():
@@ -206,7 +207,7 @@ def measure_footprint(
         forward=forward, graph=graph, first=first, later=later, first_held=first_held, later_held=later_held
     )
     if key is not None:
-        numbers.known[key] = result
+        numbers.known[key] = result, rehearsal.output
     return result
 
 

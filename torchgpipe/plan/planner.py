@@ -14,12 +14,13 @@ from torchgpipe.checkpoint import MODES as CHECKPOINTS
 from torchgpipe.checkpoint import Mode
 from torchgpipe.gpipe import GPipe
 from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.hardware import Hardware, load_hardware
 from torchgpipe.plan.here import describe_here
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor
 from torchgpipe.plan.profiled import ProfiledPredictor, profile_layers
-from torchgpipe.plan.report import describe, parse_amount
+from torchgpipe.plan.report import describe
 from torchgpipe.plan.search import MODES, Candidate, search
 from torchgpipe.skip import verify_skippables
 
