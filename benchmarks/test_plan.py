@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ def alike() -> nn.Sequential:
 def different() -> nn.Sequential:
     """No two matrices of one shape, so that every one is counted."""
     widths = [256 + i for i in range(LAYERS // 2 + 1)]
-    pairs = zip(widths, widths[1:], strict=False)
-    return nn.Sequential(*(layer for a, b in pairs for layer in (nn.Linear(a, b), nn.GELU())))
+    return nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())))
 
 
 @pytest.mark.parametrize("memory", ["24GiB", "3GiB"])

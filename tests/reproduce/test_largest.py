@@ -1,4 +1,4 @@
-"""The largest model that fits: found by doubling and bisection, wherever it lies, and never claimed beyond the search."""
+"""The largest model that fits: found wherever it lies, and not claimed where the search ends before it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
 | `profiled`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict` | seconds and bubble of a training step |
-| `footprint`, `memory` | what a layer, and then a device, holds: exact bytes |
+| `footprint`, `task`, `memory` | what a layer, a micro-batch on a partition, and a device hold: exact bytes |
+| `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |
 | `search`, `fill` | the best balance, micro-batches and checkpoint mode under a memory limit |
 | `impossible` | why there is none |
 | `planner`, `report`, `amount` | `plan` itself, and how it is written |

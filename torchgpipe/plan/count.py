@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.microbatch import TensorOrTensors, check
-from torchgpipe.plan.footprint import Footprint, Numbers, behaviour, between, measure_footprint
+from torchgpipe.plan.alike import behaviour
+from torchgpipe.plan.footprint import Footprint, between
+from torchgpipe.plan.measure import Numbers, measure_footprint
 from torchgpipe.plan.operators import Counter, Operator
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan.amount import amount
-from torchgpipe.plan.memory import setup_memory, task_bytes
+from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.task import task_bytes
 
 __all__ = ["Impossible", "hopeless", "why"]
 
