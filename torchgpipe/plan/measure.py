@@ -97,15 +97,19 @@ def measure_footprint(
     del live, value
 
     result, popped = _describe(rehearsal, numbers, skips, held, takes, gives)
+    output, scope = rehearsal.output, rehearsal.scope
     entered = (result.inputs, popped, result.pops)
+    trained = any(p.requires_grad for p in layer.parameters())
     traces = []
     for keep_grads in (False, True):
         for p in layer.parameters():
             p.grad = None
-        traces += [_backward(rehearsal, entered, held, keep_grads, takes) for _ in ("first", "later")]
+        traces.append(_backward(rehearsal, entered, held, keep_grads, takes))
+        # Where nothing takes gradients, it does not matter whether there are any.
+        traces.append(_backward(rehearsal, entered, held, keep_grads, takes) if trained else traces[-1])
     for p in layer.parameters():
         p.grad = None
-    rehearsal.forward(rehearsal.prepare())  # whose output feeds the next layer
+    rehearsal.output, rehearsal.scope = output, scope  # which feed the next layer
     first, later, first_held, later_held = traces
     result = result._replace(
         forward=forward, graph=graph, first=first, later=later, first_held=first_held, later_held=later_held

@@ -74,10 +74,11 @@ def search(
         Impossible: none fits; the message says what is in the way.
     """
     layers = len(predictor.counts)
-    counts = partitions or sorted({n for n in (1, 2, 4, 8, 16, 32, 64, devices) if n <= min(devices, layers)})
+    most = min(devices, layers)
+    counts = partitions or sorted({n for n in (1, 2, 4, 8, 16, 32, 64, most) if n <= most})
     if (reason := hopeless(predictor, devices, memory, state)) is not None:
         raise Impossible(reason)
-    drafts: list[tuple[float, int, Setup]] = []
+    drafts: list[Setup] = []
     balanced = functools.cache(lambda n, costs: tuple(minimise_heaviest(costs, n)))
     for n in counts:
         for m in chunks or chunk_choices(batch_size, n):
@@ -87,11 +88,10 @@ def search(
                 setup = Setup(batch_size, (layers,), m, mode, state)
                 # Balanced by forward and backward alone, and by all that they do.
                 both = {balanced(n, costs) for costs in (_plain(predictor, setup), layer_seconds(predictor, setup))}
-                setups = [replace(setup, balance=balance) for balance in sorted(both)]
-                drafts += [(predictor.step(each).seconds, 0, each) for each in setups]
+                drafts += [replace(setup, balance=balance) for balance in sorted(both)]
 
     # The fastest first; what does not fit comes back with another balance, and then comes in its turn again.
-    queue = [(seconds, order, setup) for order, (seconds, _, setup) in enumerate(drafts)]
+    queue = [(predictor.step(setup).seconds, order, setup) for order, setup in enumerate(drafts)]
     heapq.heapify(queue)
     filled: dict[tuple[int, int, Mode], int] = {}
     found: dict[tuple[int, int, Mode], Candidate] = {}
