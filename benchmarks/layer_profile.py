@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from time import perf_counter
 
 import torch
@@ -56,8 +57,9 @@ def profile(model: nn.Sequential, x: Tensor) -> Profile:
     start = perf_counter()
     output.backward(gradient)
     end = perf_counter()
-    arrived[-1] = start
-    backward = [a - b for a, b in zip([end, *arrived[:-1]], arrived, strict=True)]
+    # Layers that do next to nothing in backward may get their gradients out of order.
+    arrived = [*accumulate(reversed([*arrived[:-1], start]), max)][::-1]
+    backward = [a - b for a, b in pairwise([end, *arrived])]
     return Profile(forward, graph, backward)
 
 

@@ -70,6 +70,18 @@ def test_each_layer_has_its_own_seconds(layers: list[Layer]) -> None:
     assert (found.forward, found.graph, found.backward) == (forward, forward, backward)
 
 
+def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that hands on what it was given has its gradient when the one before has, or just after."""
+
+    def ticking() -> float:
+        NOW[0] += 1 / 1024
+        return NOW[0]
+
+    monkeypatch.setattr(layer_profile, "perf_counter", ticking)
+    found = profile(nn.Sequential(Layer(1, 2), nn.Identity(), Layer(3, 5)), torch.ones(3, 2))
+    assert found.backward == pytest.approx([2, 0, 5], abs=0.01) and min(found.backward) >= 0
+
+
 ALONE = Profile(forward=[1.0, 1.0], graph=[1.5, 1.5], backward=[2.0, 2.0])
 SHARED = Profile(forward=[2.0, 2.0], graph=[3.0, 3.0], backward=[4.0, 4.0])
 
