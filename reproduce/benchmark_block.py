@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -16,14 +17,16 @@ BENCHMARKS = ROOT / "results" / "benchmarks"
 
 
 def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
-    """Return the table of the result `name`, and what it was made under.
+    """Return the table of the result `name`, and what it was made under; or that nothing was measured yet.
 
     Raises:
-        RecordError: there is no such result, or it is broken.
+        RecordError: the result is broken, or no benchmark makes one of that name.
     """
     from benchmarks.circumstances import told
 
     path = folder / f"{name}.json"
+    if not path.exists() and importlib.util.find_spec(f"benchmarks.{name.partition('-')[0]}") is not None:
+        return "Nothing measured is committed yet.\n"
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         made = importlib.import_module(f"benchmarks.{result['benchmark']}").table(result, "pipe")

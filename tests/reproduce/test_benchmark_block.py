@@ -48,6 +48,30 @@ RESULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["| a, always", "0.500 to 0.500", "0.500 to 1.000", "0.500 to 2.000", "| workers: 2.000, 4.000 of 2.000 MiB"],
     ),
+    "validation": (
+        {
+            "models": {
+                "a model": {
+                    "profiles": {
+                        "4": {
+                            how: {kind: [[0.5]] for kind in ("forward", "graph", "backward")}
+                            for how in ("alone", "shared")
+                        }
+                    },
+                    "configurations": {
+                        "n=1 m=1 never": {
+                            "batch_size": 4,
+                            "balance": [1],
+                            "chunks": 1,
+                            "checkpoint": "never",
+                            "seconds": [1.25, 0.8, 0.5],
+                        },
+                    },
+                },
+            },
+        },
+        ["1 configurations, 3 rounds", "| predicted ms ", "| measured ms ", "| 1000 ", "| 800 ", "| +25.0% ", "10%"],
+    ),
 }
 
 
@@ -59,6 +83,11 @@ def test_a_kept_result_is_shown(name: str, tmp_path: Path) -> None:
     block = benchmark_block(tmp_path / "page.md", "kept", tmp_path)
     for text in [*said, "2026-01-02", "torch 2.11.0", "a CPU, 4 cores", "012345678, with changes", "(kept.json)"]:
         assert text in block, text
+
+
+def test_what_was_not_measured_yet_is_said(tmp_path: Path) -> None:
+    for name in ("validation", "overlap-later"):
+        assert benchmark_block(tmp_path / "page.md", name, tmp_path) == "Nothing measured is committed yet.\n"
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def test_says_that_the_page_needs_torchvision(
         (["plan", "resnet101", "--size", "1", "2"], "leave --size out"),
         (["plan", "amoebanet", "--size", "4", "32"], "positive multiple of 3"),
         (["plan", "unet", "--size", "1", "8", "--devices", "1", "--memory", "1MiB"], "alone needs"),
+        (["plan", "resnet101", "--largest", "depth"], "one size only, there is no largest"),
+        (["plan", "unet", "--largest", "depth", "--hardware", "here"], "nothing is timed for it: name a description"),
         (["calibrate", "--out", "here.txt"], "ends in .json"),
     ],
 )
@@ -144,6 +146,13 @@ def test_plans_from_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert "U-Net (1, 8), batch size 8, sgd" in output
     assert "predicted, not measured" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_plans_by_a_profile_from_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "unet", "--size", "1", "4", "--hardware", "here", "--devices", "2", "--batch-size", "4"]) == 0
+    output = capsys.readouterr().out
+    assert "predicted, not measured: layers profiled on " in output
     assert max(map(len, output.splitlines())) <= 80
 
 

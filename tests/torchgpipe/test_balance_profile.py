@@ -279,7 +279,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
     rehearsal = profile.Rehearsal(Spend(0, name="a"), X, {})
-    profile._time(rehearsal, torch.device("cuda"))
+    profile.time_run(rehearsal, torch.device("cuda"))
     read = ["synchronize", "clock"]
     assert calls == [*read, "a forward", *read, *read, "a backward", *read]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import lcm
 
@@ -57,14 +56,14 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 def _integers(costs: Sequence[float]) -> list[int]:
     """Scale the costs to even integers, so that sums and halves of sums are exact."""
-    fractions = []
+    ratios = []
     for layer, cost in enumerate(costs):
         # `not (0 <= cost < inf)` is also true of NaN.
         if not (0 <= cost < float("inf")):
             raise ValueError(f"costs must be finite and not negative, got {cost!r} for layer {layer}")
-        fractions.append(Fraction(cost))
-    scale = 2 * lcm(*(fraction.denominator for fraction in fractions))
-    return [fraction.numerator * (scale // fraction.denominator) for fraction in fractions]
+        ratios.append(cost.as_integer_ratio())
+    scale = 2 * lcm(*{denominator for _, denominator in ratios})
+    return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
 def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) -> int:

@@ -21,7 +21,15 @@ from torchgpipe.microbatch import TensorOrTensors, check, scatter
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = ["Rehearsal", "profile_sizes", "profile_times", "rehearse", "undisturbed"]
+__all__ = [
+    "Rehearsal",
+    "profile_sizes",
+    "profile_times",
+    "rehearse",
+    "synchronize",
+    "time_run",
+    "undisturbed",
+]
 
 T = TypeVar("T")
 
@@ -29,18 +37,16 @@ RUNS_PER_COPY = 3
 """Timed runs of a copy, so that copying does not take most of the timeout; fewer once that has passed."""
 
 
-def profile_times(
-    module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device
-) -> list[float]:
+def profile_times(module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device) -> list[float]:
     """Return the median seconds of every layer's forward plus backward, from rounds over all layers."""
     seconds: list[list[float]] = [[] for _ in module]
     deadline = perf_counter() + timeout
 
     def measure(rehearsal: Rehearsal) -> list[float]:
-        _time(rehearsal, device)  # a warm-up
-        runs = [_time(rehearsal, device)]
+        time_run(rehearsal, device)  # a warm-up
+        runs = [sum(time_run(rehearsal, device))]
         while len(runs) < RUNS_PER_COPY and perf_counter() < deadline:
-            runs.append(_time(rehearsal, device))
+            runs.append(sum(time_run(rehearsal, device)))
         return runs
 
     with undisturbed(device):
@@ -100,7 +106,7 @@ def rehearse(
     waiting: Scope = {}
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
-        duplicate = _copy(layer, index).to(device)
+        duplicate = _placed(_copy(layer, index), device)
         # Where a training module has parts frozen by eval(), they stay frozen.
         rehearsal = Rehearsal(duplicate if module.training else duplicate.train(), value, skips)
         measurement = measure(rehearsal)
@@ -112,24 +118,24 @@ def rehearse(
         yield measurement
 
 
-def _time(rehearsal: Rehearsal, device: torch.device) -> float:
-    """Run forward and backward once; return the seconds of both."""
+def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
+    """Run forward and backward once; return the seconds of each."""
     value = rehearsal.prepare()
-    _synchronize(device)
+    synchronize(device)
     start = perf_counter()
     rehearsal.forward(value)
-    _synchronize(device)
+    synchronize(device)
     forward = perf_counter() - start
 
     roots = [x for x in rehearsal.results() if x.requires_grad]
     gradients = [torch.ones_like(x) for x in roots]
     if not roots:
-        return forward
-    _synchronize(device)
+        return forward, 0.0
+    synchronize(device)
     start = perf_counter()
     torch.autograd.backward(roots, gradients)
-    _synchronize(device)
-    return forward + perf_counter() - start
+    synchronize(device)
+    return forward, perf_counter() - start
 
 
 def _peak_bytes(rehearsal: Rehearsal, device: torch.device) -> int:
@@ -193,6 +199,20 @@ def _copy(layer: nn.Module, index: int) -> nn.Module:
         ) from error
 
 
+def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Move a layer's copy to the device; where it is on `meta`, give it contents that neither grow nor vanish."""
+    if device.type == "meta" or not any(x.is_meta for x in (*layer.parameters(), *layer.buffers())):
+        return layer.to(device)
+    layer.to_empty(device=device)
+    with torch.no_grad():
+        for x in (*layer.parameters(), *layer.buffers()):
+            if x.is_floating_point() and x.dim() > 1:
+                x.normal_(std=(2 * len(x) / max(1, x.numel())) ** 0.5)
+            else:
+                x.fill_(1)
+    return layer
+
+
 def _cut_off(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
     return _detach(value, device) if isinstance(value, Tensor) else tuple(_detach(x, device) for x in value)
 
@@ -211,6 +231,7 @@ def _tensors(value: TensorOrTensors) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else value
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -2,6 +2,7 @@
 
     from torchgpipe.plan import plan
     p = plan(model, sample, batch_size=512, devices=8, memory="24GiB", hardware="h100x8", optimizer="adam")
+    p = plan(model, sample, batch_size=512, devices=8, memory="24GiB")    # or by a profile on the sample's device
     print(p)
     model = p.gpipe()
 
@@ -10,16 +11,19 @@
 | `operators` | what an operator does: its class, floating-point operations, bytes |
 | `count` | what every layer does and holds, counted on `meta` |
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
+| `profiled`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict` | seconds and bubble of a training step |
-| `footprint`, `memory` | what a layer, and then a device, holds: exact bytes |
-| `search` | the best balance, micro-batches and checkpoint mode under a memory limit |
-| `planner`, `report` | `plan` itself, and how it is written |
+| `footprint`, `task`, `memory` | what a layer, a micro-batch on a partition, and a device hold: exact bytes |
+| `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |
+| `search`, `fill` | the best balance, micro-batches and checkpoint mode under a memory limit |
+| `impossible` | why there is none |
+| `planner`, `report`, `amount` | `plan` itself, and how it is written |
 """
 
 from __future__ import annotations
 
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+from torchgpipe.plan.impossible import Impossible
 from torchgpipe.plan.planner import Plan, plan
-from torchgpipe.plan.search import Impossible
 
 __all__ = ["Hardware", "Impossible", "Plan", "hardware_names", "load_hardware", "plan"]

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.plan.alike import behaviour
 from torchgpipe.plan.counter import Counter
-from torchgpipe.plan.footprint import Footprint, Numbers, behaviour, between, measure_footprint
+from torchgpipe.plan.footprint import Footprint, between
+from torchgpipe.plan.measure import Numbers, measure_footprint
 from torchgpipe.plan.operators import Operator, between_operators
 from torchgpipe.plan.remembered import Remembered
 from torchgpipe.skip.scope import SkipKey
@@ -130,15 +132,15 @@ def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True
 
 
 def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str], LayerCount]]:
-    known: dict[object, Callable[[str], LayerCount]] = {}
+    known: dict[object, tuple[Callable[[str], LayerCount], TensorOrTensors]] = {}
 
     def measure(rehearsal: Rehearsal) -> Callable[[str], LayerCount]:
         layer = rehearsal.layer
         value = rehearsal.prepare()
         key = behaviour(layer, value)
         if key is not None and key in known:
-            rehearsal.forward(value)
-            return known[key]
+            found, rehearsal.output = known[key]
+            return found
         given = (value,) if isinstance(value, Tensor) else value
         reached: set[int] = set()
         for i, x in enumerate(given):
@@ -183,7 +185,7 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
             return replace(counted, name=name)
 
         if key is not None:
-            known[key] = named
+            known[key] = named, rehearsal.output
         return named
 
     return measure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,14 +14,20 @@ from torchgpipe.checkpoint import MODES as CHECKPOINTS
 from torchgpipe.checkpoint import Mode
 from torchgpipe.gpipe import GPipe
 from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.hardware import Hardware, load_hardware
+from torchgpipe.plan.here import describe_here
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor
-from torchgpipe.plan.report import describe, parse_amount
+from torchgpipe.plan.profiled import ProfiledPredictor, profile_layers
+from torchgpipe.plan.report import describe
 from torchgpipe.plan.search import MODES, Candidate, search
 from torchgpipe.skip import verify_skippables
 
-__all__ = ["Plan", "plan"]
+__all__ = ["HERE", "Plan", "plan"]
+
+HERE = "here"
+"""In place of a hardware description's name: profile on the present device."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class Plan:
     candidates: Sequence[Candidate]
     memory: float
     hardware: Hardware
+    source: str
+    """What the seconds were predicted from."""
     module: nn.Sequential = field(repr=False)
 
     @property
@@ -65,12 +73,10 @@ class Plan:
 
     def gpipe(self, *, devices: Iterable[int | str | torch.device] | None = None) -> GPipe:
         """Return the `GPipe` that the plan describes; it moves the model's layers to the devices."""
-        return GPipe(
-            self.module, self.balance, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint
-        )
+        return GPipe(self.module, self.balance, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint)
 
     def __str__(self) -> str:
-        return describe(self.candidates, self.memory, f"hardware description {self.hardware.name}")
+        return describe(self.candidates, self.memory, self.source)
 
 
 def plan(
@@ -80,22 +86,27 @@ def plan(
     batch_size: int,
     devices: int | None = None,
     memory: str | float | None = None,
-    hardware: str | Path | Hardware,
+    hardware: str | Path | Hardware = HERE,
     optimizer: str = "sgd",
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[Mode] = MODES,
 ) -> Plan:
-    """Plan a pipeline for `module`, without running it.
+    """Plan a pipeline for `module`.
 
-    The layers are counted on the `meta` device, so neither a GPU nor memory for the model is needed.
+    Seconds come from a hardware description, for which the layers are counted on the `meta` device, so that neither a
+    GPU nor memory for the model is needed; or from a profile on the present device, which times them one by one, and
+    takes about as long as ten steps of the sample. Bytes are counted either way.
 
     Args:
         module: the layers, on any device, `meta` too.
-        sample: an input like those to come, a tensor or a tuple of tensors; its batch size does not matter.
+        sample: an input like those to come, a tensor or a tuple of tensors. For a profile it is on the device to
+            profile on and has about the size of a micro-batch; otherwise neither matters.
         batch_size: samples of a mini-batch.
         devices: how many there are at most; by default the node's.
         memory: what each has for tensors, in bytes or as text such as "24GiB"; by default the node's.
-        hardware: a description's name, such as "h100x8", its file, or itself; see `hardware_names`.
+        hardware: a description's name, such as "h100x8", its file, or itself; see `hardware_names`. By default "here":
+            profile on the sample's device, and predict for devices like it. On a CPU a device has as many cores as
+            PyTorch has threads, and an equal share of the memory.
         optimizer: one of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", for its state.
         chunks: the numbers of micro-batches to choose from; by default about two for each doubling.
         checkpoint: the modes to choose from.
@@ -108,11 +119,13 @@ def plan(
         raise TypeError(f"only an nn.Sequential can be planned, got {type(module).__name__}")
     check(sample)
     verify_skippables(module)
-    node = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    node = None if hardware == HERE else hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
-    devices = node.devices if devices is None else devices
-    check_partitions(min(devices, len(module)) if isinstance(devices, int) else devices, len(module))
+    if devices is None and node is not None:
+        devices = node.devices
+    if devices is not None:
+        check_partitions(min(devices, len(module)) if isinstance(devices, int) else devices, len(module))
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     for mode in checkpoint:
@@ -121,14 +134,23 @@ def plan(
     for m in chunks or ():
         if not isinstance(m, int) or not 1 <= m <= batch_size:
             raise ValueError(f"chunks must be whole numbers from 1 to the batch size {batch_size}, got {m!r}")
-    room = (node.memory if memory is None else parse_amount(memory)) - node.workspace
+    given = None if memory is None else parse_amount(memory)
+    counts = count(module, sample)
+    if node is None:
+        profile = profile_layers(module, sample)
+        node = replace(describe_here(profile.device, devices, given), workspace=profile.workspace)
+        predictor: Predictor = ProfiledPredictor(counts, node, profile)
+        source = f"{profile}; {node.sources['link_bandwidth']}"
+    else:
+        predictor, source = Predictor(counts, node), f"hardware description {node.name}"
+    room = (node.memory if given is None else given) - node.workspace
     candidates = search(
-        Predictor(count(module, sample), node),
+        predictor,
         batch_size=batch_size,
-        devices=devices,
+        devices=node.devices if devices is None else devices,
         memory=room,
         state=OPTIMIZERS[optimizer],
         chunks=chunks,
         checkpoint=checkpoint,
     )
-    return Plan(candidates, room, node, module)
+    return Plan(candidates, room, node, source, module)

@@ -1,50 +1,19 @@
-"""Write a plan for people: amounts of memory, and what was predicted for a setup and for those that came next."""
+"""Write a plan for people: what was predicted for a setup, and for those that came next."""
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Sequence
 
+from torchgpipe.plan.amount import amount
 from torchgpipe.plan.search import Candidate
 
-__all__ = ["amount", "balance_text", "describe", "parse_amount"]
+__all__ = ["balance_text", "describe"]
 
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9,
-         "TB": 10**12}  # fmt: skip
 GiB = 2**30
 WIDTH = 78
 RUNNERS_UP = 3
-
-
-def parse_amount(text: str | float) -> float:
-    """Return bytes from a number of them, or from text such as `24GiB`.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(text, (int, float)) and not isinstance(text, bool):
-        number, unit = float(text), "B"
-    else:
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
-        units = {unit.lower(): size for unit, size in UNITS.items()}
-        try:
-            assert match is not None
-            number, unit = float(match[1]), match[2] or "B"
-            units[unit.lower()]
-        except (AssertionError, ValueError, KeyError):
-            raise ValueError(f"memory must be bytes, or text such as '24GiB' or '80GB', got {text!r}") from None
-    nbytes = number * {unit.lower(): size for unit, size in UNITS.items()}[unit.lower()]
-    if not 0 < nbytes < float("inf"):
-        raise ValueError(f"memory must be more than nothing, got {text!r}")
-    return nbytes
-
-
-def amount(nbytes: float) -> str:
-    """Return `31.2 GiB`, or a smaller unit where that would show next to nothing."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if nbytes >= UNITS[unit]:
-            return f"{nbytes / UNITS[unit]:.1f} {unit}"
-    return f"{nbytes:.0f} B"
+INDENT = " " * 12
 
 
 def duration(seconds: float) -> str:
@@ -69,7 +38,7 @@ def describe(candidates: Sequence[Candidate], memory: float, source: str) -> str
         f"step        {duration(best.seconds)} predicted, {setup.batch_size / best.seconds:.4g} samples/s",
         f"bubble      {best.bubble:.1%} of the devices' time",
         f"memory      at most {amount(best.peak)} of {amount(memory)} on a device, allocated to tensors",
-        f"            predicted, not measured: {source}",
+        *textwrap.wrap(f"predicted, not measured: {source}", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT),
         "",
         "device  layers  model+grads  optimizer  stashed  working  copies    total",
     ]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan import Impossible, load_hardware, plan
+from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.report import amount, parse_amount
+from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
+from torchgpipe.plan.search import MODES, chunk_choices
 
 NODE = replace(load_hardware("p40x8"), launch=1e-9, link_latency=1e-9)
 X = torch.empty(4, 32)
@@ -27,15 +32,45 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 
-def test_beats_the_plain_balance_with_every_m() -> None:
-    found = plan(model(), X, batch_size=64, devices=4, hardware=NODE)
-    predictor = Predictor(count(model(), X), NODE)
-    seconds = predictor.layers(16)
-    costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
-    for n in (1, 2, 4):
-        for m in (1, 2, 4, 8, 16, 32, 64):
-            setup = Setup(64, tuple(minimise_heaviest(costs, n)), m, "except_last")
-            assert found.seconds <= predictor.step(setup).seconds * (1 + 1e-9)
+LAYERS: tuple[Callable[[], nn.Module], ...] = (
+    lambda: nn.Linear(6, 6),
+    lambda: nn.LayerNorm(6),
+    nn.GELU,
+    nn.Identity,
+    lambda: nn.BatchNorm1d(6),
+    lambda: nn.Sequential(nn.Linear(6, 512), nn.GELU(), nn.Linear(512, 6)),
+)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_never_slower_than_the_plain_balance_with_any_m(data: st.DataObject) -> None:
+    """With every m, every mode and any memory; and where the plain balance fits, there is a plan."""
+    made = [make() for make in data.draw(st.lists(st.sampled_from(LAYERS), min_size=2, max_size=9))]
+    layers, x = nn.Sequential(nn.Linear(6, 6), *made), torch.empty(4, 6)
+    batch_size, n = data.draw(st.sampled_from([1, 12, 37, 64])), data.draw(st.sampled_from([1, 2, 3, 5]))
+    memory = data.draw(st.sampled_from([1e5, 2e5, 3e5, 1e6]))
+    predictor, plain = Predictor(count(layers, x), NODE), []
+    for m in range(1, batch_size + 1):
+        seconds = predictor.layers(Setup(batch_size, (1,), m).sizes[0])
+        costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
+        for mode in MODES:
+            setup = Setup(batch_size, tuple(minimise_heaviest(costs, min(n, len(layers)))), m, mode)
+            if max(device.peak for device in setup_memory(predictor.counts, setup)) <= memory:
+                plain.append(predictor.step(setup).seconds)
+    try:
+        found = plan(layers, x, batch_size=batch_size, devices=n, memory=memory, hardware=NODE)
+    except Impossible:
+        assert not plain
+    else:
+        assert max(found.peaks) <= memory
+        assert found.seconds <= min(plain, default=math.inf) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 37, 512])
+def test_every_m_is_tried(batch_size: int) -> None:
+    tried = {tuple(micro_batch_sizes(batch_size, m)) for m in chunk_choices(batch_size, 8)}
+    assert tried == {tuple(micro_batch_sizes(batch_size, m)) for m in range(1, batch_size + 1)}
 
 
 def test_finds_the_best_of_all_balances() -> None:
@@ -51,12 +86,12 @@ def test_finds_the_best_of_all_balances() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 0.5])
 def test_keeps_to_the_memory(share: float) -> None:
-    free = plan(model(), X, batch_size=4096, devices=4, hardware=NODE, optimizer="adam")
+    free = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam")
     room = max(free.peaks) * share
-    tight = plan(model(), X, batch_size=4096, devices=4, hardware=NODE, optimizer="adam", memory=room)
+    tight = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam", memory=room)
     assert max(tight.peaks) <= room
     assert tight.seconds >= free.seconds
-    setup = Setup(4096, tuple(tight.balance), tight.chunks, tight.checkpoint, state=2)
+    setup = Setup(1024, tuple(tight.balance), tight.chunks, tight.checkpoint, state=2)
     assert tight.peaks == [device.peak for device in setup_memory(count(model(), X), setup)]
 
 

@@ -1,0 +1,39 @@
+"""Seconds to plan a deep model, under pytest-benchmark: 2,000 layers on 8 devices are to take less than 30."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe.plan import plan
+
+LAYERS, LIMIT = 2000, 30.0
+
+
+def alike() -> nn.Sequential:
+    """Layers of two kinds, over and over."""
+    return nn.Sequential(*(layer for _ in range(LAYERS // 2) for layer in (nn.Linear(512, 512), nn.GELU())))
+
+
+def different() -> nn.Sequential:
+    """No two matrices of one shape, so that every one is counted."""
+    widths = [256 + i for i in range(LAYERS // 2 + 1)]
+    return nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())))
+
+
+@pytest.mark.parametrize("memory", ["24GiB", "3GiB"])
+@pytest.mark.parametrize("build", [alike, different])
+def test_plan(benchmark: Any, build: Any, memory: str) -> None:
+    with torch.device("meta"):
+        model = build()
+    x = torch.empty(4, model[0].in_features)
+    arguments = {"batch_size": 512, "devices": 8, "memory": memory, "hardware": "p40x8", "optimizer": "adam"}
+    found = benchmark.pedantic(plan, args=(model, x), kwargs=arguments, rounds=1)
+    assert sum(found.balance) == LAYERS
+    if benchmark.stats is not None:
+        benchmark.extra_info["limit_seconds"] = LIMIT
+        assert benchmark.stats.stats.max < LIMIT

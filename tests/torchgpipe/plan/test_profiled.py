@@ -1,0 +1,161 @@
+"""Profiles: layers' seconds become lines, and plans are made of them. Time passes only where a layer says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance import profile as balance_profile
+from torchgpipe.plan import here, plan
+from torchgpipe.plan.here import describe_here
+from torchgpipe.plan.profiled import Line, profile_layers
+
+NOW = [0.0]
+CPU = torch.device("cpu")
+
+
+class Take(torch.autograd.Function):
+    """Take seconds for each sample, and some besides; backward takes twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fixed: float, each: float) -> Tensor:
+        ctx.seconds = fixed + each * len(x)
+        NOW[0] += ctx.seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        NOW[0] += 2 * ctx.seconds
+        return grad, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, fixed: float, each: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seconds = fixed, each
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Take.apply(self.linear(x), *self.seconds)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def copied() -> float:
+        NOW[0] += 2**-20  # so that a copy takes some time
+        return NOW[0]
+
+    NOW[0] = 0.0
+    monkeypatch.setattr(balance_profile, "perf_counter", lambda: NOW[0])
+    monkeypatch.setattr(here, "perf_counter", copied)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "at"),
+    [
+        (3.0, 5.0, {1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0}),
+        (2.0, 4.0, {1: 1.0, 8: 8.0}),  # nothing fixed
+        (3.0, 3.0, {1: 3.0, 8: 3.0}),  # nothing but fixed
+        (5.0, 3.0, {1: 4.0, 8: 4.0}),  # noise: never faster for more samples
+        (1.0, 4.0, {1: 1.0, 4: 4.0, 8: 8.0}),  # noise: never below nothing
+    ],
+)
+def test_the_line_through_two_sizes(low: float, high: float, at: dict[int, float]) -> None:
+    line = Line.through((2, 4), (low, high))
+    assert {size: line.at(size) for size in at} == at
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4, 16])
+def test_layers_are_timed_for_the_sample_and_for_half_of_it(samples: int) -> None:
+    found = profile_layers(nn.Sequential(Layer(1, 0.5), Layer(0, 2)), torch.rand(samples, 4))
+    high = max(samples, 4)
+    assert found.sizes == (high // 2, high)
+    assert [[line.at(8) for line in lines] for lines in (found.forward, found.backward)] == [[5, 16], [10, 32]]
+
+
+def test_layers_without_memory_are_timed_all_the_same() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Layer(1, 0.5), nn.BatchNorm1d(4), Layer(0, 2))
+    found = profile_layers(model, torch.rand(4, 4))
+    assert [line.at(8) for line in found.forward] == [5, 0, 16]
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+
+
+def test_a_frozen_layer_has_no_backward() -> None:
+    model = nn.Sequential(Layer(1, 0).requires_grad_(False), Layer(1, 0))
+    assert [line.at(4) for line in profile_layers(model, torch.rand(4, 4)).backward] == [0, 2]
+
+
+def test_a_plan_from_a_profile() -> None:
+    layers = nn.Sequential(*(Layer(0, each) for each in (1, 1, 1, 1, 2, 2)))
+    x = torch.rand(4, 4)
+    random = torch.get_rng_state()
+    found = plan(layers, x, batch_size=64, devices=2, memory="1GiB", chunks=[4], checkpoint=["never"])
+    assert torch.equal(torch.get_rng_state(), random)
+    assert found.balance == [4, 2]
+    # Two equal partitions, four micro-batches of 16; the rest is gradients added up, and the optimizer.
+    assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
+    assert "layers profiled on this machine's CPU" in str(found).replace("\n" + " " * 12, " ")
+    assert "hardware description" not in str(found)
+    assert max(map(len, str(found).splitlines())) <= 80
+    assert found.gpipe(devices=["cpu", "cpu"]).balance == [4, 2]
+
+
+def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "_main_memory", lambda: 16.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    found = describe_here(CPU, None, None)
+    assert (found.devices, found.memory, found.link_bandwidth, found.transfer(1e9)) == (4, 4.0, math.inf, 0.0)
+    assert describe_here(CPU, 2, None).memory == 8.0
+    assert describe_here(CPU, 2, 3.0).memory == 3.0
+
+
+def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr("os.sysconf", refuse)
+    assert describe_here(CPU, 1, 5.0).memory == 5.0
+    with pytest.raises(ValueError, match="this system does not tell its memory: say memory='16GiB'"):
+        describe_here(CPU, 1, None)
+
+
+class Greedy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            raise torch.OutOfMemoryError
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 4)), torch.empty(4, 4, device="meta"),
+         "nothing takes time on device 'meta': give a sample on the device .* such as hardware='h100x8'"),
+        (nn.Sequential(nn.Linear(4, 4), Greedy()), torch.rand(6, 4),
+         "layer 1 cannot be profiled on cpu with 3 samples, for which it has no memory: give a smaller sample"),
+    ],
+)  # fmt: skip
+def test_refuses_in_one_line(model: nn.Sequential, sample: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        plan(model, sample, batch_size=8, devices=1)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    device = torch.device("cuda:0")
+    found = describe_here(device, None, None)
+    assert found.devices == torch.cuda.device_count() and found.memory > 2**30
+    assert 0 < found.link_bandwidth < math.inf
+    profile = profile_layers(nn.Sequential(nn.Linear(4, 4)), torch.rand(4, 4, device=device))
+    assert profile.device == device

@@ -1,0 +1,41 @@
+"""Amounts of memory, as people write them."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["amount", "parse_amount"]
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9,
+         "TB": 10**12}  # fmt: skip
+
+
+def parse_amount(text: str | float) -> float:
+    """Return bytes from a number of them, or from text such as `24GiB`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        number, unit = float(text), "B"
+    else:
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
+        units = {unit.lower(): size for unit, size in UNITS.items()}
+        try:
+            assert match is not None
+            number, unit = float(match[1]), match[2] or "B"
+            units[unit.lower()]
+        except (AssertionError, ValueError, KeyError):
+            raise ValueError(f"memory must be bytes, or text such as '24GiB' or '80GB', got {text!r}") from None
+    nbytes = number * {unit.lower(): size for unit, size in UNITS.items()}[unit.lower()]
+    if not 0 < nbytes < float("inf"):
+        raise ValueError(f"memory must be more than nothing, got {text!r}")
+    return nbytes
+
+
+def amount(nbytes: float) -> str:
+    """Return `31.2 GiB`, or a smaller unit where that would show next to nothing."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if nbytes >= UNITS[unit]:
+            return f"{nbytes / UNITS[unit]:.1f} {unit}"
+    return f"{nbytes:.0f} B"

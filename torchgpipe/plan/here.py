@@ -1,0 +1,89 @@
+"""Describe the present device: what links and memory are measured to do, for a node of devices like it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from torchgpipe.balance.profile import synchronize
+from torchgpipe.plan.hardware import Hardware
+from torchgpipe.plan.operators import CLASSES
+
+__all__ = ["RUNS", "describe_here", "device_name"]
+
+RUNS = 5
+"""Timed runs of whatever is measured here, after a warm-up; their median counts."""
+
+
+def describe_here(device: torch.device, devices: int | None, memory: float | None) -> Hardware:
+    """Describe what is here by what links and memory are measured to do; how fast it computes, layers tell.
+
+    On a CPU a device is as many cores as PyTorch has threads, and has its share of the memory. CPU devices share
+    memory, so nothing is copied between them. With a single GPU, links are taken as fast as copies to the host.
+
+    Raises:
+        ValueError: `memory` is not given, and the system does not tell.
+    """
+    cuda = device.type == "cuda"
+    if devices is None:
+        devices = torch.cuda.device_count() if cuda else max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    if memory is None:
+        memory = torch.cuda.get_device_properties(device).total_memory if cuda else _main_memory() / devices
+    source = torch.ones(2**26 if cuda else 2**22, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    link, how = math.inf, "nothing is copied between devices, which share memory"
+    if cuda and torch.cuda.device_count() > 1:
+        other = torch.device("cuda", 0 if device.index else 1)
+        link, how = (
+            source.nbytes / _seconds(lambda: source.to(other), device),
+            f"links as fast as a copy from {device} to {other}",
+        )
+    elif cuda:
+        host = torch.empty_like(source, device="cpu").pin_memory()
+        link, how = source.nbytes / _seconds(lambda: host.copy_(source), device), "links as fast as a copy to the host"
+    return Hardware(
+        name="here",
+        title=device_name(device),
+        devices=devices,
+        memory=float(memory),
+        memory_bandwidth=bandwidth,
+        link_bandwidth=link,
+        link_latency=0.0,
+        launch=0.0,
+        peak={},
+        compute_efficiency={},
+        memory_efficiency=dict.fromkeys(CLASSES, 1.0),
+        sources={"link_bandwidth": how, "memory_bandwidth": "a copy on the device"},
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    seconds = []
+    for _ in range(1 + RUNS):
+        synchronize(device)
+        start = perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(perf_counter() - start)
+    return median(seconds[1:])
+
+
+def _main_memory() -> float:
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):
+        raise ValueError("this system does not tell its memory: say memory='16GiB' or so, for each device") from None
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"this machine's CPU, {threads} thread{'' if threads == 1 else 's'} for each device"

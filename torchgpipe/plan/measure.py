@@ -1,0 +1,244 @@
+"""Measure what a layer holds in memory, running it alone on `meta`, where storages have sizes but no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.balance.profile import Rehearsal
+from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.plan.alike import behaviour
+from torchgpipe.plan.footprint import Change, Footprint, renumbered
+from torchgpipe.plan.live import Live
+from torchgpipe.skip.scope import SkipKey
+
+__all__ = ["Numbers", "measure_footprint"]
+
+Needs = Sequence[bool]
+
+
+class Numbers:
+    """Hand out numbers to storages, and remember those that wait: the present value's, and the skips'."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.value: tuple[int, ...] = ()
+        self.skips: dict[SkipKey, int] = {}
+        self.known: dict[object, tuple[Footprint, TensorOrTensors]] = {}
+        """Footprints and outputs of layers that behave alike, by what tells them apart."""
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Which tensors of the present value share a storage."""
+        return tuple(self.value.index(x) for x in self.value)
+
+    def new(self) -> int:
+        """Return a number that no storage has."""
+        self.next += 1
+        return self.next
+
+    def again(self, known: Footprint) -> Footprint:
+        """Return the footprint of a layer that behaves as a known one, on the present value; go on from its output."""
+        mapping = dict(zip(known.inputs, self.value, strict=True))
+        for number in (*known.outputs, *known.saves):
+            if number not in mapping:
+                mapping[number] = self.new()
+        found = renumbered(known, mapping)
+        self.value = found.outputs
+        return found
+
+
+class _Head(torch.autograd.Function):
+    """What comes after the layer: makes the outputs' gradients, which then belong to the engine alone."""
+
+    @staticmethod
+    def forward(ctx: Any, live: Live, keep: list[Tensor] | None, *outputs: Tensor) -> Tensor:
+        ctx.live, ctx.keep = live, keep
+        ctx.like = [(x.shape, x.dtype) for x in outputs]
+        return torch.empty((), device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        grads = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.like]
+        if ctx.keep is not None:
+            ctx.keep.extend(grads)
+        ctx.live.changes.clear()  # the trace begins here
+        return (None, None, *grads)
+
+
+def measure_footprint(
+    rehearsal: Rehearsal, numbers: Numbers, skips: Mapping[SkipKey, int], *, takes: Needs | None, gives: Needs
+) -> Footprint:
+    """Measure the layer of `rehearsal`, whose entering storages are in `numbers`; number those that it puts out.
+
+    `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs
+    get one from it.
+    """
+    layer = rehearsal.layer
+    key = behaviour(layer, rehearsal.prepare(), (numbers.alike, takes, gives))
+    if key is not None and key in numbers.known:
+        known, rehearsal.output = numbers.known[key]
+        return numbers.again(known)
+    held = [*layer.parameters(), *layer.buffers()]
+
+    with torch.no_grad():
+        live, value, _ = _prepared(rehearsal, numbers, held)
+        with live:
+            rehearsal.forward(value)
+    forward = live.peak()
+
+    live, value, _ = _prepared(rehearsal, numbers, held)
+    with live:
+        rehearsal.forward(value)
+    graph = live.peak()
+    del live, value
+
+    result, popped = _describe(rehearsal, numbers, skips, held, takes, gives)
+    output, scope = rehearsal.output, rehearsal.scope
+    entered = (result.inputs, popped, result.pops)
+    trained = any(p.requires_grad for p in layer.parameters())
+    traces = []
+    for keep_grads in (False, True):
+        for p in layer.parameters():
+            p.grad = None
+        traces.append(_backward(rehearsal, entered, held, keep_grads, takes))
+        # Where nothing takes gradients, it does not matter whether there are any.
+        traces.append(_backward(rehearsal, entered, held, keep_grads, takes) if trained else traces[-1])
+    for p in layer.parameters():
+        p.grad = None
+    rehearsal.output, rehearsal.scope = output, scope  # which feed the next layer
+    first, later, first_held, later_held = traces
+    result = result._replace(
+        forward=forward, graph=graph, first=first, later=later, first_held=first_held, later_held=later_held
+    )
+    if key is not None:
+        numbers.known[key] = result, rehearsal.output
+    return result
+
+
+def _describe(
+    rehearsal: Rehearsal,
+    numbers: Numbers,
+    skips: Mapping[SkipKey, int],
+    held: Sequence[Tensor],
+    takes: Needs | None,
+    gives: Needs,
+) -> tuple[Footprint, list[SkipKey]]:
+    """Find what the layer takes, makes and saves; return that and the skips it pops, and move `numbers` on."""
+    _, value, entering = _prepared(rehearsal, numbers, held)
+    popped = [key for key in rehearsal.scope if key in numbers.skips]
+    pop_needs = [x is not None and x.requires_grad for x in rehearsal.scope.values()]
+    pop_bytes = [0 if x is None else x.nbytes for x in rehearsal.scope.values()]
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.layout is torch.strided:
+            kept[id(x.untyped_storage())] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        rehearsal.forward(value)
+    known = {id(x.untyped_storage()): number for x, number in entering}
+    sizes = {number: float(x.untyped_storage().nbytes()) for x, number in entering}
+    for x in held:
+        kept.pop(id(x.untyped_storage()), None)
+
+    def number_of(storage: torch.UntypedStorage) -> int:
+        if id(storage) not in known:
+            known[id(storage)] = numbers.new()
+        sizes[known[id(storage)]] = float(storage.nbytes())
+        return known[id(storage)]
+
+    saves = sorted(number_of(storage) for storage in kept.values())
+    handed = _flat(rehearsal.output)
+    outputs = tuple(number_of(x.untyped_storage()) for x in handed)
+    stashed = [(key, x) for key, x in rehearsal.scope.items()]
+    stash_numbers = {key: numbers.new() if x is None else number_of(x.untyped_storage()) for key, x in stashed}
+    for key, tensor in stashed:
+        sizes.setdefault(stash_numbers[key], 0.0 if tensor is None else float(tensor.nbytes))
+    values = _flat(value)
+    result = Footprint(
+        inputs=numbers.value,
+        pops=tuple(numbers.skips[key] for key in popped),
+        outputs=outputs,
+        stashes=tuple((skips[key], stash_numbers[key]) for key, _ in stashed),
+        saves=tuple(saves),
+        sizes=tuple(sorted(sizes.items())),
+        forward=0.0,
+        graph=0.0,
+        first=(),
+        later=(),
+        first_held=(),
+        later_held=(),
+        input_grad=_grad_bytes(values, gives),
+        output_grad=_grad_bytes(handed, takes),
+        pop_grads=tuple(float(n) if need else 0.0 for n, need in zip(pop_bytes, pop_needs, strict=True)),
+        stash_grads=tuple(0.0 if x is None or not x.requires_grad else float(x.nbytes) for _, x in stashed),
+    )
+    for key in popped:
+        del numbers.skips[key]
+    numbers.value = outputs
+    numbers.skips.update(stash_numbers)
+    return result, popped
+
+
+def _grad_bytes(tensors: Sequence[Tensor], needs: Needs | None) -> float:
+    wanted = needs or [True] * len(tensors)
+    return float(sum(x.nbytes for x, need in zip(tensors, wanted, strict=True) if x.requires_grad and need))
+
+
+def _prepared(
+    rehearsal: Rehearsal, numbers: Numbers, held: Sequence[Tensor]
+) -> tuple[Live, Any, list[tuple[Tensor, int]]]:
+    value = rehearsal.prepare()
+    live = Live()
+    live.ignore(held)
+    entering = list(zip(_flat(value), numbers.value, strict=True))
+    for key, x in rehearsal.scope.items():
+        if x is not None and key in numbers.skips:
+            entering.append((x, numbers.skips[key]))
+    live.ignore([x for x, _ in entering])
+    return live, value, entering
+
+
+def _backward(
+    rehearsal: Rehearsal,
+    entered: tuple[tuple[int, ...], list[SkipKey], tuple[int, ...]],
+    held: Sequence[Tensor],
+    keep_grads: bool,
+    takes: Needs | None,
+) -> tuple[Change, ...]:
+    """Trace a backward of which nothing but its own graph holds anything, the outputs' gradients as asked."""
+    live = Live()
+    gradients = [p.grad for p in held if p.grad is not None]
+    live.ignore([*held, *gradients])
+    live.gradients = {id(grad.untyped_storage()) for grad in gradients}
+    value: Any = rehearsal.prepare()
+    entering = list(zip([*_flat(value), *(rehearsal.scope[key] for key in entered[1])], [*entered[0], *entered[2]],
+                        strict=True))  # fmt: skip
+    while entering:
+        live.enter(*entering.pop())
+    with live:
+        rehearsal.forward(value)
+    count = len(_flat(rehearsal.output))
+    roots = [
+        y for i, y in enumerate(rehearsal.results()) if y.requires_grad and (takes is None or i >= count or takes[i])
+    ]
+    if not roots:
+        return ()
+    kept_grads: list[Tensor] | None = [] if keep_grads else None
+    head = _Head.apply(live, kept_grads, *roots)
+    value = None
+    roots.clear()
+    rehearsal.output, rehearsal.scope = (), {}
+    start = torch.empty((), device="meta")
+    with live:
+        head.backward(start)
+    return tuple(live.changes)
+
+
+def _flat(value: Any) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)

@@ -1,0 +1,136 @@
+"""Add up what layers hold to what one micro-batch's work on a partition takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchgpipe.plan.footprint import SUMMED, Change, Footprint
+
+__all__ = ["Task", "task_bytes"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The bytes that one micro-batch's work on one partition takes, its inputs apart unless it says so."""
+
+    inputs: float
+    """What the partition is given: copies, from the partition before and of skips; of the mini-batch, nothing new."""
+    forward: float
+    """Peak of a checkpointed forward."""
+    graph: float
+    """Peak of a forward, or recomputation, that keeps a graph."""
+    kept: float
+    """What the graph keeps; inputs only where they are saved, and counted here."""
+    recomputed: float
+    """What lives after the recomputation of a checkpointed task."""
+    output: float
+    """What it hands to the next partition."""
+    output_grad: float
+    input_grad: float
+    first: float
+    """Peak of a checkpointed task's backward beyond what lives when it begins, if parameters have no gradients yet."""
+    later: float
+    """The same, if they have."""
+    first_alone: float
+    """Peak of backward of a task that is not checkpointed: its graph alone holds its inputs."""
+    later_alone: float
+    arrivals: float
+    """Of its inputs, the skips."""
+
+
+def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
+    """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1."""
+    size: dict[int, float] = {}
+    inputs = set(footprints[start].inputs)
+    # Of the first partition they are parts of the mini-batch: they take nothing, and nobody frees them before the end.
+    own = set(inputs) if start == 0 else set()
+    for number, nbytes in footprints[start].sizes:
+        if number in inputs:
+            size[number] = 0.0 if number in own else nbytes
+    saver: dict[int, int] = {}  # storage -> the first layer that saves it
+    kept_beside = 0.0
+    pending: set[int] = set()
+    arrivals: set[int] = set()
+    forward = graph = 0.0
+    for index in range(start, stop):
+        layer = footprints[index]
+        for number, nbytes in layer.sizes:
+            size.setdefault(number, nbytes)
+        arriving = {number for number in layer.pops if number not in pending}
+        inputs |= arriving
+        arrivals |= arriving
+        waiting = {*layer.inputs, *pending, *layer.pops} - inputs
+        forward = max(forward, _total(waiting, size) + layer.forward)
+        graph = max(graph, _total(waiting - saver.keys(), size) + kept_beside + layer.graph)
+        for number in layer.saves:
+            if number not in saver:
+                saver[number] = index
+                kept_beside += 0.0 if number in inputs else size[number]
+        pending -= set(layer.pops)
+        pending |= {number for _, number in layer.stashes}
+
+    last = stop == len(footprints)
+
+    # Like `Segment.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
+    leaf = inputs if len(footprints[start].inputs) + len(arrivals) == 1 else own
+
+    def backward(trace: str, *, checkpoint: bool) -> float:
+        kept = leaf if checkpoint else own
+        return _backward(
+            footprints, start, stop, saver, kept, trace, held=checkpoint or last, apart=checkpoint
+        )
+
+    return Task(
+        inputs=_total(inputs, size),
+        forward=forward,
+        graph=graph,
+        kept=kept_beside + _total(inputs & saver.keys(), size),
+        recomputed=kept_beside + _total(inputs & (leaf | saver.keys()), size),
+        output=_total(set(footprints[stop - 1].outputs), size),
+        output_grad=footprints[stop - 1].output_grad,
+        input_grad=footprints[start].input_grad,
+        first=backward("first", checkpoint=True),
+        later=backward("later", checkpoint=True),
+        first_alone=backward("first", checkpoint=False),
+        later_alone=backward("later", checkpoint=False),
+        arrivals=_total(arrivals, size),
+    )
+
+
+def _total(numbers: set[int], size: dict[int, float]) -> float:
+    return sum(size[number] for number in numbers)
+
+
+def _backward(
+    footprints: Sequence[Footprint],
+    start: int,
+    stop: int,
+    saver: Mapping[int, int],
+    inputs: set[int],
+    trace: str,
+    *,
+    held: bool,
+    apart: bool,
+) -> float:
+    """Return the peak of a backward through layers start … stop - 1 beyond what lives when it begins.
+
+    `inputs` are those that are kept anyway; `held` says whether the gradients of the last layer's outputs are, too.
+    `apart` says that the task has a graph of its own, and adds to the parameters' gradients in place; where all
+    micro-batches share one graph, autograd makes a new sum each time.
+    """
+    live = most = 0.0
+    for index in reversed(range(start, stop)):
+        changes: Sequence[Change] = getattr(
+            footprints[index], trace + ("_held" if held and index == stop - 1 else "")
+        )
+        for change in changes:
+            number = change.storage
+            if number is not None and (number in inputs or saver.get(number, index) < index):
+                continue  # somebody else holds it
+            if number == SUMMED and not apart:
+                most = max(most, live - change.bytes)
+            live += change.bytes
+            if live > most:
+                most = live
+    return most
