@@ -3,8 +3,8 @@
     python -m reproduce.regression.experiment                  # 20 unchanged and 10 planted runs, half an hour
     python -m reproduce.regression.experiment --unchanged 2 --planted 1 --json trial.json
 
-Both sides are the same revision, HEAD of a tree without changes, checked out twice. An alarm is a run in which at least
-one case is called worse. Every finished run is kept beside the result at once, and an experiment that was broken off
+Both sides are the same revision, HEAD of a tree without changes, checked out twice. An alarm is a run in which
+anything is called worse. Every finished run is kept beside the result at once, and an experiment that was broken off
 goes on there; the result's own file is replaced when all runs are done.
 """
 
@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.cases import CASES
 from benchmarks.circumstances import circumstances, keep
 from reproduce.benchmark_block import BENCHMARKS
-from reproduce.decide import Rule
+from reproduce.decide import Decision, Rule
 from reproduce.regression.job import JobError, Settings
-from reproduce.regression.judge import Judged, ratios, worse
+from reproduce.regression.judge import TOGETHER, Judgement, ratios
 from reproduce.regression.main import measure, trees
 from reproduce.regression.trees import TreeError
 
@@ -32,7 +32,7 @@ __all__ = ["main", "order", "prove", "table"]
 
 DELAY = 0.1
 Run = dict[str, Any]
-Measure = Callable[[Settings], list[Judged]]
+Measure = Callable[[Settings], Judgement]
 
 
 def order(unchanged: int, planted: int) -> list[float]:
@@ -49,21 +49,23 @@ def prove(
     for number, delay in list(enumerate(delays))[len(runs) :]:
         began = time.perf_counter()
         judged = measured(Settings(settings.cases, settings.restarts, settings.rounds, delay, seed=number))
-        alarms = worse(judged)
+        cases = {
+            each.case: {**_kept(each.decision), "restarts": [round(ratio, 4) for ratio in ratios(each.samples)]}
+            for each in judged.cases
+        }
         runs.append({
             "planted": delay,
             "seconds": round(time.perf_counter() - began, 1),
-            "cases": {each.case: _kept(each, each.case in alarms) for each in judged},
+            "worse": judged.worse,
+            "cases": {**cases, TOGETHER: _kept(judged.together)},
         })  # fmt: skip
         kept()
 
 
-def _kept(judged: Judged, alarm: bool) -> Run:
-    decision = judged.decision
+def _kept(decision: Decision | None) -> Run:
     assert decision is not None and decision.low is not None and decision.high is not None and decision.p is not None
     numbers = {"ratio": decision.ratio, "low": decision.low, "high": decision.high}
-    restarts = [round(ratio, 4) for ratio in ratios(judged.samples)]
-    return {"worse": alarm, **{name: round(x, 4) for name, x in numbers.items()}, "p": decision.p, "restarts": restarts}
+    return {**{name: round(x, 4) for name, x in numbers.items()}, "p": decision.p}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def kept() -> None:
         keep(unfinished, "regression", under, result)
         last = result["runs"][-1]
-        alarms = [case for case, found in last["cases"].items() if found["worse"]]
-        said = f"ALARM: {', '.join(alarms)}" if alarms else "no alarm"
+        said = f"ALARM: {', '.join(last['worse'])}" if last["worse"] else "no alarm"
         number = f"run {len(result['runs'])} of {len(what['delays'])}, planted {last['planted']:.0%}"
         print(f"{number}, {last['seconds']} s: {said}", file=sys.stderr, flush=True)
 
@@ -126,16 +127,12 @@ def table(result: dict[str, Any], style: str = "simple") -> str:
     for case in runs[0]["cases"]:
         row = [case]
         for kind in kinds:
-            found = [run["cases"][case] for run in kind]
-            middle = [each["ratio"] for each in found]
-            row += [f"{statistics.median(middle):.2f} ({min(middle):.2f}-{max(middle):.2f})",
-                    f"{sum(each['worse'] for each in found)} of {len(found)}"]  # fmt: skip
+            found = [run["cases"][case]["ratio"] for run in kind]
+            row += [f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})",
+                    f"{sum(case in run['worse'] for run in kind)} of {len(kind)}"]  # fmt: skip
         rows.append(row)
-    row = ["any: an alarm"]
-    for kind in kinds:
-        alarms = sum(any(each["worse"] for each in run["cases"].values()) for run in kind)
-        row += ["", f"{alarms} of {len(kind)}"]
-    rows.append(row)
+    alarms = [f"{sum(bool(run['worse']) for run in kind)} of {len(kind)}" for kind in kinds]
+    rows.append(["any of these: an alarm", "", alarms[0], "", alarms[1]])
     delay = max(what["delays"])
     headings = ["case", "unchanged: ratio", "worse", f"{delay:.0%} slower: ratio", "worse"]
     body = tabulate(rows, headers=headings, disable_numparse=True, tablefmt=style)

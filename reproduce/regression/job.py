@@ -31,7 +31,7 @@ class Settings:
 
     cases: Sequence[str]
     restarts: int = 12
-    rounds: int = 8
+    rounds: int = 6
     slow_down: float = 0.0
     seed: int = 0
 

@@ -17,7 +17,7 @@ from reproduce.machine import ROOT, load_average, machine, versions
 from reproduce.record import Git, Run
 from reproduce.recorder import now
 from reproduce.regression.job import JobError, Settings, collect, interleaved
-from reproduce.regression.judge import Judged, comparison, judge, least_restarts, shared, sides, worse
+from reproduce.regression.judge import Judgement, comparison, judge, least_restarts, shared, sides
 from reproduce.regression.trees import Tree, TreeError, checked_out, snapshot
 
 __all__ = ["Answer", "JobError", "QuestionError", "Settings", "TreeError", "answer", "choose_cases", "measure", "trees"]
@@ -33,7 +33,7 @@ class QuestionError(Exception):
 class Answer:
     """Hold what was found, rendered in any style, and why it does not pass, None where it does."""
 
-    judged: Sequence[Judged]
+    judged: Judgement
     base: tuple[str, Run]
     head: tuple[str, Run]
     settings: Settings
@@ -42,14 +42,14 @@ class Answer:
     @property
     def complaint(self) -> str | None:
         """Say what is slower or does not run any more, or that nothing was compared."""
-        slower = worse(self.judged)
-        broken = [each.case for each in self.judged if "head" in each.samples.unable]
+        slower = self.judged.worse
+        broken = [each.case for each in self.judged.cases if "head" in each.samples.unable]
         if slower:
-            return f"{many(len(slower), 'case')} slower than in {self.base[0]}: {', '.join(slower)}"
+            return f"slower than {self.base[0]}: {', '.join(slower)}"
         if broken:
-            why = next(each.samples.unable["head"] for each in self.judged if each.case == broken[0])
+            why = next(each.samples.unable["head"] for each in self.judged.cases if each.case == broken[0])
             return f"{many(len(broken), 'case')} cannot run in {self.head[0]}: {', '.join(broken)}: {why}"
-        if all(each.decision is None for each in self.judged):
+        if not self.judged.able:
             return f"no case runs in {self.base[0]}, so nothing shows that there is no regression"
         return None
 
@@ -57,7 +57,7 @@ class Answer:
         """Return the table as 'text', 'markdown', 'csv' or 'json'."""
         both = sides(self.judged, self.base, self.head)
         content = comparison(self.judged, both, self.settings, self.rule)
-        each = shared(self.rule, sum(each.decision is not None for each in self.judged))
+        each = shared(self.rule, self.judged.able)
         if style == "csv":
             return as_csv([content], both)
         if style == "json":
@@ -100,7 +100,7 @@ def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree
             yield old, stack.enter_context(checked_out(root, head, folder / "head"))
 
 
-def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> list[Judged]:
+def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Judgement:
     """Run the job on two trees and judge every case."""
     with contextlib.closing(interleaved(base, head, settings)) as lines:
         return judge(collect(lines, settings.cases, told), rule)

@@ -69,9 +69,7 @@ def commit_of(root: Path, revision: str) -> str:
     try:
         _git(root, "rev-parse", "--git-dir")
     except TreeError as error:
-        raise TreeError(
-            f"{revision}: a revision takes a git checkout, and {root} cannot be used as one ({error})"
-        ) from None
+        raise TreeError(f"{revision}: {root} cannot be used as a git checkout ({error})") from None
     try:
         return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except TreeError:
