@@ -18,8 +18,8 @@ help:
 	@echo "make report               write results/report.html, a page of everything in results/"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff and mypy"
-	@echo "make benchmark            time the machinery, training steps, the balancer, scatter, gather and portals"
-	@echo "make regression BASE=REV  did the working tree get slower than that revision? Takes about a minute"
+	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals"
+	@echo "make regression BASE=REV  is the working tree slower than that revision? A minute"
 	@echo "make clean                remove the virtual environment and caches"
 
 setup: $(READY)
