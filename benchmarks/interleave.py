@@ -5,7 +5,7 @@
 BASE and HEAD are folders with a torchgpipe in them; cases, models and clock are this checkout's. For each case of each
 restart, a line of JSON holds the seconds per step of either side; the i-th of both ran next to each other.
 
-- One side runs at a time, and who goes first is drawn anew for each pair, so that a drift of the machine meets both.
+- Only the side that is timed runs, and who goes first is drawn anew for each pair: a drift of the machine meets both.
 - A process has a speed of its own: where its memory happens to lie makes it quicker or slower for as long as it lives.
   Both sides are therefore forked off one process, which has imported torch but nothing of torchgpipe, so that they
   start out alike; and they are forked anew at each restart, so that what is left of it is drawn anew.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,14 +92,28 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, told: To
 
 @contextlib.contextmanager
 def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree, Tree]]:
-    """Check both sides out into a temporary folder, which is gone afterwards whatever happens."""
+    """Check both sides out into a temporary folder, which is gone afterwards, also where this program is ended."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminable())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="regression-")))
         old = stack.enter_context(checked_out(root, base, folder / "base"))
         if head is None:
             yield old, snapshot(root, folder / "head")
         else:
             yield old, stack.enter_context(checked_out(root, head, folder / "head"))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM, such as `timeout` sends, raise `SystemExit`; only the main thread receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Judgement:

@@ -44,9 +44,9 @@ def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
             raise TreeError(f"{revision}: that revision holds no folder {PACKAGE}") from None
         yield Tree(folder, revision, commit)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(TreeError):
-            _git(root, "worktree", "prune")
+            _git(root, "worktree", "remove", "--force", str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def snapshot(root: Path, folder: Path) -> Tree:

@@ -226,7 +226,10 @@ def test_for_real(repository: Path) -> None:
     assert len(worktrees(repository)) == 1
 
 
-def test_ctrl_c_leaves_nothing(repository: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "reproduce: interrupted"), (signal.SIGTERM, 143, "")]
+)
+def test_ended_it_leaves_nothing(number: signal.Signals, code: int, said: str, repository: Path) -> None:
     process = begin(repository, "--restarts", "100000")
     while len(worktrees(repository)) == 1:
         assert process.poll() is None
@@ -235,9 +238,9 @@ def test_ctrl_c_leaves_nothing(repository: Path) -> None:
     while not jobs(temporary):
         assert process.poll() is None
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate()
-    assert (process.returncode, out, err.strip()) == (130, "", "reproduce: interrupted")
+    assert (process.returncode, out, err.strip()) == (code, "", said)
     assert len(worktrees(repository)) == 1 and not temporary.parent.exists() and not jobs(temporary)
 
 
