@@ -96,7 +96,7 @@ class Timed:
         self.own: list[float] = []
         for _ in range(WARM_UP):
             self.sample()
-        del self.own[:-1]
+        self.own.clear()
 
     def sample(self) -> float:
         """Return the seconds per step of a sample."""
@@ -106,7 +106,7 @@ class Timed:
         ran = time.perf_counter()
         self.own.append(ran - began)
         if self.slow_down:
-            until = ran + self.slow_down * statistics.median(self.own)
+            until = ran + self.slow_down * statistics.median_low(self.own)
             while time.perf_counter() < until:  # rather than to sleep, which takes longer than was asked for
                 pass
         return (time.perf_counter() - began) / self.case.steps

@@ -65,6 +65,8 @@ def test_an_unchanged_tree_passes(made_up: Callable[..., None], capsys: pytest.C
     out, err = capsys.readouterr()
     assert err == "" and out.startswith("regression: time in ms; lower is better\n")
     assert all(name in out for name in NAMES) and "worse" not in out.split("\n- ")[0]
+    (mean,) = (line for line in out.splitlines() if line.startswith("geometric mean of 8"))
+    assert mean.split()[4] == "1.00" and mean.endswith("~"), "it is judged, too"
     assert "A: v1 (" in out and "git 0000000" in out and "B: the working tree (" in out and "git 1111111+" in out
     assert "12 restarts of both sides" in out and "9 tests share the risk" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
