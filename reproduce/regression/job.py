@@ -19,6 +19,9 @@ from reproduce.regression.trees import Tree
 __all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
 
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
+# glibc keeps what is freed. By default it depends on a process's history which tensors it takes from the system anew,
+# page by page, at every step: the largest difference that was found between processes of the same code.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 class JobError(Exception):
@@ -58,7 +61,7 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **ONE_THREAD, **KEEP_MEMORY, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
