@@ -20,8 +20,12 @@ __all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
 
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
 # glibc keeps what is freed. By default it depends on a process's history which tensors it takes from the system anew,
-# page by page, at every step: the largest difference that was found between processes of the same code.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**26)}
+# page by page, at every step, and processes of the same code were seen to differ by it.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 
 
 class JobError(Exception):
