@@ -18,9 +18,9 @@ __all__ = ["regression"]
 @click.option("--head", metavar="REV", help="The git revision to judge. Default: the working tree, as it is.")
 @click.option("--case", "wanted", multiple=True, metavar="TEXT", help="Only cases with TEXT in their names. May be "
               "given again.")  # fmt: skip
-@click.option("--restarts", type=click.IntRange(min=1), default=12, show_default=True,
+@click.option("--restarts", type=click.IntRange(min=1), default=20, show_default=True,
               help="How often both sides are started anew: what the verdict rests on.")  # fmt: skip
-@click.option("--rounds", type=click.IntRange(min=1), default=6, show_default=True,
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True,
               help="Pairs of samples of each case per restart.")  # fmt: skip
 @click.option("--threshold", type=click.FloatRange(min=0), default=0.05, show_default=True,
               help="Least relative difference that matters.")  # fmt: skip

@@ -37,8 +37,8 @@ class Settings:
     """Say what is measured, and how long; `slow_down` plants a delay of that share of a step in the head's."""
 
     cases: Sequence[str]
-    restarts: int = 12
-    rounds: int = 6
+    restarts: int = 20
+    rounds: int = 3
     slow_down: float = 0.0
     seed: int = 0
 

@@ -1,10 +1,10 @@
 """Judge a job's samples: was a case, or all of them together, slowed down for real?
 
 Samples of one process are no independent evidence: whatever makes this process quicker than that one is in all of
-them, and more of them only make it more certain. So a restart gives one number, the mean over its pairs of head by
-base (of logarithms, without the quarters at either end), and the rank test is over the restarts. Their geometric mean
-over the cases is judged likewise: it is less noisy than any of them, and shows what slows all down. The risk of a
-false alarm is one for all of these tests: each has an equal share of alpha (Bonferroni).
+them, and more of them only make it more certain. So a restart gives one number, the median over its pairs of head
+by base, and the rank test is over the restarts. Their geometric mean over the cases is judged likewise: it is less
+noisy than any of them, and shows what slows all down. The risk of a false alarm is one for all of these tests: each has
+an equal share of alpha (Bonferroni).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def least_restarts(rule: Rule, cases: int) -> int:
 def ratios(samples: Samples) -> list[float]:
     """Return each restart's ratio, head by base."""
     logs = [numpy.log(head) - numpy.log(base) for base, head in zip(samples.base, samples.head, strict=True)]
-    return [float(numpy.exp(stats.trim_mean(of_restart, 0.25))) for of_restart in logs]
+    return [float(numpy.exp(numpy.median(of_restart))) for of_restart in logs]
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
@@ -126,7 +126,7 @@ def _notes(judged: Judgement, settings: Settings, rule: Rule) -> list[str]:
     tests = judged.able + (judged.together is not None)
     notes = [
         f"{many(settings.restarts, 'restart')} of both sides, and in each {many(settings.rounds, 'pair')} of samples "
-        "of a case, in turn; what is judged is a restart's mean ratio",
+        "of a case, in turn; what is judged is a restart's median ratio",
         f"{many(tests, 'test')} share the risk of calling noise significant, {rule.alpha:g}",
     ]
     for which, where in (("base", "A"), ("head", "B")):
