@@ -1,6 +1,6 @@
 """Time the same steps with two versions of torchgpipe, sample by sample in turn, in one job.
 
-    python -m benchmarks.interleave BASE HEAD --restarts 20 --rounds 3
+    python -m benchmarks.interleave BASE HEAD --restarts 20 --rounds 4
 
 BASE and HEAD are folders with a torchgpipe in them; cases, models and clock are this checkout's. For each case of each
 restart, a line of JSON holds the seconds per step of either side; the i-th of both ran next to each other.
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("head", type=folder_with_torchgpipe)
     parser.add_argument("--case", dest="cases", action="append", choices=names, help="default: all")
     parser.add_argument("--restarts", type=int, default=20, help="how often both are started anew (default 20)")
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of samples of each case per restart (default 3)")
+    parser.add_argument("--rounds", type=int, default=4, help="pairs of samples of each case per restart (default 4)")
     parser.add_argument("--slow-down", type=float, default=0.0, help="delay of HEAD's steps, as a share of a step")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     options = parser.parse_args(arguments)

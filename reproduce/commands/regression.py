@@ -20,7 +20,7 @@ __all__ = ["regression"]
               "given again.")  # fmt: skip
 @click.option("--restarts", type=click.IntRange(min=1), default=20, show_default=True,
               help="How often both sides are started anew: what the verdict rests on.")  # fmt: skip
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True,
+@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True,
               help="Pairs of samples of each case per restart.")  # fmt: skip
 @click.option("--threshold", type=click.FloatRange(min=0), default=0.05, show_default=True,
               help="Least relative difference that matters.")  # fmt: skip

@@ -38,7 +38,7 @@ class Settings:
 
     cases: Sequence[str]
     restarts: int = 20
-    rounds: int = 3
+    rounds: int = 4
     slow_down: float = 0.0
     seed: int = 0
 

@@ -19,7 +19,7 @@ def slower_by_a_tenth(draw: random.Random, i: int) -> float:
     return 1.1
 
 
-def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 3, seed: int = 0) -> Samples:
+def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 4, seed: int = 0) -> Samples:
     """Make samples: each restart has its ratio, each pair a level that both share, and each sample noise of its own."""
     draw = random.Random(seed)
     samples = Samples()
