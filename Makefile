@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test lint benchmark reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
+.PHONY: help setup test lint benchmark regression reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
 
 help:
 	@echo "make reproduce            run every experiment here, one model after another"
@@ -18,7 +18,8 @@ help:
 	@echo "make report               write results/report.html, a page of everything in results/"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff and mypy"
-	@echo "make benchmark            cost of the machinery per task, beside a plain loop"
+	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals"
+	@echo "make regression BASE=REV  is the working tree slower than that revision? A minute"
 	@echo "make clean                remove the virtual environment and caches"
 
 setup: $(READY)
@@ -38,6 +39,10 @@ lint: $(READY)
 
 benchmark: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only $(ARGS)
+
+regression: $(READY)
+	@$(BIN)/python -m reproduce regression --base $(if $(BASE),'$(BASE)',$(error make regression BASE=...: BASE is missing, \
+	  a git revision such as main)) $(ARGS)
 
 reproduce-amoebanet: $(READY)
 	$(BIN)/python -m reproduce run amoebanet-speed amoebanet-memory $(ARGS)

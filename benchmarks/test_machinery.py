@@ -17,19 +17,12 @@ from benchmarks.machinery_child import build
 MODES = ["plain", "never", "plain checkpointed", "always"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("m", [1, 8, 32])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_machinery(benchmark: Any, direction: str, mode: str, n: int, m: int) -> None:
+    """One mini-batch of m micro-batches through n partitions, in one direction."""
     model = build(n, m, mode)
     x = torch.randn(m, 8)
     if direction == "forward":

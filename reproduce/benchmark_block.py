@@ -14,6 +14,7 @@ from reproduce.record import RecordError
 __all__ = ["BENCHMARKS", "benchmark_block"]
 
 BENCHMARKS = ROOT / "results" / "benchmarks"
+ELSEWHERE = {"regression": "reproduce.regression.experiment"}  # what makes the table, where it is not benchmarks.NAME
 
 
 def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
@@ -25,11 +26,13 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     from benchmarks.circumstances import told
 
     path = folder / f"{name}.json"
-    if not path.exists() and importlib.util.find_spec(f"benchmarks.{name.partition('-')[0]}") is not None:
+    kind = name.partition("-")[0]
+    if not path.exists() and (kind in ELSEWHERE or importlib.util.find_spec(f"benchmarks.{kind}") is not None):
         return "Nothing measured is committed yet.\n"
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        made = importlib.import_module(f"benchmarks.{result['benchmark']}").table(result, "pipe")
+        module = ELSEWHERE.get(result["benchmark"], f"benchmarks.{result['benchmark']}")
+        made = importlib.import_module(module).table(result, "pipe")
         under = told(result["circumstances"])
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise RecordError(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error

@@ -15,6 +15,7 @@ from reproduce.commands.calibrate import calibrate
 from reproduce.commands.compare import compare
 from reproduce.commands.plan import plan
 from reproduce.commands.predict import predict
+from reproduce.commands.regression import regression
 from reproduce.commands.render import render_command
 from reproduce.commands.report import report
 from reproduce.datasets import DataError
@@ -238,6 +239,7 @@ def import_paper(source: Path, out: Path) -> None:
 
 cli.add_command(compare)
 cli.add_command(report)
+cli.add_command(regression)
 cli.add_command(render_command)
 cli.add_command(calibrate)
 cli.add_command(plan)

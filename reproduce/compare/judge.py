@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold a table: the rows of an experiment in one metric."""
+    """Hold a table: the rows of an experiment in one metric. `together` judges their mean, where that can be."""
 
     experiment: str
     metric: str
@@ -47,6 +47,7 @@ class Comparison:
     relative: bool
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    together: Decision | None = None
 
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios, and of how many; None without any."""

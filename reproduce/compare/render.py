@@ -113,10 +113,20 @@ def _flat(comparison: Comparison, sides: Sequence[Side]) -> Sequence[dict[str, J
             if reading is not None:
                 line.update(value=reading.middle, samples=reading.samples, unit=reading.unit)
             if decision is not None:
-                line.update(ratio=decision.ratio, low=decision.low, high=decision.high, p=decision.p,
-                            needed=decision.needed, verdict=verdict(decision, comparison.metric))  # fmt: skip
+                line.update(_decided(decision, comparison.metric))
             found.append(line)
+    if comparison.together is not None:
+        line = dict.fromkeys(FIELDS)
+        line.update(experiment=comparison.experiment, row="geometric mean", metric=comparison.metric,
+                    side=sides[1].letter, relative=comparison.relative, name=sides[1].name,
+                    **_decided(comparison.together, comparison.metric))  # fmt: skip
+        found.append(line)
     return found
+
+
+def _decided(decision: Decision, metric: str) -> dict[str, Json]:
+    return {"ratio": decision.ratio, "low": decision.low, "high": decision.high, "p": decision.p,
+            "needed": decision.needed, "verdict": verdict(decision, metric)}  # fmt: skip
 
 
 def _cell(row: Row, side: int) -> str:
@@ -177,7 +187,11 @@ def _mean(comparison: Comparison, sides: int, wide: bool) -> list[str]:
         cells.append("" if mean is None else f"{mean[0]:.2f}" if wide else f"x {mean[0]:.2f}")
     counts = {mean[1] for side in range(1, sides) if (mean := comparison.mean(side)) is not None}
     label = f"geometric mean of {' or '.join(map(str, sorted(counts)))}" if counts else "geometric mean"
-    return [label, "", "", *cells, "", ""] if wide else [label, "", *cells]
+    if not wide:
+        return [label, "", *cells]
+    if comparison.together is not None:
+        return [label, "", "", *_ratio(comparison.together, comparison.metric)]
+    return [label, "", "", *cells, "", ""]
 
 
 def _unit(comparison: Comparison) -> str:

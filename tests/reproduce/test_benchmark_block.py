@@ -86,16 +86,15 @@ def test_a_kept_result_is_shown(name: str, tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_yet_is_said(tmp_path: Path) -> None:
-    for name in ("validation", "overlap-later"):
+    for name in ("validation", "overlap-later", "regression"):
         assert benchmark_block(tmp_path / "page.md", name, tmp_path) == "Nothing measured is committed yet.\n"
 
 
 @pytest.mark.parametrize(
     "text",
-    [None, "{", "[]", '{"benchmark": "none", "circumstances": {}}', '{"benchmark": "overlap", "circumstances": {}}'],
+    ["{", "[]", '{"benchmark": "none", "circumstances": {}}', '{"benchmark": "overlap", "circumstances": {}}'],
 )
-def test_a_broken_one_is_refused_in_one_line(text: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "kept.json").write_text(text)
+def test_a_broken_one_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "kept.json").write_text(text)
     with pytest.raises(RecordError, match=r"page\.md: the block from benchmarks/kept cannot be made \(.*kept\.json"):
         benchmark_block(tmp_path / "page.md", "kept", tmp_path)

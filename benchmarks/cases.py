@@ -1,0 +1,107 @@
+"""Whole training steps and the bare machinery, as data: what the suites time, and `python -m reproduce regression`.
+
+Nothing of torchgpipe, nor the models that use it, is imported before a case is prepared: whoever does that says first
+where torchgpipe comes from. Every case is one step of one mini-batch, on CPU devices of one thread each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CASES", "MACHINERY", "TRAINING", "Case", "Step", "prepare"]
+
+Model = Literal["linear", "AmoebaNet-D", "U-Net"]
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Name a step: a model in `n` partitions of `balance`, a batch in `m` micro-batches, a checkpoint mode.
+
+    A sample of the case is the mean of `steps` steps in a row, several where one is too short for the clock.
+    """
+
+    name: str
+    model: Model
+    balance: tuple[int, ...]
+    m: int
+    checkpoint: str
+    batch: int
+    steps: int = 1
+
+    @property
+    def n(self) -> int:
+        """Count the partitions."""
+        return len(self.balance)
+
+
+def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:
+    """List the three configurations that every experiment compares, at equal batch size."""
+    return (
+        Case(f"{model} naive", model, balance, 1, "never", batch),
+        Case(f"{model} checkpoint-only", model, (sum(balance),), m, "always", batch),
+        Case(f"{model} GPipe", model, balance, m, "except_last", batch),
+    )
+
+
+TRAINING = (*training("AmoebaNet-D", 2, 2, (4, 5)), *training("U-Net", 8, 2, (20, 21)))
+MACHINERY = tuple(
+    Case(f"machinery {checkpoint}", "linear", (1, 1), 8, checkpoint, 8, steps=10) for checkpoint in ("never", "always")
+)
+CASES = (*MACHINERY, *TRAINING)
+
+
+def prepare(case: Case) -> Step:
+    """Return a function that runs a whole step (forward, loss, backward, optimizer) and returns the loss.
+
+    Raises:
+        whatever a torchgpipe raises that cannot do it.
+    """
+    from torchgpipe import GPipe
+
+    torch.manual_seed(0)
+    layers, x, loss = _MODELS[case.model](case)
+    model = GPipe(layers, case.balance, devices=["cpu"] * case.n, chunks=case.m, checkpoint=case.checkpoint)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> Tensor:
+        value = loss(model(x))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    return step
+
+
+Made = tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor]]  # layers, input, loss of the output
+
+
+def _linear(case: Case) -> Made:
+    """Layers that do next to nothing, so that nearly all of the step is the pipeline's own."""
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(case.n))), torch.randn(case.batch, 8), Tensor.sum
+
+
+def _amoebanetd(case: Case) -> Made:
+    """AmoebaNet-D (3, 8), the smallest there is, on images of the papers' size."""
+    from benchmarks.models import amoebanetd
+
+    classes = torch.randint(1000, (case.batch,))
+    return amoebanetd(3, 8), torch.rand(case.batch, 3, 224, 224), lambda y: nn.functional.cross_entropy(y, classes)
+
+
+def _unet(case: Case) -> Made:
+    """U-Net (1, 8) of three levels on images of 32 x 32; its skips cross the partitions."""
+    from benchmarks.models import unet
+
+    mask = torch.randint(2, (case.batch, 1, 32, 32)).float()
+    loss = nn.functional.binary_cross_entropy_with_logits
+    return unet(3, 1, 8), torch.rand(case.batch, 3, 32, 32), lambda y: loss(y, mask)
+
+
+_MODELS: dict[Model, Callable[[Case], Made]] = {"linear": _linear, "AmoebaNet-D": _amoebanetd, "U-Net": _unet}

@@ -1,0 +1,74 @@
+"""Time of skip connections that cross partitions, under pytest-benchmark: by portals, and handed on through them all.
+
+A step is forward and backward of layers that do next to nothing, in four partitions on the CPU; the skip goes from the
+first to the last. Without portals its tensor is an input and an output of every partition in between. `none` is the
+same layers without a skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe
+from torchgpipe.engines import EngineName
+from torchgpipe.skip import Namespace, pop, skippable, stash
+
+ROWS = 64
+
+
+@skippable(stash=["skip"])
+class Keep(nn.Module):
+    """Pass the input on, and keep it."""
+
+    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
+
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class Add(nn.Module):
+    """Add what was kept."""
+
+    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
+
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        skip = yield pop("skip")
+        return x + skip
+
+
+def layers(skips: int) -> nn.Sequential:
+    """Return four partitions of one linear layer each, and `skips` skips from the first to the last."""
+    names = [Namespace() for _ in range(skips)]
+    return nn.Sequential(
+        *(Keep().isolate(name) for name in names),
+        *(nn.Linear(8, 8) for _ in range(4)),
+        *(Add().isolate(name) for name in names),
+    )
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("engine", ["inline", "workers", "graph"])
+@pytest.mark.parametrize(("how", "skips"), [("none", 0), ("portals", 4), ("handed on", 4)], ids=str)
+def test_portals(benchmark: Any, how: str, skips: int, engine: EngineName, checkpoint: Any) -> None:
+    """Forward and backward of one mini-batch in eight micro-batches."""
+    balance = [skips + 1, 1, 1, 1 + skips]
+    model = GPipe(layers(skips), balance, devices=["cpu"] * 4, chunks=8, checkpoint=checkpoint, engine=engine,
+                  portals=how == "portals")  # fmt: skip
+    x = torch.randn(ROWS, 8, requires_grad=True)
+
+    def step() -> Tensor | None:
+        x.grad = None
+        y = model(x)
+        assert isinstance(y, Tensor)
+        y.sum().backward()
+        return x.grad
+
+    grad = benchmark.pedantic(step, rounds=30, warmup_rounds=3)
+    assert grad is not None and grad.shape == x.shape

@@ -1,0 +1,1 @@
+"""Answer "did this change slow it down?": two trees, one job, samples in turn."""

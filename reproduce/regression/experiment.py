@@ -1,0 +1,148 @@
+"""Does the regression tell apart what it should? Many runs on an unchanged tree, and many with a planted delay.
+
+    python -m reproduce.regression.experiment                  # 20 unchanged and 10 planted runs, half an hour
+    python -m reproduce.regression.experiment --unchanged 2 --planted 1 --json trial.json
+
+Both sides are the same revision, HEAD of a tree without changes, checked out twice. An alarm is a run in which
+anything is called worse. Every finished run is kept beside the result at once, and an experiment that was broken off
+goes on there; the result's own file is replaced when all runs are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CASES
+from benchmarks.circumstances import circumstances, keep
+from reproduce.benchmark_block import BENCHMARKS
+from reproduce.decide import Decision, Rule
+from reproduce.regression.job import JobError, Settings
+from reproduce.regression.judge import TOGETHER, Judgement, ratios
+from reproduce.regression.main import measure, trees
+from reproduce.regression.trees import TreeError
+
+__all__ = ["main", "order", "prove", "table"]
+
+DELAY = 0.1
+Run = dict[str, Any]
+Measure = Callable[[Settings], Judgement]
+
+
+def order(unchanged: int, planted: int) -> list[float]:
+    """Return the delay of each run: the kinds spread evenly, so that a drift of the machine meets both."""
+    places = [((i + 0.5) / unchanged, 0.0) for i in range(unchanged)]
+    places += [((i + 0.5) / planted, DELAY) for i in range(planted)]
+    return [delay for _, delay in sorted(places)]
+
+
+def prove(
+    measured: Measure, delays: Sequence[float], settings: Settings, runs: list[Run], kept: Callable[[], None]
+) -> None:
+    """Add to `runs` those that it lacks, of one run for each delay; `kept` is called after each."""
+    for number, delay in list(enumerate(delays))[len(runs) :]:
+        began = time.perf_counter()
+        judged = measured(Settings(settings.cases, settings.restarts, settings.rounds, delay, seed=number))
+        cases = {
+            each.case: {**_kept(each.decision), "restarts": [round(ratio, 4) for ratio in ratios(each.samples)]}
+            for each in judged.cases
+        }
+        runs.append({
+            "planted": delay,
+            "seconds": round(time.perf_counter() - began, 1),
+            "worse": judged.worse,
+            "cases": {**cases, TOGETHER: _kept(judged.together)},
+        })  # fmt: skip
+        kept()
+
+
+def _kept(decision: Decision | None) -> Run:
+    assert decision is not None and decision.low is not None and decision.high is not None and decision.p is not None
+    numbers = {"ratio": decision.ratio, "low": decision.low, "high": decision.high}
+    return {**{name: round(x, 4) for name, x in numbers.items()}, "p": decision.p}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is left of the experiment, and print its table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m reproduce.regression.experiment", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--unchanged", type=int, default=20, help="runs on an unchanged tree (default 20)")
+    parser.add_argument("--planted", type=int, default=10, help=f"runs with a delay of {DELAY:.0%} (default 10)")
+    parser.add_argument("--json", type=Path, default=BENCHMARKS / "regression.json", metavar="FILE", help="the result")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs of an experiment that was broken off")
+    options = parser.parse_args(arguments)
+    if options.unchanged < 1 or options.planted < 1:
+        parser.error("--unchanged and --planted must be at least 1")
+
+    settings, rule = Settings([case.name for case in CASES]), Rule()
+    under = circumstances()
+    if under["revision"] is None or under["dirty"]:
+        parser.error(
+            "the tree has changes, or is no git checkout; what is proved has to be a revision, so commit first"
+        )
+    what = {"restarts": settings.restarts, "rounds": settings.rounds, "alpha": rule.alpha, "threshold": rule.threshold,
+            "delays": order(options.unchanged, options.planted), "revision": under["revision"]}  # fmt: skip
+    unfinished = options.json.with_name(f".{options.json.stem}.unfinished.json")
+    result: dict[str, Any] = {"what": what, "runs": []}
+    if unfinished.exists() and not options.fresh:
+        before = json.loads(unfinished.read_text())
+        if before["what"] != what:
+            parser.error(f"{unfinished} is of another revision or other settings; finish that, or start --fresh")
+        under, result = before["circumstances"], {"what": what, "runs": before["runs"]}
+
+    def kept() -> None:
+        keep(unfinished, "regression", under, result)
+        last = result["runs"][-1]
+        said = f"ALARM: {', '.join(last['worse'])}" if last["worse"] else "no alarm"
+        number = f"run {len(result['runs'])} of {len(what['delays'])}, planted {last['planted']:.0%}"
+        print(f"{number}, {last['seconds']} s: {said}", file=sys.stderr, flush=True)
+
+    try:
+        with trees("HEAD", "HEAD") as (base, head):
+            prove(lambda each: measure(base, head, each, rule), what["delays"], settings, result["runs"], kept)
+    except KeyboardInterrupt:
+        print(f"interrupted; {len(result['runs'])} runs are kept, go on with the same command", file=sys.stderr)
+        raise SystemExit(130) from None
+    except (TreeError, JobError) as error:
+        raise SystemExit(f"experiment: {error}; {len(result['runs'])} runs are kept") from None
+    print(table(result))
+    keep(options.json, "regression", under, result)
+    unfinished.unlink()
+
+
+def table(result: dict[str, Any], style: str = "simple") -> str:
+    """Render how often each case, and any of them, was called worse, and the ratios that were found."""
+    from tabulate import tabulate
+
+    what, runs = result["what"], result["runs"]
+    kinds = [[run for run in runs if bool(run["planted"]) is planted] for planted in (False, True)]
+    rows = []
+    for case in runs[0]["cases"]:
+        row = [case]
+        for kind in kinds:
+            found = [run["cases"][case]["ratio"] for run in kind]
+            row += [f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})",
+                    f"{sum(case in run['worse'] for run in kind)} of {len(kind)}"]  # fmt: skip
+        rows.append(row)
+    alarms = [f"{sum(bool(run['worse']) for run in kind)} of {len(kind)}" for kind in kinds]
+    rows.append(["any of these: an alarm", "", alarms[0], "", alarms[1]])
+    delay = max(what["delays"])
+    headings = ["case", "unchanged: ratio", "worse", f"{delay:.0%} slower: ratio", "worse"]
+    body = tabulate(rows, headers=headings, disable_numparse=True, tablefmt=style)
+    seconds = statistics.median(run["seconds"] for run in runs)
+    return (
+        f"{len(kinds[0])} runs on an unchanged tree and {len(kinds[1])} with a planted delay, {seconds:.0f} s each: "
+        f"{what['restarts']} restarts of {what['rounds']} pairs; threshold {what['threshold']:.0%}, "
+        f"alpha {what['alpha']:g}. Ratios: head by base, median of the runs (least-greatest)\n\n{body}"
+    )
+
+
+if __name__ == "__main__":
+    main()

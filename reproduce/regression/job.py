@@ -1,0 +1,103 @@
+"""Run `benchmarks.interleave` on two trees, and collect what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reproduce.machine import ROOT
+from reproduce.regression.trees import Tree
+
+__all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
+
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
+# glibc keeps what is freed. By default it depends on a process's history which tensors it takes from the system anew,
+# page by page, at every step, and processes of the same code were seen to differ by it.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+
+
+class JobError(Exception):
+    """Tell in one line why the job came to no end."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Say what is measured, and how long; `slow_down` plants a delay of that share of a step in the head's."""
+
+    cases: Sequence[str]
+    restarts: int = 20
+    rounds: int = 4
+    slow_down: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Samples:
+    """Hold a case's seconds per step, a list of pairs for each restart; or why a side cannot run it."""
+
+    base: list[list[float]] = field(default_factory=list)
+    head: list[list[float]] = field(default_factory=list)
+    unable: dict[str, str] = field(default_factory=dict)
+
+
+def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[str, Any], None, None]:
+    """Yield each line of the job. However this ends, the job's processes end with it.
+
+    Raises:
+        JobError: it ended before it was done.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.interleave", str(base.folder), str(head.folder),
+               f"--restarts={settings.restarts}", f"--rounds={settings.rounds}", f"--seed={settings.seed}",
+               f"--slow-down={settings.slow_down}", *(f"--case={case}" for case in settings.cases)]  # fmt: skip
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **ONE_THREAD, **KEEP_MEMORY, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the job and its forks as a group
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                yield json.loads(line)
+            code = process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+        if code:
+            errors.seek(0)
+            said = errors.read().strip().splitlines()
+            raise JobError(f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}")
+
+
+def collect(
+    lines: Iterable[dict[str, Any]], cases: Sequence[str], told: Callable[[int], None] = lambda restart: None
+) -> dict[str, Samples]:
+    """Return the samples of each case; `told` is told how many restarts are finished."""
+    found = {case: Samples() for case in cases}
+    for line in lines:
+        samples = found[line["case"]]
+        if "unable" in line:
+            samples.unable = line["unable"]
+            continue
+        samples.base.append(line["base"])
+        samples.head.append(line["head"])
+        told(line["restart"] + 1)
+    return found

@@ -1,0 +1,152 @@
+"""Answer what `python -m reproduce regression` was asked: check out, measure, judge, render."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cases import CASES
+from reproduce.compare.render import as_csv, as_json, legend, table
+from reproduce.decide import Rule
+from reproduce.layout import bullets, many
+from reproduce.machine import ROOT, load_average, machine, versions
+from reproduce.record import Git, Run
+from reproduce.recorder import now
+from reproduce.regression.job import JobError, Settings, collect, interleaved
+from reproduce.regression.judge import Judgement, comparison, judge, least_restarts, shared, sides
+from reproduce.regression.trees import Tree, TreeError, checked_out, snapshot
+
+__all__ = ["Answer", "JobError", "QuestionError", "Settings", "TreeError", "answer", "choose_cases", "measure", "trees"]
+
+Told = Callable[[int], None]
+
+
+class QuestionError(Exception):
+    """Tell in one line why a question has no answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold what was found, rendered in any style, and why it does not pass, None where it does."""
+
+    judged: Judgement
+    base: tuple[str, Run]
+    head: tuple[str, Run]
+    settings: Settings
+    rule: Rule
+
+    @property
+    def complaint(self) -> str | None:
+        """Say what is slower or does not run any more, or that nothing was compared."""
+        slower = self.judged.worse
+        broken = [each.case for each in self.judged.cases if "head" in each.samples.unable]
+        if slower:
+            return f"slower than {self.base[0]}: {', '.join(slower)}"
+        if broken:
+            why = next(each.samples.unable["head"] for each in self.judged.cases if each.case == broken[0])
+            return f"{many(len(broken), 'case')} cannot run in {self.head[0]}: {', '.join(broken)}: {why}"
+        if not self.judged.able:
+            return f"no case runs in {self.base[0]}, so nothing shows that there is no regression"
+        return None
+
+    def text(self, style: str) -> str:
+        """Return the table as 'text', 'markdown', 'csv' or 'json'."""
+        both = sides(self.judged, self.base, self.head)
+        content = comparison(self.judged, both, self.settings, self.rule)
+        each = shared(self.rule, self.judged.able)
+        if style == "csv":
+            return as_csv([content], both)
+        if style == "json":
+            return as_json([content], both, [], each)
+        terminal = style == "text"
+        shown = table(content, both)
+        body = (shown.text() if terminal else shown.markdown()).rstrip()
+        return f"{body}\n\n{bullets(legend(both, each), wrap=terminal)}\n"
+
+
+def answer(base: str, head: str | None, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Answer:
+    """Compare `head`, a revision or None for the working tree as it is, with the revision `base`.
+
+    Raises:
+        QuestionError: with so few restarts nothing could ever be significant.
+        TreeError: a revision cannot be had.
+        JobError: the measuring job ended before it was done.
+    """
+    least = least_restarts(rule, len(settings.cases))
+    if settings.restarts < least:
+        raise QuestionError(
+            f"--restarts {settings.restarts}: of {many(len(settings.cases), 'case')} at --alpha {rule.alpha:g}, "
+            f"nothing could be called significant; give at least {least}"
+        )
+    with trees(base, head) as (old, new):
+        runs = [_run(tree, settings) for tree in (old, new)]
+        judged = measure(old, new, settings, rule, told)
+    return Answer(judged, (old.name, runs[0]), (new.name, runs[1]), settings, rule)
+
+
+@contextlib.contextmanager
+def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree, Tree]]:
+    """Check both sides out into a temporary folder, which is gone afterwards, also where this program is ended."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminable())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="regression-")))
+        old = stack.enter_context(checked_out(root, base, folder / "base"))
+        if head is None:
+            yield old, snapshot(root, folder / "head")
+        else:
+            yield old, stack.enter_context(checked_out(root, head, folder / "head"))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM, such as `timeout` sends, raise `SystemExit`; only the main thread receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Judgement:
+    """Run the job on two trees and judge every case."""
+    with contextlib.closing(interleaved(base, head, settings)) as lines:
+        return judge(collect(lines, settings.cases, told), rule)
+
+
+def choose_cases(wanted: Sequence[str]) -> list[str]:
+    """Return the cases whose names contain one of the texts, or all.
+
+    Raises:
+        QuestionError: a text is in none.
+    """
+    names = [case.name for case in CASES]
+    for text in wanted:
+        if not any(text.lower() in name.lower() for name in names):
+            raise QuestionError(f"--case {text}: no case's name contains it; there are {', '.join(names)}")
+    return [name for name in names if not wanted or any(text.lower() in name.lower() for text in wanted)]
+
+
+def _run(tree: Tree, settings: Settings) -> Run:
+    return Run(
+        state="finished",
+        command=["python", "-m", "reproduce", *sys.argv[1:]],
+        seed=settings.seed,
+        started=now(),
+        ended=None,
+        device="cpu",
+        devices=2,
+        threads_per_device=1,
+        machine=machine(),
+        versions=versions(),
+        git=None if tree.commit is None else Git(tree.commit, tree.dirty),
+        load=load_average(),
+    )

@@ -1,0 +1,94 @@
+"""Put the torchgpipe of a revision, or of the working tree, into a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Tree", "TreeError", "checked_out", "commit_of", "snapshot"]
+
+PACKAGE = "torchgpipe"
+
+
+class TreeError(Exception):
+    """Tell in one line why there is nothing to measure in what was named."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Hold a folder with a torchgpipe in it: what the user called it, its commit, and whether it differs from that."""
+
+    folder: Path
+    name: str
+    commit: str | None
+    dirty: bool = False
+
+
+@contextlib.contextmanager
+def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
+    """Check torchgpipe of a revision out into `folder`, a git worktree that is there for as long as the context.
+
+    Raises:
+        TreeError: there is no git, no such revision, or no torchgpipe in it.
+    """
+    commit = commit_of(root, revision)
+    try:
+        _git(root, "worktree", "add", "--detach", "--no-checkout", str(folder), commit)
+        try:
+            _git(folder, "checkout", "--quiet", commit, "--", PACKAGE)
+        except TreeError:
+            raise TreeError(f"{revision}: that revision holds no folder {PACKAGE}") from None
+        yield Tree(folder, revision, commit)
+    finally:
+        with contextlib.suppress(TreeError):
+            _git(root, "worktree", "remove", "--force", str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def snapshot(root: Path, folder: Path) -> Tree:
+    """Copy torchgpipe of the working tree as it is, so that edits during the job do not change what is measured."""
+    shutil.copytree(root / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        commit = commit_of(root, "HEAD")
+        dirty = bool(_git(root, "status", "--porcelain", "--", PACKAGE))
+    except TreeError:
+        return Tree(folder, "the working tree", None)
+    return Tree(folder, "the working tree", commit, dirty)
+
+
+def commit_of(root: Path, revision: str) -> str:
+    """Return the commit that `revision` names.
+
+    Raises:
+        TreeError: there is no git, or no such revision.
+    """
+    try:
+        _git(root, "rev-parse", "--git-dir")
+    except TreeError as error:
+        raise TreeError(f"{revision}: {root} cannot be used as a git checkout ({error})") from None
+    try:
+        return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    except TreeError:
+        pass
+    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
+        raise TreeError(f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first")
+    raise TreeError(f"{revision}: no such git revision here; name a commit, a branch or a tag")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Run git out of the reach of Ctrl-C, which is for this program to handle; return what it says."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=120, start_new_session=True
+        )
+    except FileNotFoundError:
+        raise TreeError("git is not installed") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise TreeError(f"git {arguments[0]} failed: {error}") from None
+    if done.returncode:
+        raise TreeError((done.stderr.strip().splitlines() or [f"git {arguments[0]} failed"])[-1])
+    return done.stdout.strip()

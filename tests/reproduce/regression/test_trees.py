@@ -1,0 +1,111 @@
+"""Trees: a revision's torchgpipe in a folder of its own, which is gone afterwards; one line for what cannot be had."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from reproduce.regression.trees import TreeError, checked_out, snapshot
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    done = subprocess.run(["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Make a repository of three revisions: without torchgpipe (`empty`), `old`, and `new`."""
+    root = tmp_path / "root"
+    package = root / "torchgpipe"
+    package.mkdir(parents=True)
+    git(root, "init", "--quiet")
+    (root / "other").write_text("")
+    for tag in ("empty", "old", "new"):
+        if tag != "empty":
+            (package / "__init__.py").write_text(f"version = {tag!r}\n")
+        git(root, "add", ".")
+        git(root, "commit", "--quiet", "--allow-empty", "-m", tag)
+        git(root, "tag", tag)
+    return root
+
+
+def worktrees(root: Path) -> int:
+    return len(git(root, "worktree", "list").splitlines())
+
+
+def version(folder: Path) -> str:
+    return (folder / "torchgpipe" / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize("revision", ["old", "HEAD~1"])
+def test_a_revision_beside_the_working_tree(root: Path, tmp_path: Path, revision: str) -> None:
+    with checked_out(root, revision, tmp_path / "base") as tree:
+        assert version(tree.folder) == "version = 'old'\n" and version(root) == "version = 'new'\n"
+        assert (tree.name, tree.commit, tree.dirty) == (revision, git(root, "rev-parse", "old"), False)
+        assert [path.name for path in tree.folder.iterdir() if path.name != ".git"] == ["torchgpipe"], "and no more"
+        assert worktrees(root) == 2
+    assert worktrees(root) == 1 and not (tmp_path / "base").exists()
+    assert git(root, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_it_is_removed_whatever_happens(root: Path, tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), checked_out(root, "old", tmp_path / "base") as tree:
+        (tree.folder / "torchgpipe" / "new file").write_text("")
+        raise error
+    assert worktrees(root) == 1 and not (tmp_path / "base").exists()
+
+
+def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> None:
+    tree = snapshot(root, tmp_path / "one")
+    assert (tree.name, tree.commit, tree.dirty) == ("the working tree", git(root, "rev-parse", "new"), False)
+    (root / "torchgpipe" / "__init__.py").write_text("version = 'newer'\n")
+    tree = snapshot(root, tmp_path / "two")
+    assert tree.dirty and version(tree.folder) == "version = 'newer'\n"
+    (root / "torchgpipe" / "__init__.py").write_text("version = 'edited meanwhile'\n")
+    assert version(tree.folder) == "version = 'newer'\n"
+
+
+@pytest.mark.parametrize(
+    ("revision", "said"),
+    [
+        ("nowhere", "nowhere: no such git revision here; name a commit, a branch or a tag"),
+        ("--help", "--help: no such git revision here; name a commit, a branch or a tag"),
+        ("", ": no such git revision here; name a commit, a branch or a tag"),
+        ("empty", "empty: that revision holds no folder torchgpipe"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(root: Path, tmp_path: Path, revision: str, said: str) -> None:
+    with pytest.raises(TreeError) as error, checked_out(root, revision, tmp_path / "base"):
+        pytest.fail("not reached")
+    assert str(error.value) == said
+    assert worktrees(root) == 1 and not (tmp_path / "base").exists()
+
+
+def test_a_shallow_clone(root: Path, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    old = git(root, "rev-parse", "old")
+    git(tmp_path, "clone", "--quiet", "--depth", "1", root.as_uri(), str(clone))
+    with (
+        pytest.raises(TreeError, match="this clone is shallow and does not hold it; run 'git fetch --unshallow' first"),
+        checked_out(clone, old, tmp_path / "base"),
+    ):
+        pytest.fail("not reached")
+
+
+def test_no_checkout(tmp_path: Path) -> None:
+    said = r"HEAD: .* cannot be used as a git checkout \(.*not a git repository"
+    with pytest.raises(TreeError, match=said), checked_out(tmp_path, "HEAD", tmp_path / "base"):
+        pytest.fail("not reached")
+
+
+def test_no_git(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TreeError, match="git is not installed"), checked_out(root, "old", tmp_path / "base"):
+        pytest.fail("not reached")
+    tree = snapshot(root, tmp_path / "head")
+    assert tree.commit is None and version(tree.folder) == "version = 'new'\n"
