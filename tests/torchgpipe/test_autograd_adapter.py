@@ -25,7 +25,7 @@ PRIVATE = [
     ("torch.nn.modules.batchnorm._NormBase", "stage.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "randomness.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/counter.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/footprint.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/live.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/remembered.py"),
 ]
 OF_OBJECTS = [
