@@ -38,18 +38,22 @@ WINOGRAD_FROM = "vgg16"
 CONV_FROM = ("resnet50", "resnet152")
 """Most of their work is other convolutions; the mean of what the two need."""
 
+LAUNCH = 5e-6
+"""Seconds to issue an operator in Torch7, assumed: half of what the P40's description assumes of PyTorch."""
+
 
 def titan_x(node: Hardware, shares: dict[str, float]) -> Hardware:
     """Return a Pascal Titan X that has these compute efficiencies, and everything else as a P40 of `node`.
 
-    NVIDIA's data sheet: 3584 cores at 1531 MHz (boost, as in the P40's peak), 480 GB/s. Torch7's host is quicker.
+    NVIDIA's data sheet: 3584 cores at 1531 MHz (boost, as in the P40's peak), 480 GB/s. Assumed, without a source: the
+    P40's memory efficiencies, and `LAUNCH`.
     """
     return replace(
         node,
         peak={"float32": 2 * 3584 * 1.531e9},
         memory_bandwidth=480e9,
         processors=28 if node.processors else 0,
-        launch=5e-6,
+        launch=LAUNCH,
         compute_efficiency={**node.compute_efficiency, **shares},
     )
 

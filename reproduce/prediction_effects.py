@@ -82,7 +82,7 @@ def resources() -> str:
             timeline = predictor.step(setup).timeline
             n, m = timeline.partitions, len(setup.sizes)
             copies, skips = predictor.copies(setup)
-            routes = {**{(j, j + 1): seconds for j, seconds in enumerate(copies)}}
+            routes = {(j, j + 1): seconds for j, seconds in enumerate(copies)}
             for route, seconds in skips.items():
                 routes[route] = routes.get(route, 0.0) + seconds
             # Forward sends along every route, and backward against it.
