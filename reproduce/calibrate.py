@@ -82,17 +82,17 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
     peak = max(rates.values())
     shares = {kind: rate / bandwidth for kind, rate in flow.items()}
     link, how = measure_link(stream)
-    latency, at_once = launch, "as the shortest operator"
+    links = {"link_bandwidth": figure(link, how), "link_latency": figure(launch, "as the shortest operator")}
     if math.isinf(link):
-        link, latency, at_once = AT_ONCE, 1 / AT_ONCE, how
+        values = {"link_bandwidth": AT_ONCE, "link_latency": 1 / AT_ONCE}
+        links = {key: {"value": value, "source": f"none: {how}"} for key, value in values.items()}
     memory = devices.memory or 1
     return {
         "title": f"this machine: {devices}",
         "devices": {"value": devices.count, "source": SOURCE.format("as found")},
         "memory": figure(memory / (1 if large else devices.count), "as the system tells; devices share a CPU's"),
         "memory_bandwidth": figure(bandwidth, "copying a tensor, bytes read and written"),
-        "link_bandwidth": figure(link, how),
-        "link_latency": figure(latency, at_once),
+        **links,
         "launch": figure(launch, f"{count} additions of one number"),
         "launch_overlaps": large,
         "workspace": workspace,
