@@ -24,8 +24,8 @@ needs_two = pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_predicted_memory_is_what_is_allocated(n: int, chunks: int, checkpoint: Any) -> None:
-    """Within 5 % of what tensors take; the allocator rounds them up, and cuBLAS's workspaces are told apart."""
-    width, size, balance = 2048, 4096, [8 // n] * n
+    """Within 5 %, of gigabytes: the allocator rounds sizes up, and products may take workspaces for a moment."""
+    width, size, balance = 2048, 32768, [8 // n] * n
     module = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
     with torch.device("meta"):
         counts = count(copy.deepcopy(module).to("meta"), torch.empty(1, width))
