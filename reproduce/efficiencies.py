@@ -38,23 +38,27 @@ WINOGRAD_FROM = "vgg16"
 CONV_FROM = ("resnet50", "resnet152")
 """Most of their work is other convolutions; the mean of what the two need."""
 
+LAUNCH = 5e-6
+"""Seconds to issue an operator in Torch7, assumed: half of what the P40's description assumes of PyTorch."""
 
-def titan_x(node: Hardware, shares: dict[str, float]) -> Hardware:
+
+def titan_x(node: Hardware, shares: dict[str, float], launch: float = LAUNCH) -> Hardware:
     """Return a Pascal Titan X that has these compute efficiencies, and everything else as a P40 of `node`.
 
-    NVIDIA's data sheet: 3584 cores at 1531 MHz (boost, as in the P40's peak), 480 GB/s. Torch7's host is quicker.
+    NVIDIA's data sheet: 3584 cores at 1531 MHz (boost, as in the P40's peak), 480 GB/s. Assumed, without a source: the
+    P40's memory efficiencies, and `launch`.
     """
     return replace(
         node,
         peak={"float32": 2 * 3584 * 1.531e9},
         memory_bandwidth=480e9,
         processors=28 if node.processors else 0,
-        launch=5e-6,
+        launch=launch,
         compute_efficiency={**node.compute_efficiency, **shares},
     )
 
 
-def derived(node: Hardware) -> dict[str, float]:
+def derived(node: Hardware, launch: float = LAUNCH) -> dict[str, float]:
     """Return the compute efficiencies with which the model takes as long as was measured.
 
     `conv3x3` is that of other convolutions if the node has Winograd kernels; if not, 3 x 3 convolutions have one
@@ -65,7 +69,7 @@ def derived(node: Hardware) -> dict[str, float]:
 
     def needed(model: str, kinds: tuple[str, ...]) -> float:
         def seconds(share: float) -> float:
-            return sum(_milliseconds(model, titan_x(node, {**shares, **dict.fromkeys(kinds, share)})))
+            return sum(_milliseconds(model, titan_x(node, {**shares, **dict.fromkeys(kinds, share)}, launch)))
 
         return _solved(seconds, sum(MEASURED[model]))
 

@@ -3,7 +3,8 @@
     <!-- predicted: amoebanet-speed-p40x8 -->     the tables of that record of predictions
     <!-- predicted: errors -->                    the errors of all speed tables' rows together
     <!-- predicted: efficiencies p40x8 -->        a description's figures and their sources
-    <!-- predicted: gains -->                     AmoebaNet-D's speed-up of m = 4 over m = 1, by n
+    <!-- predicted: gains -->                     AmoebaNet-D's m = 4 over m = 1, by n, and its share of the ideal
+    <!-- predicted: assumptions -->               the efficiencies, had other things been assumed
     <!-- predicted: effects -->                   the model without what was added to it, against all published figures
     <!-- predicted: timings -->                   the errors of what the efficiencies were worked out from, and of more
     <!-- predicted: resources -->                 how busy devices, links and host are in the rows of the speed tables
@@ -13,13 +14,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from reproduce.machine import ROOT
 from reproduce.paper import published
 from reproduce.predicted_table import predicted_tables, speed_up_errors
-from reproduce.prediction_effects import effects, resources, timings
+from reproduce.prediction_effects import assumptions, effects, resources, timings
 from reproduce.record import load
 from torchgpipe.plan.hardware import load_hardware
 
@@ -27,7 +29,12 @@ __all__ = ["DOCS", "SPEED", "rendered"]
 
 DOCS = ROOT / "docs" / "prediction.md"
 SPEED = ("amoebanet-speed-p40x8", "unet-speed-p40x8", "resnet101-speed-p40x8")
-BLOCKS = {"effects": effects, "timings": timings, "resources": resources}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "assumptions": assumptions,
+    "effects": effects,
+    "timings": timings,
+    "resources": resources,
+}
 BLOCK = re.compile(r"(<!-- predicted: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -73,11 +80,13 @@ def _errors(folder: Path) -> str:
 def _gains(folder: Path) -> str:
     predicted = {r.row: r.values["throughput"] for r in load(folder / f"{SPEED[0]}.json").results}
     papers = {r.row: r.values["throughput"] for r in published("tg-amoebanetd-speed").results}
-    lines = ["| n | published, m = 4 over m = 1 | predicted | equal partitions: n·m / (n + m - 1) |",
-             "| ---: | ---: | ---: | ---: |"]  # fmt: skip
+    lines = ["| n | published, m = 4 over m = 1 | predicted | equal partitions: n·m / (n + m - 1) | published, of that "
+             "| predicted, of that |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
     for n in (2, 4, 8):
         gains = [table[f"n{n}m4"] / table[f"n{n}m1"] for table in (papers, predicted)]
-        lines.append(f"| {n} | {gains[0]:.2f} | {gains[1]:.2f} | {n * 4 / (n + 3):.2f} |")
+        ideal = n * 4 / (n + 3)
+        cells = (*(f"{gain:.2f}" for gain in (*gains, ideal)), *(f"{gain / ideal:.0%}" for gain in gains))
+        lines.append(f"| {n} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

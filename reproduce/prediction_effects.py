@@ -17,7 +17,7 @@ from reproduce.predicted_table import speed_up_errors
 from torchgpipe.checkpoint import checkpointed
 from torchgpipe.plan.hardware import Hardware, load_hardware
 
-__all__ = ["effects", "resources", "timings"]
+__all__ = ["assumptions", "effects", "resources", "timings"]
 
 TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 
@@ -48,6 +48,22 @@ def timings() -> str:
         lines.append(_row(model, f"{forward:.2f}", f"{backward:.2f}", *cells))
     roots = (f"{_root([e for pair in errors[name].values() for e in pair]):.1%}" for name in errors)
     return "\n".join([*lines, _row("root mean square", "", "", *roots)])
+
+
+@functools.cache
+def assumptions() -> str:
+    """Return the efficiencies of convolutions, had something else been assumed of the Titan X."""
+    node, other = load_hardware("p40x8"), load_hardware("h100x8")
+    found = {
+        "as assumed": derived(node),
+        "issuing an operator takes as long as in PyTorch": derived(node, node.launch),
+        "memory efficiency is what is assumed of an H100": derived(
+            replace(node, memory_efficiency=dict.fromkeys(node.memory_efficiency, other.memory_efficiency["conv"]))
+        ),
+    }
+    lines = [_row("Titan X", "`conv`", "`winograd`"), _rule(2)]
+    lines += [_row(name, f"{shares['conv']:.2f}", f"{shares['winograd']:.2f}") for name, shares in found.items()]
+    return "\n".join(lines)
 
 
 def effects() -> str:
@@ -82,7 +98,7 @@ def resources() -> str:
             timeline = predictor.step(setup).timeline
             n, m = timeline.partitions, len(setup.sizes)
             copies, skips = predictor.copies(setup)
-            routes = {**{(j, j + 1): seconds for j, seconds in enumerate(copies)}}
+            routes = {(j, j + 1): seconds for j, seconds in enumerate(copies)}
             for route, seconds in skips.items():
                 routes[route] = routes.get(route, 0.0) + seconds
             # Forward sends along every route, and backward against it.

@@ -9,6 +9,7 @@ from typing import Any
 
 from reproduce.ablation_table import ablation_tables
 from reproduce.accuracy_table import accuracy_tables
+from reproduce.as_published import measured_rows
 from reproduce.experiments import EXPERIMENTS
 from reproduce.layout import Table, many
 from reproduce.memory_tables import memory_tables
@@ -29,7 +30,7 @@ MAKERS: dict[str, Any] = {
 def tables(record: Record, experiment: str | None = None) -> list[Table]:
     """Return the tables of every experiment in the record, or of one."""
     if record.kind == "predicted":
-        return predicted_tables(record)
+        return predicted_tables(record, measured_rows(record.results[0].experiment))
     by_experiment: dict[str, list[Result]] = {}
     for result in record.results:
         by_experiment.setdefault(result.experiment, []).append(result)

@@ -11,16 +11,15 @@ import click
 from reproduce.layout import many
 from reproduce.machine import ROOT
 from reproduce.predict import predict_table, predictable
-from reproduce.predicted_table import predicted_tables
 from reproduce.prediction_docs import DOCS, rendered
-from reproduce.record import RecordError, load, save, write_atomically
+from reproduce.record import save, write_atomically
 from reproduce.recorder import prepare_folder
+from reproduce.tables import tables
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 
-__all__ = ["PREDICTED", "hardware_by_name", "measured_throughput", "predict"]
+__all__ = ["PREDICTED", "hardware_by_name", "predict"]
 
 PREDICTED = ROOT / "results" / "predicted"
-MEASURED = ROOT / "results" / "measured"
 
 
 def hardware_by_name(_: click.Context, __: click.Parameter, name: str | None) -> Hardware | None:
@@ -70,7 +69,7 @@ def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -
     written = []
     for experiment in experiments:
         record = predict_table(experiment, hardware)
-        for table in predicted_tables(record, measured_throughput(experiment)):
+        for table in tables(record):
             click.echo(f"\n{table.text()}")
         path = out / f"{record.name}.json"
         save(record, path)
@@ -79,20 +78,3 @@ def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -
     if docs:
         write_atomically(DOCS, rendered(DOCS.read_text(encoding="utf-8"), out))
         click.echo(f"renewed: {DOCS}")
-
-
-def measured_throughput(experiment: str, folder: Path = MEASURED) -> dict[str, float]:
-    """Return the throughput of each published row that was measured as published, by its newest record."""
-    found: dict[str, float] = {}
-    for path in sorted(folder.glob(f"*{experiment}*.json")):
-        try:
-            record = load(path)
-        except RecordError:
-            continue  # `show` tells what is wrong with it
-        for result in record.results:
-            times = result.samples.get("step_time")
-            exact = result.config.get("configuration") == "as published" and result.scale == "paper"
-            if result.experiment == experiment and result.published and times and exact:
-                seconds = sorted(times)[len(times) // 2]
-                found[result.published.rpartition("/")[2]] = result.config["batch_size"] / seconds
-    return found

@@ -104,6 +104,15 @@ def test_on_other_hardware_a_difference_is_no_error() -> None:
     assert "error" in table.headings
 
 
+def test_the_gains_are_the_evidence_for_n4m4() -> None:
+    """Both papers' and predicted gains of m = 4 over m = 1, as shares of the ideal: four partitions stand out."""
+    text = DOCS.read_text(encoding="utf-8").partition("<!-- predicted: gains -->")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    shares = {row[0]: [int(cell.rstrip("%")) for cell in row[4:]] for row in rows[2:]}
+    assert min(shares["2"][0], shares["8"][0]) - shares["4"][0] > 20
+    assert all(predicted > 90 for _, predicted in shares.values())
+
+
 def test_twice_the_same(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         save(predict_table("resnet101-speed", P40), tmp_path / name)

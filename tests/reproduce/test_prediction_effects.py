@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reproduce.predicted_table import speed_up_errors
-from reproduce.prediction_effects import effects, resources, timings, variants
+from reproduce.prediction_effects import assumptions, effects, resources, timings, variants
 from reproduce.record import load
 from torchgpipe.plan.hardware import load_hardware
 
@@ -30,6 +30,19 @@ def test_effects_end_with_the_errors_of_the_records() -> None:
     for name in ("amoebanet", "unet", "resnet101"):
         for row, error in speed_up_errors(load(PREDICTED / f"{name}-speed-p40x8.json")).items():
             assert abs(float(table[f"{name} {row}"][-1].rstrip("%")) / 100 - error) < 0.002
+
+
+def test_of_the_assumptions_only_the_one_on_memory_matters() -> None:
+    assumed, launch, memory = ([float(cell) for cell in row] for row in cells(assumptions()).values())
+    assert [round(x, 2) for x in derived_shares()] == assumed
+    assert all(abs(x - y) < 0.02 for x, y in zip(assumed, launch, strict=True))
+    assert all(x - y > 0.02 for x, y in zip(assumed, memory, strict=True))
+
+
+def derived_shares() -> list[float]:
+    """The description's, which another test holds against the timings."""
+    shares = load_hardware("p40x8").compute_efficiency
+    return [shares["conv"], shares["winograd"]]
 
 
 def test_timings_have_every_model_and_their_mean() -> None:

@@ -14,7 +14,7 @@ from torchgpipe.balance.profile import synchronize
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import CLASSES
 
-__all__ = ["RUNS", "describe_here", "device_name"]
+__all__ = ["RUNS", "describe_here", "device_name", "measure_link"]
 
 RUNS = 5
 """Timed runs of whatever is measured here, after a warm-up; their median counts."""
@@ -37,16 +37,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     source = torch.ones(2**26 if cuda else 2**22, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-    link, how = math.inf, "nothing is copied between devices, which share memory"
-    if cuda and torch.cuda.device_count() > 1:
-        other = torch.device("cuda", 0 if device.index else 1)
-        link, how = (
-            source.nbytes / _seconds(lambda: source.to(other), device),
-            f"links as fast as a copy from {device} to {other}",
-        )
-    elif cuda:
-        host = torch.empty_like(source, device="cpu").pin_memory()
-        link, how = source.nbytes / _seconds(lambda: host.copy_(source), device), "links as fast as a copy to the host"
+    link, how = measure_link(source)
     return Hardware(
         name="here",
         title=device_name(device),
@@ -61,6 +52,22 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
         memory_efficiency=dict.fromkeys(CLASSES, 1.0),
         sources={"link_bandwidth": how, "memory_bandwidth": "a copy on the device"},
     )
+
+
+def measure_link(source: torch.Tensor) -> tuple[float, str]:
+    """Copy a tensor from its device to another: return bytes per second, and which copy it was.
+
+    With a single GPU, the copy is to the host; CPU devices share memory, so nothing is copied and that is infinite.
+    """
+    device = source.device
+    if device.type != "cuda":
+        return math.inf, "nothing is copied between devices, which share memory"
+    if torch.cuda.device_count() > 1:
+        other = torch.device("cuda", 0 if device.index else 1)
+        seconds = _seconds(lambda: source.to(other), device)
+        return source.nbytes / seconds, f"links as fast as a copy from {device} to {other}"
+    host = torch.empty_like(source, device="cpu").pin_memory()
+    return source.nbytes / _seconds(lambda: host.copy_(source), device), "links as fast as a copy to the host"
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
