@@ -18,6 +18,9 @@ import pytest
 
 from benchmarks.cases import CASES
 from reproduce.cli import main
+from reproduce.commands.compare import compare
+from reproduce.commands.regression import regression
+from reproduce.decide import Rule
 from reproduce.regression import main as asked
 from reproduce.regression.job import JobError, Settings
 from reproduce.regression.trees import Tree, TreeError
@@ -73,18 +76,29 @@ def test_an_unchanged_tree_passes(made_up: Callable[..., None], capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("factor", "options", "code"),
-    [(1.1, [], 1), (1.04, [], 0), (1.04, ["--threshold", "0.03"], 1), (0.8, [], 0), (1.1, ["--alpha", "0.00001"], 2)],
+    ("factor", "options", "code", "verdict"),
+    [
+        (1.1, [], 1, "worse"),
+        (1.04, [], 0, "~"),
+        (1.04, ["--threshold", "0.03"], 1, "worse"),
+        (0.8, [], 0, "better"),
+        (1.1, ["--alpha", "0.00001"], 2, None),
+    ],
 )
 def test_a_slower_case(
-    factor: float, options: list[str], code: int, made_up: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    factor: float,
+    options: list[str],
+    code: int,
+    verdict: str | None,
+    made_up: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made_up({"U-Net GPipe": factor})
     assert main(["regression", "--base", "v1", *options]) == code
     out, err = capsys.readouterr()
     assert (err == "reproduce: slower than v1: U-Net GPipe\n") == (code == 1)
-    if code != 2:
-        assert "worse" in next(line for line in out.splitlines() if "U-Net GPipe" in line) or code == 0
+    lines = [line.split() for line in out.splitlines() if line.startswith("U-Net GPipe")]
+    assert [line[-1] for line in lines] == ([] if verdict is None else [verdict])
 
 
 def test_all_slower_is_judged_together(made_up: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +150,16 @@ def test_markdown_is_written_also_where_it_fails(
     assert main(["regression", "--base", "v1", "--markdown", str(file), "--format", "csv"]) == 1
     assert file.read_text().startswith("## regression") and "| U-Net GPipe" in file.read_text()
     assert capsys.readouterr().out.startswith("experiment,row,metric")
+
+
+def test_defaults_stand_in_one_place() -> None:
+    """The command's are written out, as to import the others takes seconds that `--help` has no use for."""
+    offered = {option.name: option.default for option in regression.params}
+    settings, rule = Settings([]), Rule()
+    assert (offered["restarts"], offered["rounds"]) == (settings.restarts, settings.rounds)
+    for command in (regression, compare):
+        offered = {option.name: option.default for option in command.params}
+        assert (offered["alpha"], offered["threshold"]) == (rule.alpha, rule.threshold)
 
 
 def test_a_filter(made_up: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
