@@ -105,7 +105,9 @@ def test_all_slower_is_judged_together(made_up: Callable[..., None], capsys: pyt
     made_up(dict.fromkeys(NAMES, 1.2))
     assert main(["regression", "--base", "v1", "--format", "json"]) == 1
     out, err = capsys.readouterr()
-    rows = json.loads(out)["tables"][0]["rows"]
+    (shown,) = json.loads(out)["tables"]
+    rows = shown["rows"]
+    assert shown["geometric_mean"] == {"B": rows[-1]["ratio"]}, "one number of that name"
     assert rows[-1]["row"] == "geometric mean" and rows[-1]["verdict"] == "worse"
     assert rows[-1]["ratio"] == pytest.approx(1.2, rel=0.01) and "all together" in err
 
@@ -203,16 +205,23 @@ def test_what_is_wrong_is_one_line(
     ("error", "code"), [(JobError("it broke"), 1), (TreeError("it broke"), 2), (KeyboardInterrupt(), 130)]
 )
 def test_what_breaks_it_off(
-    error: BaseException, code: int, made_up: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    made_up: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made_up()
 
     def interleaved(*arguments: object) -> Iterator[dict[str, object]]:
+        yield {"case": NAMES[0], "restart": 0, "base": [1.0], "head": [1.0]}
         raise error
-        yield {}
 
     monkeypatch.setattr(asked, "interleaved", interleaved)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["regression", "--base", "v1"]) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("\rrestart 1 of 20 done\nreproduce: "), "the message has a line of its own"
 
 
 # --- for real --------------------------------------------------------------------------------------------------------
