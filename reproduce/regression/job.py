@@ -22,10 +22,10 @@ from reproduce.regression.trees import Tree
 
 __all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
 
+RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
 # glibc keeps what is freed. By default it depends on a process's history which tensors it takes from the system anew,
 # page by page, at every step, and processes of the same code were seen to differ by it.
-RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
