@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test lint benchmark regression reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
+.PHONY: help setup test lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
 
 help:
 	@echo "make reproduce            run every experiment here, one model after another"
@@ -18,8 +18,10 @@ help:
 	@echo "make report               write results/report.html, a page of everything in results/"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff and mypy"
-	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals"
-	@echo "make regression BASE=REV  is the working tree slower than that revision? A minute"
+	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals, the planner"
+	@echo "make suites               run each of these once, untimed, to see that they work"
+	@echo "make regression BASE=REV  is the working tree slower than that revision?"
+	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.counts"
 	@echo "make clean                remove the virtual environment and caches"
 
 setup: $(READY)
@@ -37,12 +39,18 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+suites: $(READY)
+	$(BIN)/python -m pytest benchmarks --benchmark-disable $(ARGS)
+
 benchmark: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only $(ARGS)
 
-regression: $(READY)
-	@$(BIN)/python -m reproduce regression --base $(if $(BASE),'$(BASE)',$(error make regression BASE=...: BASE is missing, \
-	  a git revision such as main)) $(ARGS)
+# What is missing is told before anything is installed.
+has-base:
+	@: $(if $(BASE),,$(error make regression BASE=...: BASE is missing, a git revision such as main))
+
+regression: has-base $(READY)
+	@$(BIN)/python -m reproduce regression --base '$(BASE)' $(ARGS)
 
 reproduce-amoebanet: $(READY)
 	$(BIN)/python -m reproduce run amoebanet-speed amoebanet-memory $(ARGS)
@@ -60,9 +68,11 @@ reproduce: reproduce-amoebanet reproduce-unet reproduce-resnet
 results: $(READY)
 	$(BIN)/python -m reproduce render
 
-compare: $(READY)
-	@$(BIN)/python -m reproduce compare $(if $(A),'$(A)',$(error make compare A=... B=...: A is missing)) \
-	  $(if $(B),'$(B)',$(error make compare A=... B=...: B is missing)) $(if $(C),'$(C)') $(ARGS)
+has-sides:
+	@: $(if $(A),,$(error make compare A=... B=...: A is missing)) $(if $(B),,$(error make compare A=... B=...: B is missing))
+
+compare: has-sides $(READY)
+	@$(BIN)/python -m reproduce compare '$(A)' '$(B)' $(if $(C),'$(C)') $(ARGS)
 
 report: $(READY)
 	$(BIN)/python -m reproduce report $(ARGS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["circumstances", "keep", "told"]
+__all__ = ["checkout", "circumstances", "keep", "told"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,6 +28,13 @@ def circumstances() -> dict[str, Any]:
         "cpu": get_cpu_info().get("brand_raw", platform.machine()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
+        **checkout(),
+    }
+
+
+def checkout() -> dict[str, Any]:
+    """Return the revision that is checked out, None without one, and whether tracked files differ from it."""
+    return {
         "revision": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }

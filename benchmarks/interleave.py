@@ -6,6 +6,7 @@ BASE and HEAD are folders with a torchgpipe in them; cases, models and clock are
 restart, a line of JSON holds the seconds per step of either side; the i-th of both ran next to each other.
 
 - Only the side that is timed runs, and who goes first is drawn anew for each pair: a drift of the machine meets both.
+  Who is started and warmed up first is drawn for each restart.
 - A process has a speed of its own: where its memory happens to lie makes it quicker or slower for as long as it lives.
   Both sides are therefore forked off one process, which has imported torch but nothing of torchgpipe, so that they
   start out alike; and they are forked anew at each restart, so that what is left of it is drawn anew.
@@ -32,10 +33,15 @@ import torch
 from benchmarks.cases import CASES, Case, prepare
 from benchmarks.child import folder_with_torchgpipe
 
-__all__ = ["NAMES", "Fork", "Side", "Timed", "interleave", "main"]
+__all__ = ["NAMES", "BrokenOff", "Fork", "Side", "Timed", "interleave", "main"]
 
 NAMES = ("base", "head")
+ENDED = "a measuring process ended by itself"
 WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
+
+
+class BrokenOff(RuntimeError):
+    """Tell in one line why there are no more samples."""
 
 
 class Side(Protocol):
@@ -52,24 +58,32 @@ class Side(Protocol):
 
 
 def interleave(
-    start: Callable[[int], Side], cases: Sequence[str], *, restarts: int, rounds: int, seed: int
+    start: Callable[[int], Side], cases: Sequence[str], *, restarts: int, rounds: int, seed: int, first: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of each case of each restart; of a case that a side cannot run, once, why.
 
-    `start(0)` starts the base, `start(1)` the head.
+    `start(0)` starts the base, `start(1)` the head. Restarts are counted from `first`, for there may have been others.
+
+    Raises:
+        BrokenOff: a side cannot run a case that ran before.
     """
-    order = random.Random(seed)
+    order = random.Random(f"{seed} {first}")
     running = list(cases)
-    for restart in range(restarts):
-        sides = [start(0), start(1)]
+    for restart in range(first, first + restarts):
+        turns = order.sample((0, 1), 2)
+        started = {i: start(i) for i in turns}
+        sides = [started[0], started[1]]
         try:
             for case in list(running):
-                for side in sides:
-                    side.send(case)
-                unable = {name: side.receive() for name, side in zip(NAMES, sides, strict=True)}
-                if any(unable.values()):
+                for i in turns:
+                    sides[i].send(case)
+                answers = {i: sides[i].receive() for i in turns}
+                unable = {NAMES[i]: why for i, why in sorted(answers.items()) if why}
+                if unable and restart:  # what it can run does not change: something went wrong, and is not left out
+                    raise BrokenOff(_no_longer(case, *next(iter(unable.items()))))
+                if unable:
                     running.remove(case)
-                    yield {"case": case, "unable": {name: why for name, why in unable.items() if why}}
+                    yield {"case": case, "unable": unable}
             samples: dict[str, tuple[list[float], list[float]]] = {case: ([], []) for case in running}
             for _ in range(rounds):
                 for case, of_sides in samples.items():
@@ -77,13 +91,17 @@ def interleave(
                         sides[i].send(case)
                         seconds = sides[i].receive()
                         if not isinstance(seconds, float):
-                            raise RuntimeError(f"{case} ran before, and no longer does in {NAMES[i]}: {seconds}")
+                            raise BrokenOff(_no_longer(case, NAMES[i], seconds))
                         of_sides[i].append(seconds)
         finally:
             for side in sides:
                 side.close()
         for case, of_sides in samples.items():
             yield {"case": case, "restart": restart, **dict(zip(NAMES, of_sides, strict=True))}
+
+
+def _no_longer(case: str, name: str, why: object) -> str:
+    return f"{case} ran before, and no longer does in {name}: {why}"
 
 
 class Timed:
@@ -124,11 +142,17 @@ class Fork:
 
     def send(self, case: str) -> None:
         """Ask for a sample of a case, or to warm up for it where that was not asked before."""
-        self._ours.send(case)
+        try:
+            self._ours.send(case)
+        except OSError:
+            raise BrokenOff(ENDED) from None
 
     def receive(self) -> float | str | None:
         """Return seconds per step, why the case cannot run, or None: warmed up."""
-        answer: float | str | None = self._ours.recv()
+        try:
+            answer: float | str | None = self._ours.recv()
+        except (EOFError, OSError):
+            raise BrokenOff(ENDED) from None
         return answer
 
     def close(self) -> None:
@@ -175,8 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("base", type=folder_with_torchgpipe)
     parser.add_argument("head", type=folder_with_torchgpipe)
     parser.add_argument("--case", dest="cases", action="append", choices=names, help="default: all")
-    parser.add_argument("--restarts", type=int, default=20, help="how often both are started anew (default 20)")
-    parser.add_argument("--rounds", type=int, default=4, help="pairs of samples of each case per restart (default 4)")
+    parser.add_argument("--restarts", type=int, required=True, help="how often both are started anew")
+    parser.add_argument("--first", type=int, default=0, help="number of the first restart, where there were others")
+    parser.add_argument("--rounds", type=int, required=True, help="pairs of samples of each case per restart")
     parser.add_argument("--slow-down", type=float, default=0.0, help="delay of HEAD's steps, as a share of a step")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     options = parser.parse_args(arguments)
@@ -191,10 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             restarts=options.restarts,
             rounds=options.rounds,
             seed=options.seed,
+            first=options.first,
         ):
             print(json.dumps(line), flush=True)
-    except EOFError:
-        raise SystemExit("interleave: a measuring process ended by itself") from None
+    except BrokenOff as error:
+        raise SystemExit(f"interleave: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     finally:

@@ -43,7 +43,7 @@ def regression(
     markdown: Path | None,
     slow_down: float,
 ) -> None:
-    """Did a change slow training down? Steps of two revisions in turn, in one job of about a minute.
+    """Did a change slow training down? Steps of two revisions in turn, in one job.
 
     Ends with 1 where a case is slower for real: significantly, and by more than the threshold.
     """
@@ -56,10 +56,13 @@ def regression(
     if markdown is not None:
         prepare_folder(markdown.absolute().parent, "--markdown")
 
+    unended = False
+
     def told(restart: int) -> None:
+        nonlocal unended
         if sys.stderr.isatty():
-            end = "\n" if restart == restarts else ""
-            click.echo(f"\rrestart {restart} of {restarts} done{end}", err=True, nl=False)
+            unended = True
+            click.echo(f"\rrestart {restart} of {restarts} done", err=True, nl=False)
 
     try:
         settings = Settings(choose_cases(wanted), restarts, rounds, slow_down)
@@ -68,6 +71,12 @@ def regression(
         raise click.UsageError(str(error)) from error
     except JobError as error:
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        unended = False  # click ends the line
+        raise
+    finally:
+        if unended:
+            click.echo(err=True)
     click.echo(found.text(style), nl=False)
     if markdown is not None:
         write_atomically(markdown, found.text("markdown"))

@@ -50,10 +50,12 @@ class Comparison:
     together: Decision | None = None
 
     def mean(self, side: int) -> tuple[float, int] | None:
-        """Return the geometric mean of a side's ratios, and of how many; None without any."""
+        """Return the geometric mean of a side's ratios, as judged where it was, and of how many; None without any."""
         found = [row.decisions[side] for row in self.rows if not row.base]
         logs = [math.log(decision.ratio) for decision in found if decision is not None]
-        return (math.exp(math.fsum(logs) / len(logs)), len(logs)) if logs else None
+        if not logs:
+            return None
+        return math.exp(math.fsum(logs) / len(logs)) if self.together is None else self.together.ratio, len(logs)
 
     def verdicts(self) -> Iterable[Verdict]:
         """Yield every verdict in the table."""

@@ -1,11 +1,12 @@
 """Does the regression tell apart what it should? Many runs on an unchanged tree, and many with a planted delay.
 
-    python -m reproduce.regression.experiment                  # 20 unchanged and 10 planted runs, half an hour
+    python -m reproduce.regression.experiment                  # 20 unchanged and 10 planted runs
     python -m reproduce.regression.experiment --unchanged 2 --planted 1 --json trial.json
 
-Both sides are the same revision, HEAD of a tree without changes, checked out twice. An alarm is a run in which
-anything is called worse. Every finished run is kept beside the result at once, and an experiment that was broken off
-goes on there; the result's own file is replaced when all runs are done.
+As in `make regression`, the working tree is compared with a revision beside it: HEAD, from which the tree does not
+differ. An alarm is a run in which anything is called worse. Every finished run is kept beside the result at once, with
+every sample, and an experiment that was broken off goes on there; the result's own file is replaced when all runs are
+done. A run during which the tree was changed is not kept.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
-from benchmarks.circumstances import circumstances, keep
+from benchmarks.circumstances import checkout, circumstances, keep
 from reproduce.benchmark_block import BENCHMARKS
 from reproduce.decide import Decision, Rule
 from reproduce.regression.job import JobError, Settings
-from reproduce.regression.judge import TOGETHER, Judgement, ratios
-from reproduce.regression.main import measure, trees
-from reproduce.regression.trees import TreeError
+from reproduce.regression.judge import TOGETHER, Judgement
+from reproduce.regression.main import measure
+from reproduce.regression.trees import TreeError, trees
 
 __all__ = ["main", "order", "prove", "table"]
 
@@ -50,7 +51,9 @@ def prove(
         began = time.perf_counter()
         judged = measured(Settings(settings.cases, settings.restarts, settings.rounds, delay, seed=number))
         cases = {
-            each.case: {**_kept(each.decision), "restarts": [round(ratio, 4) for ratio in ratios(each.samples)]}
+            each.case: {
+                **_kept(each.decision), "base": _digits(each.samples.base), "head": _digits(each.samples.head)
+            }
             for each in judged.cases
         }
         runs.append({
@@ -66,6 +69,11 @@ def _kept(decision: Decision | None) -> Run:
     assert decision is not None and decision.low is not None and decision.high is not None and decision.p is not None
     numbers = {"ratio": decision.ratio, "low": decision.low, "high": decision.high}
     return {**{name: round(x, 4) for name, x in numbers.items()}, "p": decision.p}
+
+
+def _digits(restarts: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the seconds with five digits, which is more than a clock's noise, and half a file of them all."""
+    return [[float(f"{seconds:.5g}") for seconds in restart] for restart in restarts]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,6 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         under, result = before["circumstances"], {"what": what, "runs": before["runs"]}
 
     def kept() -> None:
+        if checkout() != {"revision": what["revision"], "dirty": False}:
+            del result["runs"][-1]
+            raise TreeError(f"the tree is no longer {what['revision'][:9]} without changes; go back to that first")
         keep(unfinished, "regression", under, result)
         last = result["runs"][-1]
         said = f"ALARM: {', '.join(last['worse'])}" if last["worse"] else "no alarm"
@@ -105,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{number}, {last['seconds']} s: {said}", file=sys.stderr, flush=True)
 
     try:
-        with trees("HEAD", "HEAD") as (base, head):
+        with trees("HEAD", None) as (base, head):
+            if head.dirty:
+                raise TreeError("there are files in torchgpipe that git does not know; add and commit, or remove them")
             prove(lambda each: measure(base, head, each, rule), what["delays"], settings, result["runs"], kept)
     except KeyboardInterrupt:
         print(f"interrupted; {len(result['runs'])} runs are kept, go on with the same command", file=sys.stderr)
@@ -136,9 +149,10 @@ def table(result: dict[str, Any], style: str = "simple") -> str:
     delay = max(what["delays"])
     headings = ["case", "unchanged: ratio", "worse", f"{delay:.0%} slower: ratio", "worse"]
     body = tabulate(rows, headers=headings, disable_numparse=True, tablefmt=style)
-    seconds = statistics.median(run["seconds"] for run in runs)
+    seconds = [run["seconds"] for run in runs]
+    took = f"{statistics.median(seconds):.0f} s each ({min(seconds):.0f}-{max(seconds):.0f})"
     return (
-        f"{len(kinds[0])} runs on an unchanged tree and {len(kinds[1])} with a planted delay, {seconds:.0f} s each: "
+        f"{len(kinds[0])} runs on an unchanged tree and {len(kinds[1])} with a planted delay, {took}: "
         f"{what['restarts']} restarts of {what['rounds']} pairs; threshold {what['threshold']:.0%}, "
         f"alpha {what['alpha']:g}. Ratios: head by base, median of the runs (least-greatest)\n\n{body}"
     )

@@ -1,4 +1,8 @@
-"""Run `benchmarks.interleave` on two trees, and collect what it prints."""
+"""Run `benchmarks.interleave` on two trees, and collect what it prints.
+
+All that is forked off one process has its memory layout and its hash seed, which may happen to suit one of two
+versions. So there are several such processes, one after another, of a few restarts each.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from reproduce.regression.trees import Tree
 
 __all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
 
+RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
 # glibc keeps what is freed. By default it depends on a process's history which tensors it takes from the system anew,
 # page by page, at every step, and processes of the same code were seen to differ by it.
@@ -56,11 +61,26 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
     """Yield each line of the job. However this ends, the job's processes end with it.
 
     Raises:
-        JobError: it ended before it was done.
+        JobError: it ended before it was done, or said something else.
     """
+    cases = list(settings.cases)
+    for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
+        if cases:
+            with contextlib.closing(_of_a_parent(base, head, settings, cases, first)) as lines:
+                for line in lines:
+                    if "unable" in line:
+                        cases.remove(line["case"])
+                    yield line
+
+
+def _of_a_parent(
+    base: Tree, head: Tree, settings: Settings, cases: Sequence[str], first: int
+) -> Generator[dict[str, Any], None, None]:
+    """Yield the lines of the restarts from `first` on that are forked off one process."""
+    restarts = min(RESTARTS_OF_A_PARENT, settings.restarts - first)
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.interleave", str(base.folder), str(head.folder),
-               f"--restarts={settings.restarts}", f"--rounds={settings.rounds}", f"--seed={settings.seed}",
-               f"--slow-down={settings.slow_down}", *(f"--case={case}" for case in settings.cases)]  # fmt: skip
+               f"--restarts={restarts}", f"--first={first}", f"--rounds={settings.rounds}", f"--seed={settings.seed}",
+               f"--slow-down={settings.slow_down}", *(f"--case={case}" for case in cases)]  # fmt: skip
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
@@ -74,7 +94,7 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                yield json.loads(line)
+                yield _read(line, cases)
             code = process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -85,6 +105,15 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
             errors.seek(0)
             said = errors.read().strip().splitlines()
             raise JobError(f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}")
+
+
+def _read(line: str, cases: Sequence[str]) -> dict[str, Any]:
+    """Return the line's content; a version of torchgpipe may print, and what it prints comes the same way."""
+    with contextlib.suppress(ValueError):
+        read = json.loads(line)
+        if isinstance(read, dict) and read.get("case") in cases:
+            return read
+    raise JobError(f"the measuring job printed {line.strip()[:60]!r}, which is no sample; torchgpipe must not print")
 
 
 def collect(

@@ -15,16 +15,11 @@ from dataclasses import dataclass
 import numpy
 from scipy import stats
 
-from reproduce.compare.judge import Comparison, Row, verdict
-from reproduce.compare.match import Line
-from reproduce.compare.metric import Reading
-from reproduce.compare.sides import Entry, Side, gather
+from reproduce.compare.judge import verdict
 from reproduce.decide import Decision, Rule, decide, needed
-from reproduce.layout import many
-from reproduce.record import Record, Result, Run
-from reproduce.regression.job import Samples, Settings
+from reproduce.regression.job import Samples
 
-__all__ = ["TOGETHER", "Judged", "Judgement", "comparison", "judge", "least_restarts", "ratios", "shared", "sides"]
+__all__ = ["METRIC", "TOGETHER", "Judged", "Judgement", "judge", "least_restarts", "ratios", "shared"]
 
 METRIC = "time"
 TOGETHER = "all together"
@@ -86,61 +81,3 @@ def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
     cases = [Judged(case, samples, decisions.get(case)) for case, samples in found.items()]
     means = [float(mean) for mean in stats.gmean(list(able.values()), axis=0)] if len(able) > 1 else []
     return Judgement(cases, decided(means) if means else None)
-
-
-# --- as `compare` shows it -------------------------------------------------------------------------------------------
-
-
-def sides(judged: Judgement, base: tuple[str, Run], head: tuple[str, Run]) -> list[Side]:
-    """Return the two sides as `compare` has them: their names, and a record each."""
-    found = []
-    for letter, which, (name, run) in (("A", "base", base), ("B", "head", head)):
-        results = [
-            Result("regression", each.case, "measured", device="cpu", samples={"step_time": _flat(each.samples, which)})
-            for each in judged.cases
-            if not each.samples.unable
-        ]
-        found.append(gather(letter, name, [Record(name, name, "measured", {"step_time": "s"}, results, run=run)]))
-    return found
-
-
-def comparison(judged: Judgement, both: Sequence[Side], settings: Settings, rule: Rule) -> Comparison:
-    """Return the table's content, with what its reader has to know."""
-    rows = []
-    for each in judged.cases:
-        line = Line("regression", label=each.case)
-        readings: list[Reading | None] = [None, None]
-        for i, side in enumerate(both):
-            entry = next((entry for entry in side.entries if entry.result.row == each.case), None)
-            if entry is not None:
-                line.entries[i] = entry
-                readings[i] = Reading([1000 * seconds for seconds in _samples(entry)], "ms")
-        rows.append(Row(line, readings, [None, each.decision]))
-    planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
-    return Comparison(
-        f"regression{planted}", METRIC, "ms", False, rows, _notes(judged, settings, rule), judged.together
-    )
-
-
-def _notes(judged: Judgement, settings: Settings, rule: Rule) -> list[str]:
-    tests = judged.able + (judged.together is not None)
-    notes = [
-        f"{many(settings.restarts, 'restart')} of both sides, and in each {many(settings.rounds, 'pair')} of samples "
-        "of a case, in turn; what is judged is a restart's median ratio",
-        f"{many(tests, 'test')} share the risk of calling noise significant, {rule.alpha:g}",
-    ]
-    for which, where in (("base", "A"), ("head", "B")):
-        unable = {each.case: each.samples.unable[which] for each in judged.cases if which in each.samples.unable}
-        for why in dict.fromkeys(unable.values()):
-            named = ", ".join(case for case, said in unable.items() if said == why)
-            notes.append(f"not in {which} ({where}): {named}: {why}")
-    return notes
-
-
-def _samples(entry: Entry) -> list[float]:
-    return entry.result.samples["step_time"]
-
-
-def _flat(samples: Samples, which: str) -> list[float]:
-    restarts: list[list[float]] = getattr(samples, which)
-    return [seconds for restart in restarts for seconds in restart]

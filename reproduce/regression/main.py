@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from benchmarks.cases import CASES
 from reproduce.compare.render import as_csv, as_json, legend, table
 from reproduce.decide import Rule
 from reproduce.layout import bullets, many
-from reproduce.machine import ROOT, load_average, machine, versions
+from reproduce.machine import load_average, machine, versions
 from reproduce.record import Git, Run
 from reproduce.recorder import now
 from reproduce.regression.job import JobError, Settings, collect, interleaved
-from reproduce.regression.judge import Judgement, comparison, judge, least_restarts, shared, sides
-from reproduce.regression.trees import Tree, TreeError, checked_out, snapshot
+from reproduce.regression.judge import Judgement, judge, least_restarts, shared
+from reproduce.regression.show import comparison, sides
+from reproduce.regression.trees import Tree, TreeError, trees
 
-__all__ = ["Answer", "JobError", "QuestionError", "Settings", "TreeError", "answer", "choose_cases", "measure", "trees"]
+__all__ = ["Answer", "JobError", "QuestionError", "Settings", "TreeError", "answer", "choose_cases", "measure"]
 
 Told = Callable[[int], None]
 
@@ -85,35 +82,26 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, told: To
             f"nothing could be called significant; give at least {least}"
         )
     with trees(base, head) as (old, new):
-        runs = [_run(tree, settings) for tree in (old, new)]
+        under = Run(
+            state="finished",  # it is shown only if it was
+            command=["python", "-m", "reproduce", *sys.argv[1:]],
+            seed=settings.seed,
+            started=now(),
+            ended=None,
+            device="cpu",
+            devices=2,
+            threads_per_device=1,
+            machine=machine(),
+            versions=versions(),
+            git=None,
+            load=load_average(),
+        )
         judged = measure(old, new, settings, rule, told)
-    return Answer(judged, (old.name, runs[0]), (new.name, runs[1]), settings, rule)
-
-
-@contextlib.contextmanager
-def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree, Tree]]:
-    """Check both sides out into a temporary folder, which is gone afterwards, also where this program is ended."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_terminable())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="regression-")))
-        old = stack.enter_context(checked_out(root, base, folder / "base"))
-        if head is None:
-            yield old, snapshot(root, folder / "head")
-        else:
-            yield old, stack.enter_context(checked_out(root, head, folder / "head"))
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM, such as `timeout` sends, raise `SystemExit`; only the main thread receives signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    both = [
+        (tree.name, replace(under, ended=now(), git=None if tree.commit is None else Git(tree.commit, tree.dirty)))
+        for tree in (old, new)
+    ]
+    return Answer(judged, both[0], both[1], settings, rule)
 
 
 def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Judgement:
@@ -133,20 +121,3 @@ def choose_cases(wanted: Sequence[str]) -> list[str]:
         if not any(text.lower() in name.lower() for name in names):
             raise QuestionError(f"--case {text}: no case's name contains it; there are {', '.join(names)}")
     return [name for name in names if not wanted or any(text.lower() in name.lower() for text in wanted)]
-
-
-def _run(tree: Tree, settings: Settings) -> Run:
-    return Run(
-        state="finished",
-        command=["python", "-m", "reproduce", *sys.argv[1:]],
-        seed=settings.seed,
-        started=now(),
-        ended=None,
-        device="cpu",
-        devices=2,
-        threads_per_device=1,
-        machine=machine(),
-        versions=versions(),
-        git=None if tree.commit is None else Git(tree.commit, tree.dirty),
-        load=load_average(),
-    )

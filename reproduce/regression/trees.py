@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Tree", "TreeError", "checked_out", "commit_of", "snapshot"]
+from reproduce.machine import ROOT
+
+__all__ = ["Tree", "TreeError", "checked_out", "commit_of", "snapshot", "trees"]
 
 PACKAGE = "torchgpipe"
 
@@ -29,6 +36,38 @@ class Tree:
 
 
 @contextlib.contextmanager
+def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree, Tree]]:
+    """Check both sides out into a temporary folder, which is gone afterwards, also where this program is ended."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminable())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="regression-")))
+        old = stack.enter_context(checked_out(root, base, folder / "base"))
+        if head is None:
+            yield old, snapshot(root, folder / "head")
+        else:
+            yield old, stack.enter_context(checked_out(root, head, folder / "head"))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM, such as `timeout` sends, and SIGHUP, of a terminal that was closed, raise `SystemExit`.
+
+    Only the main thread receives signals; one that is ignored, as under `nohup`, stays so.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    ours = {number: before for number, before in handlers.items() if before is not signal.SIG_IGN}
+    for number in ours:
+        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
+    try:
+        yield
+    finally:
+        for number, before in ours.items():
+            signal.signal(number, before)
+
+
+@contextlib.contextmanager
 def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
     """Check torchgpipe of a revision out into `folder`, a git worktree that is there for as long as the context.
 
@@ -44,9 +83,10 @@ def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
             raise TreeError(f"{revision}: that revision holds no folder {PACKAGE}") from None
         yield Tree(folder, revision, commit)
     finally:
-        with contextlib.suppress(TreeError):
-            _git(root, "worktree", "remove", "--force", str(folder))
+        # Once more forced, as git locks a worktree until it is whole; without its folder, as half of one is refused.
         shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(TreeError):
+            _git(root, "worktree", "remove", "--force", "--force", str(folder))
 
 
 def snapshot(root: Path, folder: Path) -> Tree:
@@ -80,15 +120,22 @@ def commit_of(root: Path, revision: str) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Run git out of the reach of Ctrl-C, which is for this program to handle; return what it says."""
+    """Run git in a folder, whatever repository a hook or an alias of git, which may run this program, names."""
+    elsewhere = _said(["git", "rev-parse", "--local-env-vars"], None).split()
+    environment = {name: value for name, value in os.environ.items() if name not in elsewhere}
+    return _said(["git", "-C", str(folder), *arguments], environment)
+
+
+def _said(command: Sequence[str], environment: dict[str, str] | None) -> str:
+    """Return what git says. It is out of the reach of Ctrl-C, which is for this program to handle."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=120, start_new_session=True
+            command, capture_output=True, text=True, timeout=120, start_new_session=True, env=environment
         )
     except FileNotFoundError:
         raise TreeError("git is not installed") from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise TreeError(f"git {arguments[0]} failed: {error}") from None
+        raise TreeError(f"git failed: {error}") from None
     if done.returncode:
-        raise TreeError((done.stderr.strip().splitlines() or [f"git {arguments[0]} failed"])[-1])
+        raise TreeError((done.stderr.strip().splitlines() or [f"git failed: {' '.join(command)}"])[-1])
     return done.stdout.strip()

@@ -13,7 +13,7 @@ import pytest
 
 import benchmarks.interleave as interleaving
 from benchmarks.cases import MACHINERY, Case
-from benchmarks.interleave import NAMES, Side, Timed, interleave
+from benchmarks.interleave import NAMES, BrokenOff, Fork, Side, Timed, interleave
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,8 +68,8 @@ def test_both_are_started_and_warm_before_any_sample_and_end_with_the_restart() 
     run(log)
     assert log.count("start base") == log.count("start head") == 3
     one = log[: log.index("close head") + 1]
-    assert one[:2] == ["start base", "start head"] and one[-2:] == ["close base", "close head"]
-    assert sorted(one[2:10:4]) == ["send base a", "send base b"], "every case is asked of both for the first time"
+    assert sorted(one[:2]) == ["start base", "start head"] and one[-2:] == ["close base", "close head"]
+    assert [line.split()[2] for line in one[2:10:4]] == ["a", "b"], "every case is asked of both for the first time"
     assert {line.split()[1] for line in one[2:10]} == {"base", "head"}
     assert len(one) == 2 + 8 + 2 * 20 * 4 + 2
 
@@ -103,9 +103,55 @@ def test_sides_end_when_one_breaks() -> None:
         def receive(self) -> float | str | None:
             return "Error: gone" if super().receive() == 1.0 else None
 
-    with pytest.raises(RuntimeError, match=r"a ran before, and no longer does in (base|head): "):
+    with pytest.raises(BrokenOff, match=r"a ran before, and no longer does in (base|head): "):
         list(interleave(lambda i: Broken(NAMES[i], log, {}), ["a"], restarts=1, rounds=1, seed=0))
     assert log[-2:] == ["close base", "close head"]
+
+
+def test_what_ran_before_and_cannot_run_at_a_later_restart_is_an_error() -> None:
+    """It may be memory or processes that ran short; to leave the case out would hide it."""
+    log: list[str] = []
+
+    class Short(Fake):
+        def receive(self) -> float | str | None:
+            found = super().receive()
+            return "MemoryError" if log.count("start base") == 2 and self.name == "base" else found
+
+    lines = interleave(lambda i: Short(NAMES[i], log, {}), ["a"], restarts=3, rounds=1, seed=0)
+    assert next(lines)["restart"] == 0
+    with pytest.raises(BrokenOff, match="a ran before, and no longer does in base: MemoryError"):
+        next(lines)
+    assert log[-2:] == ["close base", "close head"]
+
+
+def test_restarts_that_follow_others() -> None:
+    log: list[str] = []
+    lines = list(interleave(sides(log), ["a"], restarts=2, rounds=1, seed=0, first=5))
+    assert [line["restart"] for line in lines] == [5, 6]
+    with pytest.raises(BrokenOff, match="a ran before, and no longer does in head: gone"):
+        list(interleave(sides(log, head={"a": "gone"}), ["a"], restarts=2, rounds=1, seed=0, first=5))
+
+
+@pytest.mark.parametrize("what", ["start", "send"])
+def test_who_comes_first_is_drawn_for_each_restart(what: str) -> None:
+    log: list[str] = []
+    run(log, restarts=40, rounds=1)
+    ends = [i for i, line in enumerate(log) if line == "close head"]
+    begins = [0, *(end + 1 for end in ends[:-1])]
+    firsts = [next(line.split()[1] for line in log[begin:] if line.startswith(what)) for begin in begins]
+    assert len(firsts) == 40 and 10 <= firsts.count("base") <= 30
+
+
+@pytest.mark.parametrize("ask", [lambda fork: fork.send("a"), lambda fork: fork.receive()])
+def test_a_process_that_ended_by_itself(ask: Callable[[Fork], object], tmp_path: Path) -> None:
+    fork = Fork(tmp_path)
+    try:
+        fork._process.kill()
+        fork._process.join()
+        with pytest.raises(BrokenOff, match="a measuring process ended by itself"):
+            ask(fork)
+    finally:
+        fork.close()
 
 
 class Clock:

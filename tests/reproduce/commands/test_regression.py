@@ -18,6 +18,9 @@ import pytest
 
 from benchmarks.cases import CASES
 from reproduce.cli import main
+from reproduce.commands.compare import compare
+from reproduce.commands.regression import regression
+from reproduce.decide import Rule
 from reproduce.regression import main as asked
 from reproduce.regression.job import JobError, Settings
 from reproduce.regression.trees import Tree, TreeError
@@ -73,25 +76,38 @@ def test_an_unchanged_tree_passes(made_up: Callable[..., None], capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("factor", "options", "code"),
-    [(1.1, [], 1), (1.04, [], 0), (1.04, ["--threshold", "0.03"], 1), (0.8, [], 0), (1.1, ["--alpha", "0.00001"], 2)],
+    ("factor", "options", "code", "verdict"),
+    [
+        (1.1, [], 1, "worse"),
+        (1.04, [], 0, "~"),
+        (1.04, ["--threshold", "0.03"], 1, "worse"),
+        (0.8, [], 0, "better"),
+        (1.1, ["--alpha", "0.00001"], 2, None),
+    ],
 )
 def test_a_slower_case(
-    factor: float, options: list[str], code: int, made_up: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    factor: float,
+    options: list[str],
+    code: int,
+    verdict: str | None,
+    made_up: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made_up({"U-Net GPipe": factor})
     assert main(["regression", "--base", "v1", *options]) == code
     out, err = capsys.readouterr()
     assert (err == "reproduce: slower than v1: U-Net GPipe\n") == (code == 1)
-    if code != 2:
-        assert "worse" in next(line for line in out.splitlines() if "U-Net GPipe" in line) or code == 0
+    lines = [line.split() for line in out.splitlines() if line.startswith("U-Net GPipe")]
+    assert [line[-1] for line in lines] == ([] if verdict is None else [verdict])
 
 
 def test_all_slower_is_judged_together(made_up: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     made_up(dict.fromkeys(NAMES, 1.2))
     assert main(["regression", "--base", "v1", "--format", "json"]) == 1
     out, err = capsys.readouterr()
-    rows = json.loads(out)["tables"][0]["rows"]
+    (shown,) = json.loads(out)["tables"]
+    rows = shown["rows"]
+    assert shown["geometric_mean"] == {"B": rows[-1]["ratio"]}, "one number of that name"
     assert rows[-1]["row"] == "geometric mean" and rows[-1]["verdict"] == "worse"
     assert rows[-1]["ratio"] == pytest.approx(1.2, rel=0.01) and "all together" in err
 
@@ -138,6 +154,16 @@ def test_markdown_is_written_also_where_it_fails(
     assert capsys.readouterr().out.startswith("experiment,row,metric")
 
 
+def test_defaults_stand_in_one_place() -> None:
+    """The command's are written out, as to import the others takes seconds that `--help` has no use for."""
+    offered = {option.name: option.default for option in regression.params}
+    settings, rule = Settings([]), Rule()
+    assert (offered["restarts"], offered["rounds"]) == (settings.restarts, settings.rounds)
+    for command in (regression, compare):
+        offered = {option.name: option.default for option in command.params}
+        assert (offered["alpha"], offered["threshold"]) == (rule.alpha, rule.threshold)
+
+
 def test_a_filter(made_up: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     made_up()
     assert main(["regression", "--base", "v1", "--case", "u-net g", "--restarts", "8"]) == 0
@@ -179,16 +205,23 @@ def test_what_is_wrong_is_one_line(
     ("error", "code"), [(JobError("it broke"), 1), (TreeError("it broke"), 2), (KeyboardInterrupt(), 130)]
 )
 def test_what_breaks_it_off(
-    error: BaseException, code: int, made_up: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    made_up: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made_up()
 
     def interleaved(*arguments: object) -> Iterator[dict[str, object]]:
+        yield {"case": NAMES[0], "restart": 0, "base": [1.0], "head": [1.0]}
         raise error
-        yield {}
 
     monkeypatch.setattr(asked, "interleaved", interleaved)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["regression", "--base", "v1"]) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("\rrestart 1 of 20 done\nreproduce: "), "the message has a line of its own"
 
 
 # --- for real --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from reproduce.regression import experiment
 from reproduce.regression.experiment import order, prove, table
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import Judgement, judge
+from reproduce.regression.trees import Tree
 
 UNDER = {"when": "2026-01-02T03:04:05+00:00", "torch": "2", "python": "3", "cpu": "a CPU", "cores": 2, "load": 0.0,
          "revision": "0123456789", "dirty": False}  # fmt: skip
@@ -44,7 +45,8 @@ def test_only_what_is_missing_is_run() -> None:
     prove(measured, [0.0, 0.1, 0.0], Settings(["a", "b"]), runs, lambda: saved.append(len(runs)))
     assert saved == [2, 3] and runs[0] == {"planted": 0.0, "kept": "from before"}
     assert [(run["planted"], run["worse"]) for run in runs[1:]] == [(0.1, ["a", "b", "all together"]), (0.0, [])]
-    assert len(runs[1]["cases"]["a"]["restarts"]) == 12
+    assert runs[1]["cases"]["a"]["base"] == [[1.0] * 3] * 12, "every sample"
+    assert [len(restart) for restart in runs[1]["cases"]["a"]["head"]] == [3] * 12
 
 
 def test_the_table_counts_what_the_record_says(tmp_path: Path) -> None:
@@ -63,11 +65,18 @@ def test_the_table_counts_what_the_record_says(tmp_path: Path) -> None:
     assert table({"what": what, "runs": runs}).startswith("4 runs")
 
 
+def same_trees(base: str, head: str | None) -> contextlib.AbstractContextManager[tuple[Tree, Tree]]:
+    """Compare what a user does: a revision, and the working tree."""
+    assert (base, head) == ("HEAD", None)
+    return contextlib.nullcontext((Tree(Path("base"), base, "1"), Tree(Path("head"), "the working tree", "1")))
+
+
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the tree for clean, and measure nothing."""
     monkeypatch.setattr(experiment, "circumstances", lambda: dict(UNDER))
-    monkeypatch.setattr(experiment, "trees", lambda base, head: contextlib.nullcontext((base, head)))
+    monkeypatch.setattr(experiment, "checkout", lambda: {"revision": UNDER["revision"], "dirty": False})
+    monkeypatch.setattr(experiment, "trees", same_trees)
     monkeypatch.setattr(experiment, "measure", lambda base, head, settings, rule: measured(settings))
 
 
@@ -113,3 +122,23 @@ def test_a_tree_with_changes_is_refused(
     with pytest.raises(SystemExit) as exit:
         experiment.main(["--json", str(tmp_path / "x.json")])
     assert exit.value.code == 2 and "the tree has changes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("meanwhile", [{"dirty": True}, {"revision": "8"}])
+def test_a_run_during_which_the_tree_changed_is_not_kept(
+    meanwhile: dict[str, Any], clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    states = [experiment.checkout(), {**experiment.checkout(), **meanwhile}]
+    monkeypatch.setattr(experiment, "checkout", lambda: states.pop(0))
+    with pytest.raises(SystemExit, match=r"the tree is no longer 012345678 without changes; .*; 1 runs are kept"):
+        experiment.main(["--unchanged", "2", "--planted", "1", "--json", str(tmp_path / "x.json")])
+    assert len(json.loads((tmp_path / ".x.unfinished.json").read_text())["runs"]) == 1
+
+
+def test_files_that_git_does_not_know_are_no_part_of_a_revision(
+    clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pair = Tree(Path("base"), "HEAD", "1"), Tree(Path("head"), "the working tree", "1", dirty=True)
+    monkeypatch.setattr(experiment, "trees", lambda base, head: contextlib.nullcontext(pair))
+    with pytest.raises(SystemExit, match="files in torchgpipe that git does not know"):
+        experiment.main(["--json", str(tmp_path / "x.json")])

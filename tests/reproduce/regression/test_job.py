@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from reproduce.regression import job
 from reproduce.regression.job import JobError, Samples, Settings, collect, interleaved
 from reproduce.regression.trees import Tree
 
@@ -31,3 +33,52 @@ def test_a_job_that_breaks_off_says_why(tmp_path: Path) -> None:
     lines = interleaved(tree, tree, Settings(["machinery never"]))
     with contextlib.closing(lines), pytest.raises(JobError, match=r"exit code 2: .*there is no torchgpipe in"):
         next(lines)
+
+
+STAND_IN = """
+import json, sys
+options = dict(part.split("=", 1) for part in sys.argv if part.startswith("--"))
+cases = [part.split("=", 1)[1] for part in sys.argv if part.startswith("--case")]
+first, restarts = int(options["--first"]), int(options["--restarts"])
+if not first and "b" in cases:
+    print(json.dumps({"case": "b", "unable": {"base": "gone"}}))
+    cases.remove("b")
+for i in range(first, first + restarts):
+    for case in cases:
+        print(json.dumps({"case": case, "restart": i, "base": [1.0], "head": [1.0]}))
+"""
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Tree]:
+    """Let the job be a script of ours."""
+
+    def be(script: str) -> Tree:
+        package = tmp_path / "benchmarks"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "interleave.py").write_text(script)
+        monkeypatch.setattr(job, "ROOT", tmp_path)
+        return Tree(tmp_path, "a tree", None)
+
+    return be
+
+
+@pytest.mark.parametrize("cases", [["a", "b"], ["b"]])
+def test_a_new_parent_for_every_few_restarts(cases: list[str], stand_in: Callable[[str], Tree]) -> None:
+    """What a side cannot run is told once, and not asked for again."""
+    tree = stand_in(STAND_IN)
+    lines = list(interleaved(tree, tree, Settings(cases, restarts=12)))
+    assert [line["case"] for line in lines if "unable" in line] == ["b"]
+    expected = list(range(12)) if "a" in cases else []
+    assert [line["restart"] for line in lines if "restart" in line] == expected
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [("hello", "'hello'"), ("[1]", "'\\[1\\]'"), ("7", "'7'"), ('{"case": "x"}', "'{\"case\": \"x\"}'")],
+)
+def test_what_is_no_sample_is_one_line(printed: str, shown: str, stand_in: Callable[[str], Tree]) -> None:
+    tree = stand_in(f"print({printed!r})")
+    with pytest.raises(JobError, match=f"^the measuring job printed {shown}, which is no sample; torchgpipe must not"):
+        list(interleaved(tree, tree, Settings(["a"])))

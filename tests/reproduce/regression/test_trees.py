@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from reproduce.regression.trees import TreeError, checked_out, snapshot
+from reproduce.regression.trees import TreeError, checked_out, snapshot, trees
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -109,3 +111,46 @@ def test_no_git(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.fail("not reached")
     tree = snapshot(root, tmp_path / "head")
     assert tree.commit is None and version(tree.folder) == "version = 'new'\n"
+
+
+def test_what_a_hook_says_of_its_repository_is_not_obeyed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook runs with the user's index in the environment; the base's files must not get into it."""
+    monkeypatch.setenv("GIT_DIR", str(root / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(root / ".git" / "index"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(root))
+    with checked_out(root, "old", tmp_path / "base") as tree:
+        assert version(tree.folder) == "version = 'old'\n" and version(root) == "version = 'new'\n"
+        assert git(root, "status", "--porcelain") == ""
+    assert worktrees(root) == 1 and git(root, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_worktree_that_git_did_not_finish_is_removed(half: bool, root: Path, tmp_path: Path) -> None:
+    with checked_out(root, "old", tmp_path / "base") as tree:
+        git(root, "worktree", "lock", "--reason", "initializing", str(tree.folder))
+        if half:
+            (tree.folder / ".git").unlink()
+    assert worktrees(root) == 1 and not (tmp_path / "base").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_an_end_like_any_other(number: signal.Signals, root: Path) -> None:
+    with pytest.raises(SystemExit) as exit, trees("old", None, root) as (base, head):
+        assert version(base.folder) != version(head.folder)
+        os.kill(os.getpid(), number)
+        signal.pause()
+    assert exit.value.code == 128 + number
+    assert worktrees(root) == 1 and not base.folder.parent.exists()
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so(root: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with trees("old", "new", root):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
