@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m reproduce.regression.experiment", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--unchanged", type=int, default=20, help="runs on an unchanged tree (default 20)")
-    parser.add_argument("--planted", type=int, default=10, help=f"runs with a delay of {DELAY:.0%} (default 10)")
+    parser.add_argument("--planted", type=int, default=10, help=f"runs with a delay of {DELAY:.0%}% (default 10)")
     parser.add_argument("--json", type=Path, default=BENCHMARKS / "regression.json", metavar="FILE", help="the result")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an experiment that was broken off")
     options = parser.parse_args(arguments)

@@ -142,3 +142,10 @@ def test_files_that_git_does_not_know_are_no_part_of_a_revision(
     monkeypatch.setattr(experiment, "trees", lambda base, head: contextlib.nullcontext(pair))
     with pytest.raises(SystemExit, match="files in torchgpipe that git does not know"):
         experiment.main(["--json", str(tmp_path / "x.json")])
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A lone percent sign in an option's help would break it."""
+    with pytest.raises(SystemExit) as exit:
+        experiment.main(["--help"])
+    assert exit.value.code == 0 and "with a delay of 10%" in " ".join(capsys.readouterr().out.split())
