@@ -8,7 +8,7 @@ from typing import Literal, get_args
 __all__ = ["Mode", "checkpointed", "checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
 
 Mode = Literal["always", "except_last", "never"]
-MODES: tuple[str, ...] = get_args(Mode)
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class _Pass(threading.local):

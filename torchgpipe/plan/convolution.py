@@ -28,7 +28,7 @@ def convolution(func: Any, args: Sequence[Any], result: Tensor) -> list[Operator
     image, weight, bias, stride, _, dilation, transposed, _, groups = args
     known = Convolution(image, weight, result, stride, dilation, transposed, groups)
     tensors = [x for x in (image, weight, bias, result) if x is not None]
-    return [known.operator(_flops(func, args, result), tensors, Grid(weight.shape[0], _pixels(result)))]
+    return [known.operator(_flops(func, args, result), tensors, Grid(weight.shape[0], _pixels(result)), result)]
 
 
 def convolution_backward(func: Any, args: Sequence[Any], results: Sequence[Tensor | None]) -> list[Operator]:
@@ -45,8 +45,10 @@ def convolution_backward(func: Any, args: Sequence[Any], results: Sequence[Tenso
         flops = _flops(func, (*args[:-1], [i == j for j in range(3)]), results)
         grid = Grid(weight.shape[1], _pixels(image))
         if i == 1:
+            flops /= groups  # which the formula leaves out for the weight alone
             grid = Grid(weight.shape[0], weight[0].numel(), divisible=True)
-        operators.append(known.operator(flops, (result, (weight, image)[i], gradient), grid))
+        tiled = image if i == 0 else result
+        operators.append(known.operator(flops, (result, (weight, image)[i], gradient), grid, tiled))
     return operators
 
 
@@ -61,34 +63,37 @@ class Convolution(NamedTuple):
     transposed: bool
     groups: int
 
-    def operator(self, flops: float, tensors: Sequence[Tensor], grid: Grid) -> Operator:
-        """Return the operator that computes one of the three, as matrices of `grid`, from and to `tensors`."""
+    def operator(self, flops: float, tensors: Sequence[Tensor], grid: Grid, tiled: Tensor) -> Operator:
+        """Return the operator that computes one of the three, as matrices of `grid`, from and to `tensors`.
+
+        Winograd kernels cut `tiled` into tiles: what is computed, or of a weight's gradient the result's.
+        """
         small = tuple(self.weight.shape[2:]) == (3, 3) and all(s == 1 for s in self.stride)
         plain = self.groups == 1 and not self.transposed
         others: list[tuple[Operator, ...]] = []
         if small and plain and all(d == 1 for d in self.dilation):
-            others.append(self._unfused(grid))
+            others.append(self._unfused(grid, tiled))
             if not grid.divisible:
-                others.append(self._fused(grid))
+                others.append(self._fused(grid, tiled))
         moved = float(sum(map(bytes_of, tensors)))
         kind: OperatorClass = "conv3x3" if small else "conv"
         return Operator(kind, dtype_of(self.weight), flops, moved, tuple(others), grid if plain else None)
 
-    def _fused(self, grid: Grid) -> tuple[Operator, ...]:
+    def _fused(self, grid: Grid, tiled: Tensor) -> tuple[Operator, ...]:
         """Return F(2 x 2, 3 x 3): the transform of the weights, then one kernel for all else."""
-        weights, tiles = self._weights, _tiles(self.result, 2)
+        weights, tiles = self._weights, _tiles(tiled, 2)
         moved = bytes_of(self.image) + bytes_of(self.result) + 16.0 * weights * self.weight.element_size()
         return (
             self._winograd(0.0, (9.0 + 16.0) * weights * self.weight.element_size(), None),
             self._winograd(2.0 * 16 * weights * tiles, moved, Grid(grid.rows, 4 * tiles)),
         )
 
-    def _unfused(self, grid: Grid) -> tuple[Operator, ...]:
+    def _unfused(self, grid: Grid, tiled: Tensor) -> tuple[Operator, ...]:
         """Return F(4 x 4, 3 x 3): transforms of what comes in and of the result, and a product for each of 36 values.
 
-        Which of the three tensors is the result changes none of the figures, but the shape of the products.
+        Which of the three is computed changes what is tiled, and the shape of the products.
         """
-        weights, tiles = self._weights, _tiles(self.result, 4)
+        weights, tiles = self._weights, _tiles(tiled, 4)
         plain = sum(map(bytes_of, (self.image, self.weight, self.result)))
         transformed = 36.0 * (tiles * sum(self.weight.shape[:2]) + weights) * self.weight.element_size()
         columns = self.weight.shape[1] if grid.divisible else tiles

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.plan.amount import amount
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.task import task_bytes
 
-__all__ = ["Impossible", "hopeless", "why"]
+__all__ = ["Impossible", "Least", "hopeless", "least", "why"]
 
 
 class Impossible(ValueError):
     """Tell in one line why no setup fits."""
 
 
-def hopeless(predictor: Predictor, devices: int, memory: float, state: int) -> str | None:
+class Least(NamedTuple):
+    """The setup that needs the least, of those that were asked about, and the bytes of its fullest device."""
+
+    setup: Setup
+    peak: float
+
+    def __str__(self) -> str:
+        sizes = self.setup.sizes
+        return f"chunks={len(sizes)} (micro-batches of {sizes[0]}) and checkpoint={self.setup.checkpoint!r}"
+
+
+def hopeless(predictor: Predictor, batch_size: int, devices: int, memory: float, state: int) -> str | None:
     """Say what makes every setup impossible: a layer that fits no device, or all of them together; else `None`."""
     layers = predictor.layers(1).layers
-    footprints = predictor.counts.footprints(1)
-    needs = []
-    for i, layer in enumerate(layers):
-        task = task_bytes(footprints, i, i + 1)
-        work = max(task.inputs + task.graph, task.recomputed + task.later) + task.output_grad
-        needs.append(layer.parameters * (2 + state) + layer.frozen + work)
+    # A single micro-batch makes each gradient once; of several, each but the first has gradients beside those summed.
+    needs = _alone(predictor, batch_size, state, summed=False)
+    if batch_size > 1:
+        needs = [min(pair) for pair in zip(needs, _alone(predictor, 1, state, summed=True), strict=True)]
     heaviest = max(range(len(needs)), key=needs.__getitem__)
     if needs[heaviest] > memory:
         return (
             f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(needs[heaviest])} of {amount(memory)}, "
-            "with micro-batches of one sample: split the layer, or use devices with more memory"
+            "with micro-batches of any size: split the layer, or use devices with more memory"
         )
     static = sum(layer.parameters * (2 + state) + layer.frozen for layer in layers)
     if static > devices * memory:
@@ -41,14 +53,41 @@ def hopeless(predictor: Predictor, devices: int, memory: float, state: int) -> s
     return None
 
 
-def why(predictor: Predictor, batch_size: int, devices: int, memory: float, state: int) -> str:
-    """Say by how much the setup that needs the least misses, where no setup was found."""
-    least = Setup(batch_size, (1,), batch_size, "always", state)
-    layers = predictor.layers(1).layers
-    needed = [layer.parameters * (2.0 + state) + layer.frozen for layer in layers]
-    balance = tuple(minimise_heaviest(needed, min(devices, len(layers))))
-    peak = max(d.peak for d in setup_memory(predictor.counts, replace(least, balance=balance)))
+def _alone(predictor: Predictor, size: int, state: int, *, summed: bool) -> list[float]:
+    """Return the least bytes of each layer at work on `size` samples, after others if gradients are `summed`."""
+    footprints = predictor.counts.footprints(size)
+    needs = []
+    for i, layer in enumerate(predictor.counts.low):
+        task = task_bytes(footprints, i, i + 1)
+        checkpointed, alone = (task.later, task.later_alone) if summed else (task.first, task.first_alone)
+        backward = min(task.recomputed + checkpointed, task.kept + alone) + task.output_grad
+        backward += layer.parameters if summed else 0.0
+        static = layer.parameters * (1 + state) + layer.frozen
+        needs.append(static + max(task.inputs + task.graph, backward))
+    return needs
+
+
+def least(
+    predictor: Predictor, batch_size: int, partitions: int, state: int, chunks: Sequence[int], modes: Sequence[Mode]
+) -> Least:
+    """Return which of the setups needs the least, balanced by parameters."""
+    needed = [layer.parameters * (2.0 + state) + layer.frozen for layer in predictor.counts.low]
+    setup = Setup(batch_size, tuple(minimise_heaviest(needed, partitions)), state=state)
+    setups = [replace(setup, chunks=m, checkpoint=mode) for m in chunks for mode in modes]
+    found = [Least(s, max(d.peak for d in setup_memory(predictor.counts, s))) for s in setups]
+    return min(found, key=lambda x: x.peak)
+
+
+def why(predictor: Predictor, allowed: Least, batch_size: int, devices: int, memory: float) -> str:
+    """Say by how much the setup that needs the least misses, of those `allowed`, and what would need less."""
+    partitions = min(devices, len(predictor.counts))
+    free = least(predictor, batch_size, partitions, allowed.setup.state, sorted({1, batch_size}), MODES)
+    if free.peak <= memory:
+        return (
+            f"what was asked for is in the way: with {allowed}, balanced by parameters, the fullest device needs "
+            f"{amount(allowed.peak)} of {amount(memory)}; on {partitions} device(s), {free} needs {amount(free.peak)}"
+        )
     return (
-        f"no balance fits {devices} device(s) of {amount(memory)}: even in {batch_size} micro-batches of one, all "
-        f"recomputed and balanced by parameters, the fullest needs {amount(peak)}; use more devices, or a smaller batch"
+        f"no balance fits {devices} device(s) of {amount(memory)}: even with {free}, balanced by parameters, "
+        f"the fullest needs {amount(free.peak)}; use more devices, or a smaller batch"
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.plan.fill import Estimate, fill, layer_seconds, relieve, smallest
-from torchgpipe.plan.impossible import Impossible, hopeless, why
+from torchgpipe.plan.impossible import Impossible, hopeless, least, why
 from torchgpipe.plan.memory import Device, setup_memory
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
 
@@ -24,7 +24,7 @@ __all__ = ["MODES", "Candidate", "assess", "chunk_choices", "search"]
 
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 MOST_EVENTS = 200_000
-"""Tasks that a replay of a candidate may have; setups with more micro-batches than that are not considered."""
+"""Tasks that a replay of a candidate may have; with more micro-batches than that, one is tried where no other fits."""
 WANTED = 4
 """How many setups to return, by default."""
 IMPROVED = 2
@@ -49,9 +49,16 @@ class Candidate:
 
 
 def chunk_choices(batch_size: int, partitions: int) -> list[int]:
-    """Return every number of micro-batches that has a micro-batch size of its own: at most two square roots' worth."""
+    """Return every number of micro-batches that has a micro-batch size of its own: at most two square roots' worth.
+
+    Those with more than `MOST_EVENTS` tasks are left out.
+    """
+    return [m for m in _every_choice(batch_size) if 3 * m * partitions <= MOST_EVENTS]
+
+
+def _every_choice(batch_size: int) -> list[int]:
     by_size = {size: len(micro_batch_sizes(batch_size, -(-batch_size // size))) for size in range(1, batch_size + 1)}
-    return [m for m in sorted(set(by_size.values())) if 3 * m * partitions <= MOST_EVENTS]
+    return sorted(set(by_size.values()))
 
 
 def search(
@@ -76,7 +83,7 @@ def search(
     layers = len(predictor.counts)
     most = min(devices, layers)
     counts = partitions or sorted({n for n in (1, 2, 4, 8, 16, 32, 64, most) if n <= most})
-    if (reason := hopeless(predictor, devices, memory, state)) is not None:
+    if (reason := hopeless(predictor, batch_size, devices, memory, state)) is not None:
         raise Impossible(reason)
     drafts: list[Setup] = []
     balanced = functools.cache(lambda n, costs: tuple(minimise_heaviest(costs, n)))
@@ -121,7 +128,15 @@ def search(
                 other = replace(setup, balance=balance)
                 heapq.heappush(queue, (predictor.step(other).seconds, order, other))
     if not found:
-        raise Impossible(why(predictor, batch_size, devices, memory, state))
+        # At last, balanced by parameters: one micro-batch, the smallest ones, and whatever was left out above.
+        n = max(counts)
+        tried = sorted(chunks or {1, batch_size, *_every_choice(batch_size)} - {*chunk_choices(batch_size, n)[1:-1]})
+        smallest_of = [least(predictor, batch_size, n, state, [m], checkpoint) for m in tried]
+        fitting = next((x for x in smallest_of if x.peak <= memory), None)
+        if fitting is None:
+            allowed = min(smallest_of, key=lambda x: x.peak)
+            raise Impossible(why(predictor, allowed, batch_size, devices, memory))
+        return [assess(predictor, fitting.setup)]
     return sorted(found.values(), key=lambda c: c.seconds)
 
 

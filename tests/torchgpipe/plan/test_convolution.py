@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -58,6 +59,18 @@ def test_what_they_put_out() -> None:
     assert [way[-1].grid for way in weight.others] == [Grid(K, C, 36, divisible=True)]
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_tiles_are_of_what_is_computed(padding: int) -> None:
+    """Without padding a 6 x 6 image has a result of 4 x 4, and with padding of 2 one of 8 x 8."""
+    (operator,), (image, weight) = counted(nn.Conv2d(C, K, 3, padding=padding, bias=False), N, C, SIZE, SIZE)
+    edge = SIZE - 2 + 2 * padding
+    tiles = {4: N * math.ceil(edge / 4) ** 2, 2: N * math.ceil(edge / 2) ** 2}
+    assert [way[-1].grid for way in operator.others] == [Grid(K, tiles[4], 36), Grid(K, 4 * tiles[2])]
+    assert [way[-1].grid for way in image.others] == [Grid(C, TILES4, 36), Grid(C, 4 * TILES2)]
+    assert ways(image)[1][0] == 2 * 16 * WEIGHTS * TILES2
+    assert ways(weight)[0][0] == 2 * 36 * WEIGHTS * tiles[4]
+
+
 def test_large_images_of_many_channels_multiply_4_and_2_25_times_less() -> None:
     ((operator,), _) = counted(nn.Conv2d(C, K, 3, padding=1, bias=False), N, C, 64, 64)
     assert [operator.flops / flops for flops, _ in ways(operator)] == [4, 2.25]
@@ -78,6 +91,15 @@ def test_without_winograd_forms(options: dict[str, Any], kind: str, tiled: bool)
     assert [x.kind for x in (*forward, *backward)] == [kind] * 3
     assert [x.others for x in (*forward, *backward)] == [()] * 3
     assert all((x.grid is not None) == tiled for x in (*forward, *backward))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize(("groups", "out"), [(1, K), (2, K), (C, C)])
+def test_gradients_of_grouped_convolutions_are_as_much_work_as_their_forward(kind: Any, groups: int, out: int) -> None:
+    (operator,), (image, weight) = counted(kind(C, out, 3, groups=groups, bias=False), N, C, 16, 16)
+    positions = 14**2 if kind is nn.Conv2d else 16**2
+    assert operator.flops == 2 * 9 * N * positions * C * out / groups
+    assert image.flops == weight.flops == operator.flops
 
 
 def test_transposed() -> None:

@@ -113,6 +113,31 @@ def test_names_the_layer_that_is_too_large() -> None:
         plan(model(), X, batch_size=8, devices=8, memory=400 * 1024, hardware=NODE)
 
 
+def test_a_layer_fits_whose_gradients_are_made_once() -> None:
+    """Parameters and gradients take 2 P; a second micro-batch would add P."""
+    layer = nn.Sequential(nn.Linear(4096, 4096))
+    room = 2.5 * sum(p.nbytes for p in layer.parameters())
+    found = plan(layer, torch.empty(1, 4096), batch_size=4, devices=1, memory=room, hardware=NODE, optimizer="sgd")
+    assert found.chunks == 1
+    with pytest.raises(Impossible, match=r"layer 0 .* alone needs"):
+        plan(layer, torch.empty(1, 4096), batch_size=4, devices=1, memory=room * 0.79, hardware=NODE, optimizer="sgd")
+
+
+def test_says_where_a_restriction_is_in_the_way() -> None:
+    with pytest.raises(Impossible, match=r"what was asked for .*chunks=1 .*'never'.*chunks=3000 .*'always' needs"):
+        plan(model(), X, batch_size=3000, devices=1, memory="4MiB", hardware=NODE, chunks=[1], checkpoint=["never"])
+
+
+def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {"batch_size": 3000, "devices": 1, "memory": "4MiB", "hardware": NODE}
+    free = plan(model(), X, **arguments)
+    monkeypatch.setattr("torchgpipe.plan.search.MOST_EVENTS", 3 * 2)
+    found = plan(model(), X, **arguments)
+    assert found.chunks > 2
+    assert max(found.peaks) <= 4 * 2**20
+    assert found.seconds >= free.seconds
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
