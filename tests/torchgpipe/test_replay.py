@@ -50,32 +50,67 @@ def any_costs(draw: st.DrawFn) -> Costs:
     m, n = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     cell = st.floats(0, 10).map(lambda x: round(x, 3))
     rows = st.lists(st.lists(cell, min_size=n, max_size=n), min_size=m, max_size=m)
-    return Costs(draw(rows), draw(rows), draw(rows), copy=draw(cell), loss=draw(cell))
+    copy = draw(st.one_of(cell, st.lists(cell, min_size=n - 1, max_size=n - 1)))
+    routes = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    skips = draw(st.dictionaries(st.sampled_from(routes), cell, max_size=4)) if routes else {}
+    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, draw(st.booleans()))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
+    """List all copies of a micro-batch in forward: source, target, seconds; a partition's next one goes first."""
+    n = len(costs.forward[0])
+    copies = [costs.copy] * (n - 1) if isinstance(costs.copy, float) else costs.copy
+    return [*((j, j + 1, x) for j, x in enumerate(copies)), *((a, b, x) for (a, b), x in costs.skips.items())]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(any_costs())
 def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
     timeline = replay(costs)
     m, n = len(costs.forward), len(costs.forward[0])
-    at = {(e.kind, e.micro_batch, e.partition): e for e in timeline.events}
-    last_forward = max(e.end for e in timeline.events if e.kind == "forward" and e.partition == n - 1)
-    previous: dict[int, float] = {}
+    assert len({(e.kind, e.micro_batch, e.partition) for e in timeline.events}) == len(timeline.events)
+    assert len(timeline.events) == 2 * m * n + sum(x > 0 for row in costs.recompute for x in row)
+    free, there = [0.0] * n, dict.fromkeys(((i, j) for i in range(m) for j in range(n)), 0.0)
+    backward = False
+
     for e in timeline.events:
         i, j = e.micro_batch, e.partition
-        needs = [0.0, previous.get(j, 0.0)]
-        if e.kind == "forward" and j > 0:
-            needs.append(at["forward", i, j - 1].end + costs.copy)
-        if e.kind != "forward":
-            needs.append(last_forward + costs.loss)
-        if e.kind == "backward" and j < n - 1:
-            needs.append(at["backward", i, j + 1].end + costs.copy)
-        assert e.start == max(needs)
-        previous[j] = e.end
-    assert timeline.seconds == max(previous.values())
+        if e.kind != "forward" and not backward:  # all begins again, once the loss is there
+            backward = True
+            begin = (max(free) if costs.blocking else free[-1]) + costs.loss
+            free, there = [begin] * n, dict.fromkeys(there, begin)
+        assert e.start == (free[j] if e.kind == "recompute" else max(free[j], there[i, j]))
+        assert e.end == e.start + getattr(costs, e.kind)[i][j]
+        free[j] = e.end
+        if e.kind == "recompute":
+            continue
+        for a, b, seconds in routes_of(costs):
+            source, target = (b, a) if backward else (a, b)
+            if source != j:
+                continue
+            arrival = e.end + seconds
+            if costs.blocking and seconds:  # both sides are busy until it is done
+                arrival = free[source] = free[target] = max(free[source], free[target]) + seconds
+            there[i, target] = max(there[i, target], arrival)
+    assert timeline.seconds == max(free)
     for j in range(n):
-        order = [e.micro_batch for e in timeline.events if e.partition == j and e.kind == "backward"]
-        assert order == list(reversed(range(m)))
+        for kind, order in (("forward", range(m)), ("backward", reversed(range(m)))):
+            assert [e.micro_batch for e in timeline.events if e.partition == j and e.kind == kind] == list(order)
+
+
+def test_copies_each_take_their_own_time() -> None:
+    ones, none = [[1.0] * 3], [[0.0] * 3]
+    assert replay(Costs(ones, none, none, copy=[0.5, 2.0])).seconds == pytest.approx(3 + 2.5 + 2.5)
+    skipped = Costs(ones, none, none, copy=0.0, skips={(0, 2): 5.0})
+    assert replay(skipped).seconds == pytest.approx(1 + 5 + 1 + 5)
+
+
+def test_blocking_copies_keep_both_sides_from_work() -> None:
+    # The second micro-batch starts on partition 0 only after the copy of the first.
+    table, none = [[1.0, 1.0]] * 2, [[0.0, 0.0]] * 2
+    streams, blocked = (replay(Costs(table, none, none, copy=0.5, blocking=x)) for x in (False, True))
+    assert [e.start for e in streams.events if e.partition == 0 and e.kind == "forward"] == [0.0, 1.0]
+    assert [e.start for e in blocked.events if e.partition == 0 and e.kind == "forward"] == [0.0, 1.5]
 
 
 def test_imports_no_torch() -> None:

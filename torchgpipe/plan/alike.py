@@ -30,9 +30,16 @@ def behaviour(layer: torch.nn.Module, value: Any, more: object = None) -> object
 
 
 class _Shapes(pickle.Pickler):
-    """Write no tensor, only what it looks like."""
+    """Write no tensor, only what it looks like, and which of those written before share its storage."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._numbers: dict[int, int] = {}  # address of a storage, which the pickled tensors keep alive -> its number
 
     def persistent_id(self, item: object) -> object:
         if not isinstance(item, Tensor):
             return None
-        return str((item.shape, item.dtype, item.stride(), item.requires_grad, item.untyped_storage().nbytes()))
+        storage = item.untyped_storage()
+        number = self._numbers.setdefault(storage._cdata, len(self._numbers))
+        looks = (item.shape, item.dtype, item.stride(), item.storage_offset(), item.requires_grad)
+        return str((*looks, storage.nbytes(), number))

@@ -22,6 +22,9 @@ __all__ = ["Counter"]
 # Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
 NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax")
 POOLS = ("pool", "upsample")
+# Operators that read of their first tensor only as much as they put out, and those that only overwrite it.
+LOOKUPS = ("embedding", "index_select", "gather", "index")
+WRITE_ONLY = ("fill_", "zero_", "copy_")
 
 
 class Counter(TorchDispatchMode):
@@ -56,7 +59,14 @@ def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
     formula = flop_formula(func)
     flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
     kind = _kind(func, flops)
-    moved = sum(bytes_of(x) for x in (*inputs, *outputs))
+    written = sum(map(bytes_of, outputs))
+    read = list(map(bytes_of, inputs))
+    name = func.__name__.partition(".")[0]
+    if name in WRITE_ONLY:
+        read[0] = 0
+    elif name in LOOKUPS:
+        read[0] = min(read[0], written)
+    moved = sum(read) + written
     if kind == "norm":  # twice over their largest input: once for the statistics, once to apply them
         moved += max(map(bytes_of, inputs), default=0) * (2 if "backward" in str(func) else 1)
     return [Operator(kind, dtype_of(outputs[0]), flops, float(moved))]

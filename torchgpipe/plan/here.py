@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -16,6 +17,8 @@ from torchgpipe.plan.operators import CLASSES
 
 __all__ = ["RUNS", "describe_here", "device_name", "measure_link"]
 
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""A container's limit of memory, in bytes."""
 RUNS = 5
 """Timed runs of whatever is measured here, after a warm-up; their median counts."""
 
@@ -31,7 +34,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     """
     cuda = device.type == "cuda"
     if devices is None:
-        devices = torch.cuda.device_count() if cuda else max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+        devices = torch.cuda.device_count() if cuda else max(1, _cores() // torch.get_num_threads())
     if memory is None:
         memory = torch.cuda.get_device_properties(device).total_memory if cuda else _main_memory() / devices
     source = torch.ones(2**26 if cuda else 2**22, device=device)
@@ -81,11 +84,21 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return median(seconds[1:])
 
 
-def _main_memory() -> float:
+def _cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
+    """Return the machine's bytes, or what a container allows if that is less."""
     try:
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
         raise ValueError("this system does not tell its memory: say memory='16GiB' or so, for each device") from None
+    try:
+        return min(machine, float(limit.read_text()))
+    except (OSError, ValueError):  # no container, or "max"
+        return machine
 
 
 def device_name(device: torch.device) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchgpipe.balance.minimise import check_partitions
 from torchgpipe.checkpoint import MODES as CHECKPOINTS
 from torchgpipe.checkpoint import Mode
 from torchgpipe.gpipe import GPipe
@@ -88,8 +88,8 @@ def plan(
     memory: str | float | None = None,
     hardware: str | Path | Hardware = HERE,
     optimizer: str = "sgd",
-    chunks: Sequence[int] | None = None,
-    checkpoint: Sequence[Mode] = MODES,
+    chunks: int | Sequence[int] | None = None,
+    checkpoint: Mode | Sequence[Mode] = MODES,
 ) -> Plan:
     """Plan a pipeline for `module`.
 
@@ -108,8 +108,8 @@ def plan(
             profile on the sample's device, and predict for devices like it. On a CPU a device has as many cores as
             PyTorch has threads, and an equal share of the memory.
         optimizer: one of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", for its state.
-        chunks: the numbers of micro-batches to choose from; by default about two for each doubling.
-        checkpoint: the modes to choose from.
+        chunks: the numbers of micro-batches to choose from, or the only one; by default all that differ.
+        checkpoint: the modes to choose from, or the only one.
 
     Raises:
         TypeError: a wrong type, or skips that do not match.
@@ -120,19 +120,20 @@ def plan(
     check(sample)
     verify_skippables(module)
     node = None if hardware == HERE else hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+    _check_number("batch_size", batch_size)
     if devices is None and node is not None:
         devices = node.devices
     if devices is not None:
-        check_partitions(min(devices, len(module)) if isinstance(devices, int) else devices, len(module))
+        _check_number("devices", devices)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
-    for mode in checkpoint:
+    modes = _several("checkpoint", checkpoint, "mode")
+    for mode in modes:
         if mode not in CHECKPOINTS:
             raise ValueError(f"checkpoint must be among {', '.join(map(repr, CHECKPOINTS))}, got {mode!r}")
-    for m in chunks or ():
-        if not isinstance(m, int) or not 1 <= m <= batch_size:
+    numbers = None if chunks is None else _several("chunks", chunks, "whole number")
+    for m in numbers or ():
+        if not isinstance(m, int) or isinstance(m, bool) or not 1 <= m <= batch_size:
             raise ValueError(f"chunks must be whole numbers from 1 to the batch size {batch_size}, got {m!r}")
     given = None if memory is None else parse_amount(memory)
     counts = count(module, sample)
@@ -150,7 +151,24 @@ def plan(
         devices=node.devices if devices is None else devices,
         memory=room,
         state=OPTIMIZERS[optimizer],
-        chunks=chunks,
-        checkpoint=checkpoint,
+        updates=optimizer != "none",
+        chunks=numbers,
+        checkpoint=modes,
     )
     return Plan(candidates, room, node, source, module)
+
+
+def _check_number(name: str, given: object) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {given!r}")
+
+
+def _several(name: str, given: Any, what: str) -> list[Any]:
+    """Return what was given as a list: one thing, or any sequence of them but an empty one."""
+    if isinstance(given, (str, int)):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be one {what} or a sequence of them, got {given!r}")
+    if not (found := list(given)):
+        raise ValueError(f"{name} must name at least one {what}, got none: leave it out to choose from all")
+    return found

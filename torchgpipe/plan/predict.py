@@ -28,7 +28,7 @@ class Setup:
     """A way to train: a mini-batch's samples, the layers per partition, micro-batches, and what is recomputed.
 
     `state` counts the optimizer's values per parameter. Without `portals`, skips go through every partition between;
-    without `streams`, copies run among the tasks, on both sides.
+    without `streams`, copies run among the tasks, on both sides. Without `updates` no optimizer changes parameters.
     """
 
     batch_size: int
@@ -38,6 +38,7 @@ class Setup:
     state: int = 0
     portals: bool = True
     streams: bool = True
+    updates: bool = True
 
     @property
     def sizes(self) -> list[int]:
@@ -147,6 +148,8 @@ class Predictor:
 
     def step(self, setup: Setup) -> Step:
         """Predict one step."""
+        if not setup.updates:
+            return Step(replay(self.costs(setup)), 0.0)
         layers = self.layers(setup.sizes[0]).layers
         heaviest = max(sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts)
         # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.

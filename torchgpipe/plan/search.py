@@ -68,6 +68,7 @@ def search(
     devices: int,
     memory: float,
     state: int = 0,
+    updates: bool = True,
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[Mode] = MODES,
     partitions: Sequence[int] | None = None,
@@ -75,7 +76,7 @@ def search(
 ) -> list[Candidate]:
     """Return the setups that fit, the fastest first, one for each number of partitions, micro-batches and mode.
 
-    `memory` is each device's, in bytes, for tensors alone.
+    `memory` is each device's, in bytes, for tensors alone. `updates` says whether there is an optimizer at all.
 
     Raises:
         Impossible: none fits; the message says what is in the way.
@@ -92,7 +93,7 @@ def search(
             for mode in checkpoint:
                 if mode == "except_last" and checkpointed(mode, m) == 0 and "never" in checkpoint:
                     continue  # a single micro-batch: the same as never
-                setup = Setup(batch_size, (layers,), m, mode, state)
+                setup = Setup(batch_size, (layers,), m, mode, state, updates=updates)
                 # Balanced by forward and backward alone, and by all that they do.
                 both = {balanced(n, costs) for costs in (_plain(predictor, setup), layer_seconds(predictor, setup))}
                 drafts += [replace(setup, balance=balance) for balance in sorted(both)]
@@ -136,7 +137,7 @@ def search(
         if fitting is None:
             allowed = min(smallest_of, key=lambda x: x.peak)
             raise Impossible(why(predictor, allowed, batch_size, devices, memory))
-        return [assess(predictor, fitting.setup)]
+        return [assess(predictor, replace(fitting.setup, updates=updates))]
     return sorted(found.values(), key=lambda c: c.seconds)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,31 @@ def test_bytes_are_read_and_written() -> None:
     with Counter() as counter:
         torch.empty(4, 6, device="meta") + torch.empty(6, device="meta")
     assert counter.operators[0].bytes == 4 * (24 + 6 + 24)
+
+
+TABLE, ROWS = torch.empty(1000, 8, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+LOOKED_UP = 2 * 4 * 3 * 8 + 8 * 3
+"""Three rows of the table are read and written, and three numbers of rows read."""
+
+
+@pytest.mark.parametrize(
+    ("run", "nbytes"),
+    [
+        (lambda: torch.nn.functional.embedding(ROWS, TABLE), LOOKED_UP),
+        (lambda: TABLE.index_select(0, ROWS), LOOKED_UP),
+        (lambda: TABLE[ROWS], LOOKED_UP),
+        (lambda: TABLE.gather(0, ROWS.reshape(1, 3)), 2 * 4 * 3 + 8 * 3),
+        (lambda: ROWS.index_select(0, torch.empty(9, dtype=torch.int64, device="meta")), 8 * (3 + 9 + 9)),
+        (lambda: torch.empty(4, 6, device="meta").fill_(1), 4 * 24),
+        (lambda: torch.empty(4, 6, device="meta").zero_(), 4 * 24),
+        (lambda: torch.empty(4, 6, device="meta").copy_(torch.empty(6, device="meta")), 4 * (6 + 24)),
+        (lambda: torch.empty(4, 6, device="meta").add_(1), 2 * 4 * 24),
+    ],
+)
+def test_bytes_of_lookups_and_of_what_is_overwritten(run: Callable[[], object], nbytes: int) -> None:
+    with Counter() as counter:
+        run()
+    assert [o.bytes for o in counter.operators] == [nbytes]
 
 
 def test_pytorch_has_its_formulas() -> None:

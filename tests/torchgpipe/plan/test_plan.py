@@ -95,6 +95,20 @@ def test_keeps_to_the_memory(share: float) -> None:
     assert tight.peaks == [device.peak for device in setup_memory(count(model(), X), setup)]
 
 
+def test_takes_a_single_number_and_a_single_mode() -> None:
+    found = plan(model(), X, batch_size=64, hardware=NODE, chunks=8, checkpoint="always")
+    assert {(c.setup.chunks, c.setup.checkpoint) for c in found.candidates} == {(8, "always")}
+
+
+def test_without_an_optimizer_nothing_is_updated() -> None:
+    arguments: dict[str, Any] = {"batch_size": 64, "devices": 1, "hardware": NODE, "chunks": 8, "checkpoint": "always"}
+    updated, plain = (plan(model(), X, optimizer=name, **arguments) for name in ("sgd", "none"))
+    parameters = sum(p.nbytes for p in model().parameters())
+    traffic = 3.0 * parameters / (NODE.memory_bandwidth * NODE.memory_efficiency["elementwise"])
+    assert updated.seconds - plain.seconds == pytest.approx(traffic)
+    assert updated.peaks == plain.peaks
+
+
 def test_describes_a_pipeline_and_itself() -> None:
     layers = model()
     found = plan(layers, X, batch_size=64, devices=2, memory="1GiB", hardware="h100x8", optimizer="adam")
@@ -147,9 +161,14 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
         ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
         ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
         ({"batch_size": 0}, ValueError, "batch_size must be"),
-        ({"devices": 0}, ValueError, "partitions must be at least 1"),
+        ({"devices": 0}, ValueError, "devices must be a whole number of at least 1, got 0"),
+        ({"devices": 2.0}, ValueError, "devices must be a whole number of at least 1, got 2.0"),
         ({"chunks": [0]}, ValueError, "chunks must be whole numbers from 1 to the batch size 64"),
+        ({"chunks": 1.5}, TypeError, "chunks must be one whole number or a sequence of them, got 1.5"),
+        ({"chunks": 65}, ValueError, "chunks must be whole numbers from 1 to the batch size 64, got 65"),
+        ({"chunks": []}, ValueError, "chunks must name at least one whole number, got none"),
         ({"checkpoint": ["often"]}, ValueError, "checkpoint must be among"),
+        ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
         ({"module": nn.Linear(1, 1)}, TypeError, "only an nn.Sequential"),
     ],
 )

@@ -110,25 +110,6 @@ def test_a_plan_from_a_profile() -> None:
     assert found.gpipe(devices=["cpu", "cpu"]).balance == [4, 2]
 
 
-def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "_main_memory", lambda: 16.0)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    found = describe_here(CPU, None, None)
-    assert (found.devices, found.memory, found.link_bandwidth, found.transfer(1e9)) == (4, 4.0, math.inf, 0.0)
-    assert describe_here(CPU, 2, None).memory == 8.0
-    assert describe_here(CPU, 2, 3.0).memory == 3.0
-
-
-def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: str) -> int:
-        raise ValueError("unrecognized configuration name")
-
-    monkeypatch.setattr("os.sysconf", refuse)
-    assert describe_here(CPU, 1, 5.0).memory == 5.0
-    with pytest.raises(ValueError, match="this system does not tell its memory: say memory='16GiB'"):
-        describe_here(CPU, 1, None)
-
-
 class Greedy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta:
