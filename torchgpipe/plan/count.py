@@ -3,8 +3,9 @@
     counts = count(model, sample)     # a sample of any batch size: only its shape matters
     layers = counts.at(16)            # of micro-batches of 16
 
-Layers run one by one as copies (see `torchgpipe.balance.profile`). Whatever is counted is affine in the micro-batch's
-size: a part for the micro-batch and a part for the parameters. So two sizes are counted, and any other follows.
+Layers run one by one as copies (see `torchgpipe.balance.profile`). Whatever is counted is taken as affine in the
+micro-batch's size: a part for the micro-batch and a part for the parameters. So two sizes are counted, and any other
+follows. Layers that multiply samples with each other are not like that, and nothing here notices.
 """
 
 from __future__ import annotations
