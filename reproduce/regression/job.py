@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reproduce.machine import ROOT
+from reproduce.regression.signals import undivided
 from reproduce.regression.trees import Tree
 
 __all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
@@ -81,30 +82,37 @@ def _of_a_parent(
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.interleave", str(base.folder), str(head.folder),
                f"--restarts={restarts}", f"--first={first}", f"--rounds={settings.rounds}", f"--seed={settings.seed}",
                f"--slow-down={settings.slow_down}", *(f"--case={case}" for case in cases)]  # fmt: skip
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **ONE_THREAD, **KEEP_MEMORY, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the job and its forks as a group
-        )
+    with tempfile.TemporaryFile("w+") as errors, contextlib.ExitStack() as ending:
+        with undivided():
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **ONE_THREAD, **KEEP_MEMORY, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for this process, which ends the job and its forks as a group
+            )
+            ending.callback(_end, process)
         assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                yield _read(line, cases)
-            code = process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
+        for line in process.stdout:
+            yield _read(line, cases)
+        code = process.wait()
         if code:
             errors.seek(0)
             said = errors.read().strip().splitlines()
             raise JobError(f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it forked, and return when they are gone."""
+    assert process.stdout is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    while os.read(process.stdout.fileno(), 65536):  # its end is reached when the last fork is gone
+        pass
+    process.stdout.close()
 
 
 def _read(line: str, cases: Sequence[str]) -> dict[str, Any]:

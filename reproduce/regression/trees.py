@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from reproduce.machine import ROOT
+from reproduce.regression.signals import terminable, undivided
 
 __all__ = ["Tree", "TreeError", "checked_out", "commit_of", "snapshot", "trees"]
 
@@ -39,32 +37,14 @@ class Tree:
 def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree, Tree]]:
     """Check both sides out into a temporary folder, which is gone afterwards, also where this program is ended."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_terminable())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="regression-")))
+        stack.enter_context(terminable())
+        with undivided():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="regression-")))
         old = stack.enter_context(checked_out(root, base, folder / "base"))
         if head is None:
             yield old, snapshot(root, folder / "head")
         else:
             yield old, stack.enter_context(checked_out(root, head, folder / "head"))
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM, such as `timeout` sends, and SIGHUP, of a terminal that was closed, raise `SystemExit`.
-
-    Only the main thread receives signals; one that is ignored, as under `nohup`, stays so.
-    """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    ours = {number: before for number, before in handlers.items() if before is not signal.SIG_IGN}
-    for number in ours:
-        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
-    try:
-        yield
-    finally:
-        for number, before in ours.items():
-            signal.signal(number, before)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +85,35 @@ def test_what_is_no_sample_is_one_line(printed: str, shown: str, stand_in: Calla
     tree = stand_in(f"print({printed!r})")
     with pytest.raises(JobError, match=f"^the measuring job printed {shown}, which is no sample; torchgpipe must not"):
         list(interleaved(tree, tree, Settings(["a"])))
+
+
+def test_interrupted_as_it_starts_it_ends(stand_in: Callable[[str], Tree], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come when the process is there and nobody knows of it yet."""
+    tree = stand_in("import time\ntime.sleep(1000)")
+    started = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(job.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(interleaved(tree, tree, Settings(["a"])))
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_when_it_ends_its_forks_are_gone(stand_in: Callable[[str], Tree], tmp_path: Path) -> None:
+    tree = stand_in("""
+import json, os, sys, time
+fork = os.fork()
+if not fork:
+    time.sleep(1000)
+print(json.dumps({"case": "a", "restart": fork, "base": [1.0], "head": [1.0]}), flush=True)
+time.sleep(1000)
+""")
+    with contextlib.closing(interleaved(tree, tree, Settings(["a"]))) as lines:
+        fork = Path("/proc", str(next(lines)["restart"]))
+        assert fork.exists()
+    assert not fork.exists() or ") Z " in (fork / "stat").read_text()
