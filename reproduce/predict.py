@@ -22,7 +22,7 @@ from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor, Setup
 
-__all__ = ["BUILDERS", "UNITS", "predict_row", "predict_table", "predictable", "predictor_of", "setup_of"]
+__all__ = ["BUILDERS", "UNITS", "predict_row", "predict_table", "predictable", "predictor_of", "setup_of", "speed"]
 
 # experiment -> the published table that it repeats; those that can also be run say so themselves
 TABLES = {
@@ -96,7 +96,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     predictor = predictor_of(row.config, hardware, memory=holds)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
-        values.update(_speed(predictor, row.config))
+        values.update(speed(predictor, row.config))
     if holds:
         values.update(_memory(predictor.counts, row.config))
     return replace(result, values={name: _rounded(value) for name, value in values.items()})
@@ -122,7 +122,7 @@ def setup_of(config: dict[str, Json], layers: int) -> Setup:
     )
 
 
-def _speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
+def speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
     """Predict one step, and the throughput of an epoch as the papers took it: with its last, smaller mini-batch."""
     setup = setup_of(config, len(predictor.counts))
     step = predictor.step(setup)

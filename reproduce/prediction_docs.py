@@ -8,6 +8,7 @@
     <!-- predicted: effects -->                   the model without what was added to it, against all published figures
     <!-- predicted: timings -->                   the errors of what the efficiencies were worked out from, and of more
     <!-- predicted: resources -->                 how busy devices, links and host are in the rows of the speed tables
+    <!-- predicted: slower layers -->             U-Net's rows, did some of its layers take longer
     <!-- end -->
 """
 
@@ -21,7 +22,7 @@ from statistics import median
 from reproduce.machine import ROOT
 from reproduce.paper import published
 from reproduce.predicted_table import predicted_tables, speed_up_errors
-from reproduce.prediction_effects import assumptions, effects, resources, timings
+from reproduce.prediction_effects import assumptions, effects, resources, slower_layers, timings
 from reproduce.record import load
 from torchgpipe.plan.hardware import load_hardware
 
@@ -34,6 +35,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "effects": effects,
     "timings": timings,
     "resources": resources,
+    "slower layers": slower_layers,
 }
 BLOCK = re.compile(r"(<!-- predicted: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

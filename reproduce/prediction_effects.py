@@ -12,14 +12,17 @@ from statistics import median
 
 from reproduce.efficiencies import MEASURED, checked, derived
 from reproduce.paper import published
-from reproduce.predict import predict_table, predictable, predictor_of, setup_of
+from reproduce.predict import predict_table, predictable, predictor_of, setup_of, speed
 from reproduce.predicted_table import speed_up_errors
 from torchgpipe.checkpoint import checkpointed
+from torchgpipe.plan.count import Counts
 from torchgpipe.plan.hardware import Hardware, load_hardware
+from torchgpipe.plan.predict import LayerSeconds, Predictor
 
-__all__ = ["assumptions", "effects", "resources", "timings"]
+__all__ = ["assumptions", "effects", "resources", "slower_layers", "timings"]
 
 TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
+LONGER = (0.0, 0.1, 0.2, 0.3)
 
 
 @functools.cache
@@ -114,6 +117,45 @@ def resources() -> str:
             cells = (f"{share / timeline.seconds:.0%}" for share in shares)
             lines.append(_row(f"{experiment.partition('-')[0]} {row.row}", *cells))
     return "\n".join(lines)
+
+
+def slower_layers() -> str:
+    """Return the errors of U-Net's speed-ups, did the layers of `pipeline-8`'s busiest partition take longer."""
+    node = load_hardware("p40x8")
+    rows = published(predictable()["unet-speed"]).results
+    predictors = [predictor_of(row.config, node) for row in rows]
+    setup = setup_of(rows[-1].config, len(predictors[-1].counts))
+    timeline = predictors[-1].step(setup).timeline
+    a, b = setup.cuts[max(range(timeline.partitions), key=timeline.busy)]
+
+    errors = []
+    for longer in LONGER:
+        found = [speed(_Slower(each.counts, node, range(a, b), 1 + longer), row.config)["throughput"]
+                 for each, row in zip(predictors, rows, strict=True)]  # fmt: skip
+        papers = [row.values["throughput"] for row in rows]
+        errors.append([x / found[0] / (paper / papers[0]) - 1 for x, paper in zip(found, papers, strict=True)])
+    titles = (f"{longer:.0%} longer" if longer else "as predicted" for longer in LONGER)
+    lines = [_row(f"layers {a} to {b - 1} of {setup.cuts[-1][-1]}", *titles), _rule(len(LONGER))]
+    for row, *of_row in list(zip(rows, *errors, strict=True))[1:]:
+        lines.append(_row(row.row, *(f"{error:+.1%}" for error in of_row)))
+    return "\n".join(lines)
+
+
+class _Slower(Predictor):
+    """Predict steps with some layers slower by a factor."""
+
+    def __init__(self, counts: Counts, hardware: Hardware, slow: range, factor: float) -> None:
+        super().__init__(counts, hardware)
+        self._slow, self._factor = slow, factor
+
+    def layers(self, size: int) -> LayerSeconds:
+        """Return the seconds of every layer for micro-batches of `size` samples."""
+        found = super().layers(size)
+        forward, backward = (
+            [seconds * (self._factor if i in self._slow else 1.0) for i, seconds in enumerate(each)]
+            for each in (found.forward, found.backward)
+        )
+        return replace(found, forward=forward, backward=backward)
 
 
 def _speed_ups(node: Hardware) -> dict[str, float]:
