@@ -28,6 +28,7 @@ def circumstances() -> dict[str, Any]:
         "cpu": get_cpu_info().get("brand_raw", platform.machine()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
+        **_gpu(),
         **checkout(),
     }
 
@@ -50,10 +51,18 @@ def keep(file: Path, benchmark: str, under: dict[str, Any], result: dict[str, An
 def told(under: dict[str, Any]) -> str:
     """Return the circumstances as a line."""
     changed = ", with changes" if under["dirty"] else ""
+    gpu = f"{under['gpu']}, " if "gpu" in under else ""
     return (
-        f"{under['when'][:10]}, torch {under['torch']}, Python {under['python']}, {under['cpu']}, "
+        f"{under['when'][:10]}, torch {under['torch']}, Python {under['python']}, {gpu}{under['cpu']}, "
         f"{under['cores']} cores, load {under['load']} before the start, revision {str(under['revision'])[:9]}{changed}"
     )
+
+
+def _gpu() -> dict[str, Any]:
+    """Return the GPU's name and its libraries' versions, nothing without one."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
 
 
 def _git(*arguments: str) -> str | None:

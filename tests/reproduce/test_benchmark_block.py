@@ -53,6 +53,14 @@ RESULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["| a, always", "0.500 to 0.500", "0.500 to 1.000", "0.500 to 2.000", "| workers: 2.000, 4.000 of 2.000 MiB"],
     ),
+    "steps": (
+        {
+            "what": "batch 4",
+            "versions": {"plain": "plain loop", "here": "ours"},
+            "cases": {"a": {"plain": {"seconds": [0.3, 0.3]}, "here": {"seconds": [0.1, 0.2]}}},
+        },
+        ["batch 4", "| plain loop, ms ", "| 300.0 ", "| 150.0 ", "| 2.25 ", "lowest 2.25"],
+    ),
     "validation": (
         {
             "models": {
