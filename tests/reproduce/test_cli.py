@@ -31,6 +31,7 @@ PATIENCE = 300  # seconds; only a hang takes as long
         (["run", "amoebanet-speed", "--seeds", "2"], 2, "--data, --seeds and --fresh are for experiments on accuracy"),
         (["run", "amoebanet-speed", "--stepps", "3"], 2, "--stepps"),
         (["run", "amoebanet-speed", "--steps", "0"], 2, "'--steps': 0 is not in the range x>=1"),
+        (["run", "amoebanet-speed", "--seed", str(2**64)], 2, "is not in the range 0<=x<=4294967295"),
         (["run", "amoebanet-speed", "--steps", "many"], 2, "'--steps': 'many' is not a valid integer range"),
         (["run", "amoebanet-speed", "--scale", "huge"], 2, "'--scale': 'huge' is not one of 'paper', 'small'"),
         (["run", "amoebanet-speed", "--on", "cpu", "--devices", "3"], 2, "machine offers 2; use at most 2"),
