@@ -34,6 +34,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is for this process; the child ends when there is nobody left to ask
         )
         self.version: str = self._read()
 

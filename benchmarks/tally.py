@@ -32,8 +32,8 @@ from torchgpipe.plan.operators import tensors_in
 
 __all__ = ["Tally", "tallied"]
 
-PATIENCE = 10.0
-"""Seconds that a thread gets to come to rest, or to end; only a faulty program needs more than a moment."""
+PATIENCE = 120.0
+"""Seconds that a thread gets to come to rest, or to end; on however busy a machine, only a fault takes as long."""
 
 
 class Tally:

@@ -92,7 +92,7 @@ def list_experiments(on: str | None, devices: int | None) -> None:
     metavar="DIR",
     help="Where to put the record and the tables. Default: results/measured.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of parameters, data and the rows' order.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of parameters, data and the rows' order.")
 @click.option("--row", "rows", multiple=True, metavar="NAME", help="Run this row only; may be given again.")
 @click.option(
     "--trace",

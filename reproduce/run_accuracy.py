@@ -187,6 +187,7 @@ class _OneTraining:
             training.load(state["training"])
         for epoch in range(self.curve.epochs, epochs):
             self.train_epoch(training, epoch)
+            self.put()  # first, so that an interrupt while a large checkpoint is written does not lose the epoch
             done = epoch + 1 == epochs
             # The parameters of data that the program makes itself serve nobody after the end.
             keep = not done or self.scale.made is None
@@ -194,7 +195,6 @@ class _OneTraining:
                 self.path,
                 {"config": self.config, "training": training.state() if keep else None, **self.curve.state()},
             )
-            self.put()
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over what a run before has done."""

@@ -100,8 +100,8 @@ def storages_in(value: object) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    """Wait for what a worker does just after it has reported its end."""
+def eventually(condition: Callable[[], bool], seconds: float = 120) -> bool:
+    """Wait for what a worker does just after it has reported its end; only what never comes takes as long."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(1e-3)
@@ -240,11 +240,11 @@ def test_a_hundred_steps_hold_tensors_and_threads_constant(way: dict[str, Any]) 
     model, step = trained_with_everything(way)
     for _ in range(3):
         step()
-    tensors, threads = count_tensors(), threading.active_count()
+    tensors, threads = count_tensors(), set(threading.enumerate())
     for _ in range(100):
         step()
     assert eventually(lambda: count_tensors() <= tensors), f"{count_tensors() - tensors} tensors more"
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
     assert len(model) == 6
 
 
@@ -257,7 +257,7 @@ def test_steps_leave_nothing_to_the_garbage_collector(way: dict[str, Any]) -> No
     try:
         for _ in range(3):
             step()
-            assert eventually(lambda: ledger.alive == 0, 2), f"{ledger.alive} bytes wait for the collector"
+            assert eventually(lambda: ledger.alive == 0), f"{ledger.alive} bytes wait for the collector"
     finally:
         gc.enable()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from reproduce.compare.judge import Comparison, compare, verdict
 from reproduce.compare.match import Line, match
 from reproduce.compare.metric import available
-from reproduce.compare.pick import PickError, parse_filters, pick
+from reproduce.compare.pick import PickError, parse_filters, pick, values_of
 from reproduce.compare.pivot import pivot
 from reproduce.compare.render import as_csv, as_json, legend, table
 from reproduce.compare.sides import SideError, load_side
@@ -46,6 +46,9 @@ def answer(names: Sequence[str], question: Question) -> tuple[str, str | None]:
     sides = [load_side(letter, name) for letter, name in zip(string.ascii_uppercase, names, strict=False)]
     lines = pick(match(sides), wanted)
     _check_metric(question.metric, lines)
+    for option, names_of in (("--row", question.rows), ("--col", question.columns)):
+        for name in names_of or ():
+            values_of(name, lines, f"{option} {name}")
     comparisons, notes = compare(sides, lines, metric=question.metric, rule=rule, force=question.force)
     complaint = _complaint(comparisons)
     if question.style == "csv":

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from reproduce.compare.match import Line, value
 from reproduce.decode import Json
 
-__all__ = ["PickError", "parse_filters", "pick", "shown"]
+__all__ = ["PickError", "parse_filters", "pick", "shown", "values_of"]
 
 
 class PickError(Exception):
@@ -37,16 +37,25 @@ def pick(lines: Sequence[Line], wanted: Mapping[str, Sequence[str]]) -> list[Lin
         PickError: none has.
     """
     for name, values in wanted.items():
-        there = dict.fromkeys(shown(value(line, name)) for line in lines)
-        there.pop("-", None)
-        if not there:
-            fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
-            raise PickError(f"--filter {name}=...: no row has {name}; there are experiment, row, scale, device, "
-                            + ", ".join(fields))  # fmt: skip
+        there = values_of(name, lines, f"--filter {name}=...")
         lines = [line for line in lines if shown(value(line, name)) in values]
         if not lines:
             raise PickError(f"--filter {name}={','.join(values)}: no row is left; {name} is {', '.join(there)}")
     return list(lines)
+
+
+def values_of(name: str, lines: Sequence[Line], option: str) -> list[str]:
+    """Return all that the field of that name is in some line.
+
+    Raises:
+        PickError: no line has it; the message names the fields that there are.
+    """
+    there = dict.fromkeys(shown(value(line, name)) for line in lines)
+    there.pop("-", None)
+    if not there:
+        fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
+        raise PickError(f"{option}: no row has {name}; there are experiment, row, scale, device, {', '.join(fields)}")
+    return list(there)
 
 
 def shown(field: Json) -> str:

@@ -123,8 +123,11 @@ def nothing_is_kept_of_a_test() -> Iterator[None]:
 
 
 def threads_that_are_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarks.tally, "PATIENCE", 0.5)
-    monkeypatch.setattr(Workers, "close", lambda self: KEPT.append(self))
+    def keep(self: Workers) -> None:
+        monkeypatch.setattr(benchmarks.tally, "PATIENCE", 0.5)  # from now on: all steps are done, and settled in peace
+        KEPT.append(self)
+
+    monkeypatch.setattr(Workers, "close", keep)
 
 
 # A plant, and by how much each count is to grow.

@@ -42,21 +42,32 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start() -> Start:
-    """Start Python on a script or `-m module`, in the checkout, with some folders searched for modules first."""
+def start() -> Iterator[Start]:
+    """Start Python on a script or `-m module`, in the checkout, with some folders searched for modules first.
+
+    What a test that failed has left running is killed.
+    """
+    started: list[subprocess.Popen[str]] = []
 
     def popen(*arguments: str, first: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder)
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
+        return started[-1]
 
-    return popen
+    yield popen
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture

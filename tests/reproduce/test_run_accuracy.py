@@ -28,6 +28,7 @@ pytest.importorskip("torchvision")
 Tiny = Mapping[str, Experiment]
 ARGUMENTS = ("run", "tiny-accuracy", "--on", "cpu", "--scale", "small")
 STEPS, EPOCHS, SEEDS = 2, 2, 2  # of tiny.py
+PATIENCE = 300  # seconds; only a hang takes as long
 
 
 class Run:
@@ -157,6 +158,7 @@ def test_a_run_that_was_stopped_while_it_kept_an_epoch(
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(Checkpoints, "save", stop)
         run()
+    assert run.results["plain"].samples["epoch"] == [1], "the record has the epoch in any case"
     assert learnt(run()) == learnt(uninterrupted)
 
 
@@ -273,12 +275,12 @@ def test_from_end_to_end(
 def test_a_signal_and_another_run(how: signal.Signals, start: Callable[..., Any], tmp_path: Path) -> None:
     arguments = (str(Path(__file__).with_name("tiny.py")), *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out",
                  str(tmp_path))  # fmt: skip
-    process = start(*arguments, TINY_SLEEP="0.2", TINY_EPOCHS="20")
-    deadline = time.monotonic() + 60
+    process = start(*arguments, TINY_SLEEP="1", TINY_EPOCHS="20")
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None and not list(tmp_path.glob("checkpoints/*.pt")):
         time.sleep(0.05)
     process.send_signal(how)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in err and len(list(tmp_path.glob("checkpoints/*.pt"))) == 1, err
     (first,) = tmp_path.glob("*.json")
     if how == signal.SIGINT:
@@ -287,7 +289,7 @@ def test_a_signal_and_another_run(how: signal.Signals, start: Callable[..., Any]
         assert "epoch" in first.with_suffix(".md").read_text()
 
     process = start(*arguments, TINY_EPOCHS="20")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "plain, seed 0: goes on after epoch " in err, err
     (second,) = set(tmp_path.glob("*.json")) - {first}
     (result,) = load(second).results

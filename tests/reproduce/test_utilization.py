@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import pytest
 import torch
@@ -15,10 +15,19 @@ DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 def test_the_mean_of_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce.utilization, "SAMPLING_SECONDS", 0.001)
-    monkeypatch.setattr(reproduce.utilization, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(reproduce.utilization, "LEAST_SECONDS", 0.0)
     shares = {0: 50, 1: 100}
-    found = from_driver(DEVICES, lambda: time.sleep(0.01), ask=lambda device: shares[device.index])
-    assert found == [0.5, 1.0]
+    asked: list[torch.device] = []
+    enough = threading.Event()
+
+    def ask(device: torch.device) -> int:
+        asked.append(device)
+        if len(asked) == len(DEVICES) * 4:
+            enough.set()
+        return shares[device.index]
+
+    assert from_driver(DEVICES, lambda: enough.wait(300), ask) == [0.5, 1.0]
+    assert enough.is_set(), "asked again and again while a step runs"
 
 
 def test_a_driver_that_does_not_tell() -> None:

@@ -82,16 +82,16 @@ def test_every_thread_has_flags_of_its_own() -> None:
         seen.append(flags())
         with context:
             entered.set()
-            leave.wait(10)
+            leave.wait(120)
             seen.append(flags())
 
     with checkpointing():
         thread = threading.Thread(target=other, args=(recomputing(),))
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(120)
         assert flags() == (True, False)
         leave.set()
-        thread.join(10)
+        thread.join(120)
     assert seen == [(False, False), (False, True)]
 
 

@@ -171,7 +171,7 @@ def test_threads_at_once_draw_what_they_draw_alone(names: tuple[str, str]) -> No
 
     expected = [several(k, DRAWS[name]) for k, name in enumerate(names)]
     before, results = state(), [torch.empty(0)] * 2
-    start = threading.Barrier(2, timeout=10)
+    start = threading.Barrier(2, timeout=120)
 
     def run(k: int) -> None:
         start.wait()
@@ -181,7 +181,7 @@ def test_threads_at_once_draw_what_they_draw_alone(names: tuple[str, str]) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert all(map(torch.equal, results, expected))
     assert torch.equal(state(), before)
 

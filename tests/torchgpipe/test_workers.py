@@ -17,7 +17,7 @@ from torchgpipe.observe import Task
 from torchgpipe.schedule import clock_cycles
 
 # Long enough for a busy machine. It passes only if the other side is there, however long that takes.
-WAIT = 30
+WAIT = 120
 
 
 class Meet(nn.Module):

@@ -237,12 +237,18 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def begin(root: Path, *options: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def begun(root: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Begin a comparison of a repository, which a test that fails does not leave running."""
     command = [sys.executable, "-m", "reproduce", "regression", "--base", "HEAD", "--case", "machinery never", *options]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 def worktrees(root: Path) -> list[str]:
@@ -254,8 +260,8 @@ def test_for_real(repository: Path) -> None:
     """No difference can be larger than this threshold, so that the machine's noise is no part of the test."""
     with (repository / "torchgpipe" / "__init__.py").open("a") as file:
         file.write("\n# a change\n")
-    process = begin(repository, "--threshold", "1000", "--restarts", "8", "--rounds", "1")
-    out, err = process.communicate()
+    with begun(repository, "--threshold", "1000", "--restarts", "8", "--rounds", "1") as process:
+        out, err = process.communicate()
     assert (process.returncode, err) == (0, ""), err
     assert "machinery never" in out and "8 restarts of both sides" in out and "B: the working tree (" in out
     assert len(worktrees(repository)) == 1
@@ -265,16 +271,16 @@ def test_for_real(repository: Path) -> None:
     ("number", "code", "said"), [(signal.SIGINT, 130, "reproduce: interrupted"), (signal.SIGTERM, 143, "")]
 )
 def test_ended_it_leaves_nothing(number: signal.Signals, code: int, said: str, repository: Path) -> None:
-    process = begin(repository, "--restarts", "100000")
-    while len(worktrees(repository)) == 1:
-        assert process.poll() is None
-        time.sleep(0.1)
-    (temporary,) = [Path(line.split()[0]) for line in worktrees(repository)[1:]]
-    while not jobs(temporary):
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(number)
-    out, err = process.communicate()
+    with begun(repository, "--restarts", "100000") as process:
+        while len(worktrees(repository)) == 1:
+            assert process.poll() is None
+            time.sleep(0.1)
+        (temporary,) = [Path(line.split()[0]) for line in worktrees(repository)[1:]]
+        while not jobs(temporary):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        out, err = process.communicate()
     assert (process.returncode, out, err.strip()) == (code, "", said)
     assert len(worktrees(repository)) == 1 and not temporary.parent.exists() and not jobs(temporary)
 

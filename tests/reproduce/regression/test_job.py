@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,4 +117,14 @@ time.sleep(1000)
     with contextlib.closing(interleaved(tree, tree, Settings(["a"]))) as lines:
         fork = Path("/proc", str(next(lines)["restart"]))
         assert fork.exists()
-    assert not fork.exists() or ") Z " in (fork / "stat").read_text()
+    deadline = time.monotonic() + 300  # it has closed its files, which is a moment before it is gone
+    while alive(fork) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(fork)
+
+
+def alive(process: Path) -> bool:
+    try:
+        return ") Z " not in (process / "stat").read_text()
+    except OSError:
+        return False

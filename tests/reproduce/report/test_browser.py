@@ -33,6 +33,7 @@ def address(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    from selenium.common.exceptions import WebDriverException
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
@@ -40,7 +41,13 @@ def browser() -> Iterator[Any]:
     for option in OPTIONS:
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=Service(DRIVER))
+    for left in (2, 1, 0):  # tries: on a busy machine a browser may take longer to start than its driver waits
+        try:
+            found = webdriver.Chrome(options=options, service=Service(DRIVER))
+            break
+        except WebDriverException:
+            if not left:
+                raise
     yield found
     found.quit()
 
