@@ -142,7 +142,8 @@ def tasks(y: Tensor) -> dict[tuple[str, int, int], Any]:
 def test_recomputation_lies_between_its_backward_and_the_one_of_the_next_micro_batch(n: int, checkpoint: str) -> None:
     # By the edges of the graph alone: on a GPU the two are run by different threads of the engine.
     m = 3
-    found = tasks(pipeline(n, m, checkpoint)(torch.randn(m, 2)))
+    output = pipeline(n, m, checkpoint)(torch.randn(m, 2))  # nodes have edges for as long as their graph is there
+    found = tasks(output)
     recomputed = [(i, j) for name, i, j in found if name == "_RecomputeBackward"]
     assert len(recomputed) == checkpointed(checkpoint, m) * n  # type: ignore[arg-type]
     for i, j in recomputed:
