@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchgpipe.checkpoint import checkpointed
 from torchgpipe.plan.predict import Setup
 from torchgpipe.replay import Costs, Timeline, replay
+from torchgpipe.schedule import overlaps
 from torchgpipe.skip.scope import skip_scope
 
 __all__ = ["KINDS", "Profile", "busy", "profile", "replayed"]
@@ -102,6 +103,7 @@ def replayed(alone: Profile, shared: Profile, setup: Setup) -> Timeline:
     How long tasks take and when they overlap depend on each other; a few replays settle both.
     """
     m, recomputed = len(setup.sizes), checkpointed(setup.checkpoint, len(setup.sizes))
+    ahead = overlaps(m, len(setup.cuts))  # else one thread does all
 
     def table(seconds: Sequence[float]) -> list[list[float]]:
         return [[sum(seconds[a:b]) for a, b in setup.cuts] for _ in range(m)]
@@ -109,7 +111,7 @@ def replayed(alone: Profile, shared: Profile, setup: Setup) -> Timeline:
     def costs(found: Profile) -> Costs:
         plain, graph, none = table(found.forward), table(found.graph), table([0.0] * len(found.forward))
         forward = plain[:recomputed] + graph[recomputed:]
-        return Costs(forward, table(found.backward), table(found.graph)[:recomputed] + none[recomputed:])
+        return Costs(forward, table(found.backward), table(found.graph)[:recomputed] + none[recomputed:], ahead=ahead)
 
     quick, slow = costs(alone), costs(shared)
     now = costs(alone)

@@ -12,6 +12,7 @@ from torchgpipe.copy import CopyStreams
 from torchgpipe.graph import GraphEngine
 from torchgpipe.inline import InlineEngine
 from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.schedule import overlaps
 from torchgpipe.stage import Stage, training
 from torchgpipe.workers import WorkersEngine
 
@@ -68,7 +69,7 @@ class Engines:
         return engine
 
     def _nothing_to_gain(self, m: int, size: int) -> bool:
-        if m == 1:
+        if not overlaps(m, len(self._stages)):
             return True
         mode = training(self._stages)
         if any(mode not in stage.draws for stage in self._stages):

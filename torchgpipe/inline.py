@@ -23,7 +23,7 @@ from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.node import TaskNode, guarded
 from torchgpipe.observe import Observer, observed
 from torchgpipe.randomness import UNSEEDED, SavedState
-from torchgpipe.schedule import clock_cycles
+from torchgpipe.schedule import clock_cycles, overlaps
 from torchgpipe.seeds import Seeds
 from torchgpipe.segment import Segment
 from torchgpipe.skip.portal import Portals
@@ -44,7 +44,7 @@ class InlineEngine:
         """Return the last partition's output for each micro-batch."""
         m, n = len(micro_batches), len(self.stages)
         # Where workers could run the mini-batch as well, random numbers must not tell which engine did.
-        seeds = Seeds(self.stages, m) if m > 1 and n > 1 else None
+        seeds = Seeds(self.stages, m) if overlaps(m, n) else None
         values: list[Any] = [(x,) if isinstance(x, Tensor) else x for x in micro_batches]
         atomic = [isinstance(x, Tensor) for x in micro_batches]
         portals: Portals[Tensor | None] = Portals()

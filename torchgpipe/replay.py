@@ -4,7 +4,7 @@ The rules are the pipeline's own (GPipe paper, section 2.3; torchgpipe paper, se
 at a time. Forward takes micro-batches in order, backward in reverse. A task's input has to be there:
 
 - forward (i, j) after forward (i, j - 1), and the copy between them;
-- recomputation (i, j) as soon as its partition is free, also before its gradient arrives;
+- recomputation (i, j) as soon as its partition is free, also before its gradient arrives, unless told otherwise;
 - backward (i, j) after its recomputation, backward (i, j + 1), and the copy between them.
 
 Skips are copied straight from the partition that stashes them to the one that pops them, and their gradients back.
@@ -38,7 +38,8 @@ class Costs:
     `recompute` is zero where a task is not checkpointed. `copy` is what passing a boundary takes, one way: one number
     for all boundaries, or one for each. `skips` says the same of skips, by the partitions that stash and pop them.
     With streams of their own, copies delay the receiver but occupy nobody; `blocking` ones occupy both sides, and
-    start when both are free. `loss` lies between forward and backward.
+    start when both are free. `loss` lies between forward and backward. Without `ahead`, recomputation waits for its
+    task's gradient.
     """
 
     forward: Table
@@ -48,6 +49,7 @@ class Costs:
     loss: float = 0.0
     skips: Mapping[tuple[int, int], float] = field(default_factory=dict)
     blocking: bool = False
+    ahead: bool = True
 
     @property
     def total(self) -> float:
@@ -106,7 +108,7 @@ def replay(costs: Costs) -> Timeline:
         arrival = [begin] * n
         for j in reversed(range(n)):
             if costs.recompute[i][j]:
-                start = free[j]
+                start = free[j] if costs.ahead else max(free[j], arrival[j])
                 free[j] = start + costs.recompute[i][j]
                 events.append(Event("recompute", i, j, start, free[j]))
             start = max(free[j], arrival[j])

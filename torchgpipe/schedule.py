@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["clock_cycles"]
+__all__ = ["clock_cycles", "overlaps"]
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -20,3 +20,8 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     #   partition 2               0,2   1,2   2,2   3,2
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
+
+
+def overlaps(m: int, n: int) -> bool:
+    """Return whether any clock cycle has more than one task: `m` micro-batches on `n` partitions, of both several."""
+    return m > 1 and n > 1

@@ -33,6 +33,7 @@ from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.node import check_backward
 from torchgpipe.observe import Observer, observed
 from torchgpipe.relay import Relay, Workers
+from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
 from torchgpipe.segment import Needs, Segment, detached
 from torchgpipe.skip.portal import Portals
@@ -111,10 +112,9 @@ class _MiniBatch:
         return results
 
     def _run(self, relay: Relay, programs: Sequence[Callable[[], None]], *, backward: bool = False) -> None:
-        if self._m > 1 and self._n > 1:
+        if overlaps(self._m, self._n):
             self._engine.workers.run(relay, programs)
         else:
-            # Nothing can overlap.
             for program in reversed(programs) if backward else programs:
                 program()
 

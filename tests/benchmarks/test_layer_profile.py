@@ -93,6 +93,7 @@ SHARED = Profile(forward=[2.0, 2.0], graph=[3.0, 3.0], backward=[4.0, 4.0])
         ((2,), 2, "always", 2 * (2 + 3 + 4), 2 * (2 + 3 + 4)),
         ((2,), 2, "except_last", 2 + 3 + 4 + 3 + 4, 2 + 3 + 4 + 3 + 4),
         ((1, 1), 1, "never", 3 + 4, 3 + 4),  # one after the other: they never work at once
+        ((1, 1), 1, "always", 2 + 3 + 4, 2 + 3 + 4),  # not even a recomputation and a backward
         ((1, 1), 2, "never", 3 * 1.5 + 3 * 2, 4 * 1.5 + 4 * 2),  # at once: the second of three, at half the speed
     ],
 )

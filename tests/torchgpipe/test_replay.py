@@ -33,10 +33,11 @@ def test_one_partition_two_chunks_except_last_costs_a_seventh_more() -> None:
     assert replay(plain).seconds / replay(halves).seconds == pytest.approx(3 / 3.5)
 
 
-def test_recomputation_hides_while_the_gradient_is_on_its_way() -> None:
-    # Two partitions, one micro-batch, recomputed: partition 0 recomputes while partition 1 does.
-    timeline = replay(Costs(forward=[[1.0, 1.0]], backward=[[2.0, 2.0]], recompute=[[1.0, 1.0]]))
-    assert timeline.seconds == pytest.approx(2 + 1 + 2 + 2)
+@pytest.mark.parametrize(("ahead", "seconds"), [(True, 2 + 1 + 2 + 2), (False, 2 + 1 + 2 + 1 + 2)])
+def test_recomputation_hides_while_the_gradient_is_on_its_way_unless_it_waits(ahead: bool, seconds: float) -> None:
+    # Two partitions, one micro-batch, recomputed: partition 0 recomputes while partition 1 does, or after it.
+    timeline = replay(Costs(forward=[[1.0, 1.0]], backward=[[2.0, 2.0]], recompute=[[1.0, 1.0]], ahead=ahead))
+    assert timeline.seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("copy", "loss", "seconds"), [(0.0, 0.0, 6.0), (0.5, 0.0, 7.0), (0.0, 0.25, 6.25)])
@@ -53,7 +54,8 @@ def any_costs(draw: st.DrawFn) -> Costs:
     copy = draw(st.one_of(cell, st.lists(cell, min_size=n - 1, max_size=n - 1)))
     routes = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.dictionaries(st.sampled_from(routes), cell, max_size=4)) if routes else {}
-    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, draw(st.booleans()))
+    switches = draw(st.booleans()), draw(st.booleans())
+    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, *switches)
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
@@ -79,7 +81,8 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
             backward = True
             begin = (max(free) if costs.blocking else free[-1]) + costs.loss
             free, there = [begin] * n, dict.fromkeys(there, begin)
-        assert e.start == (free[j] if e.kind == "recompute" else max(free[j], there[i, j]))
+        early = e.kind == "recompute" and costs.ahead
+        assert e.start == (free[j] if early else max(free[j], there[i, j]))
         assert e.end == e.start + getattr(costs, e.kind)[i][j]
         free[j] = e.end
         if e.kind == "recompute":

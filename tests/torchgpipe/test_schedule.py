@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchgpipe.schedule import clock_cycles
+from torchgpipe.schedule import clock_cycles, overlaps
 
 COUNT = st.integers(1, 12)
 
@@ -33,6 +33,12 @@ def test_definition(m: int, n: int) -> None:
     expected = [[task for task in tasks if sum(task) == k] for k in range(m + n - 1)]
 
     assert list(clock_cycles(m, n)) == expected
+
+
+@settings(deadline=None)
+@given(m=COUNT, n=COUNT)
+def test_tasks_overlap_where_a_cycle_has_several(m: int, n: int) -> None:
+    assert overlaps(m, n) == any(len(cycle) > 1 for cycle in clock_cycles(m, n))
 
 
 @settings(deadline=None)

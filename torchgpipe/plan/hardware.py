@@ -61,6 +61,11 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from, by name; those in tables as `peak.float32`."""
 
+    @property
+    def cpu(self) -> bool:
+        """Whether the devices are cores of a CPU, which issue operators themselves."""
+        return not self.launch_overlaps
+
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of one operator, the fastest way: bound by computing, by memory, or by being issued."""
         work = self._work(operator)

@@ -53,6 +53,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
         peak={},
         compute_efficiency={},
         memory_efficiency=dict.fromkeys(CLASSES, 1.0),
+        launch_overlaps=cuda,
         sources={"link_bandwidth": how, "memory_bandwidth": "a copy on the device"},
     )
 

@@ -16,6 +16,7 @@ from torchgpipe.plan.count import Counts, LayerCount
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
 from torchgpipe.replay import Costs, Timeline, replay
+from torchgpipe.schedule import overlaps
 
 __all__ = ["OPTIMIZERS", "LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
 
@@ -129,7 +130,9 @@ class Predictor:
                 [sum(layers.backward[a:b]) + (0.0 if first else sum(layers.accumulate[a:b])) for a, b in cuts]
             )
         copies, skips = self.copies(setup)
-        return Costs(forward, backward, recompute, copy=copies, skips=skips, blocking=not setup.streams)
+        # On a CPU, what cannot overlap runs in one thread, where a recomputation belongs to its task's backward.
+        ahead = not self.hardware.cpu or overlaps(len(sizes), len(cuts))
+        return Costs(forward, backward, recompute, copies, skips=skips, blocking=not setup.streams, ahead=ahead)
 
     def copies(self, setup: Setup) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy, and of the skips that go from one partition to another."""

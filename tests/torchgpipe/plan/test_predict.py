@@ -1,0 +1,56 @@
+"""What a prediction takes from the hardware that it is for: here, whether recomputation runs ahead of its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.observe import Task
+from torchgpipe.plan.count import count
+from torchgpipe.plan.hardware import load_hardware
+from torchgpipe.plan.predict import Predictor, Setup
+
+GPU = replace(load_hardware("p40x8"), link_latency=0.0)
+CPU = replace(GPU, launch_overlaps=False)
+X = torch.ones(8, 256)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.Tanh())))
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("balance", [(4,), (2, 2), (1, 1, 2)])
+def test_on_a_cpu_recomputation_waits_where_one_thread_does_all(balance: tuple[int, ...], chunks: int) -> None:
+    """As the library runs it: with a thread for each partition, a recomputation begins before its gradient is there."""
+    ran: list[Task] = []
+
+    class Note:
+        def __init__(self, task: Task) -> None:
+            ran.append(task)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    gpipe = GPipe(model(), list(balance), devices=["cpu"] * len(balance), chunks=chunks, checkpoint="always")
+    gpipe.observer = Note
+    gpipe(X).sum().backward()
+    kinds = [(task.kind, task.micro_batch, task.partition) for task in ran if task.kind != "forward"]
+
+    setup = Setup(len(X), balance, chunks, "always")
+    predictor = Predictor(count(model(), X), CPU)
+    events = sorted(predictor.step(setup).timeline.events, key=lambda event: event.start)
+    predicted = [event[:3] for event in events if event.kind != "forward"]
+    threads = chunks > 1 and len(balance) > 1
+    assert predictor.costs(setup).ahead == threads
+    if not threads:
+        assert predicted == kinds
+    for j in range(len(balance)):
+        assert [x for x in predicted if x[2] == j] == [x for x in kinds if x[2] == j]
+    assert Predictor(predictor.counts, GPU).costs(setup).ahead
