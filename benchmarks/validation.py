@@ -4,7 +4,8 @@
 
 In every round each model's layers are profiled for each size of micro-batch, and each configuration runs one step, in
 turns, so that a drift of the machine's speed meets all of them. A prediction replays the layers' medians; nothing of a
-pipeline's step goes into it. `benchmarks.layer_profile` says how layers are timed.
+pipeline's step goes into it. `torchgpipe.plan.timing` says how layers are timed, `benchmarks.sharing` how partitions
+slow each other down. Beside it stands what `plan` predicts, which profiles anew in every round, as it does for a user.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.circumstances import circumstances, keep
-from benchmarks.layer_profile import KINDS, Profile, busy, profile, replayed
 from benchmarks.models import amoebanetd, unet
+from benchmarks.sharing import CPU, busy, replayed
 from torchgpipe import GPipe
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import Mode
 from torchgpipe.observe import Task
+from torchgpipe.plan.count import count
 from torchgpipe.plan.predict import Setup
+from torchgpipe.plan.profiled import predictor_here
+from torchgpipe.plan.timing import Seconds, time_step
 from torchgpipe.replay import Timeline
 
-__all__ = ["MODELS", "SETUPS", "main", "predictions", "table"]
+__all__ = ["MODELS", "SETUPS", "main", "planned", "predictions", "table"]
 
+KINDS = Seconds._fields
 TARGET = 0.10
 """The median error that is aimed at."""
 
@@ -107,11 +112,13 @@ class Subject:
         torch.manual_seed(0)
         self.layers, self.double = model.build(), model.build()
         self.x = torch.rand(model.batch_size, *model.shape)
-        self.profiles: dict[int, dict[str, list[Profile]]] = {}
+        self.counts = count(self.layers, self.x)
+        self.profiles: dict[int, dict[str, list[Seconds]]] = {}
+        self.planned: dict[str, list[float]] = {}
         self.pipelines: dict[str, Pipeline] = {}
         for n, m, mode in SETUPS:
             setup = Setup(model.batch_size, (len(self.layers),), m, mode)
-            _, warm = (profile(self.layers, self.x[: setup.sizes[0]]) for _ in range(2))
+            _, warm = (time_step(self.layers, self.x[: setup.sizes[0]], CPU) for _ in range(2))
             costs = [f + b for f, b in zip(warm.graph, warm.backward, strict=True)]
             setup = replace(setup, balance=tuple(minimise_heaviest(costs, n)))
             pipeline = Pipeline(model.build(), setup)
@@ -124,17 +131,20 @@ class Subject:
         for size in sorted({pipeline.setup.sizes[0] for pipeline in self.pipelines.values()}):
             sample = self.x[:size]
             found = self.profiles.setdefault(size, {"alone": [], "shared": []})
-            found["alone"].append(profile(self.layers, sample))
+            found["alone"].append(time_step(self.layers, sample, CPU))
             with busy(self.double, sample):
-                found["shared"].append(profile(self.layers, sample))
+                found["shared"].append(time_step(self.layers, sample, CPU))
             for pipeline in self.pipelines.values():
                 if pipeline.setup.sizes[0] == size:
                     pipeline.step(self.x)
+        predictor = predictor_here(self.layers, self.x, self.counts, devices=max(n for n, _, _ in SETUPS))
+        for name, pipeline in self.pipelines.items():
+            self.planned.setdefault(name, []).append(predictor.step(replace(pipeline.setup, updates=False)).seconds)
 
     def result(self) -> dict[str, Any]:
         """Return every sample, in seconds to the microsecond."""
 
-        def rounds(profiles: Sequence[Profile], kind: str) -> list[list[float]]:
+        def rounds(profiles: Sequence[Seconds], kind: str) -> list[list[float]]:
             return [[round(t, 6) for t in getattr(one, kind)] for one in profiles]
 
         return {
@@ -142,7 +152,10 @@ class Subject:
                 str(size): {how: {kind: rounds(profiles, kind) for kind in KINDS} for how, profiles in by_how.items()}
                 for size, by_how in self.profiles.items()
             },
-            "configurations": {name: pipeline.result() for name, pipeline in self.pipelines.items()},
+            "configurations": {
+                name: {**pipeline.result(), "planned": [round(t, 6) for t in self.planned[name]]}
+                for name, pipeline in self.pipelines.items()
+            },
         }
 
 
@@ -189,8 +202,18 @@ def predictions(result: dict[str, Any], *, sharing: bool = True) -> dict[str, tu
     return found
 
 
-def _medians(rounds: dict[str, list[list[float]]]) -> Profile:
-    return Profile(*([statistics.median(times) for times in zip(*rounds[kind], strict=True)] for kind in KINDS))
+def planned(result: dict[str, Any]) -> dict[str, float]:
+    """Return the median of what `plan` predicts for each configuration, where a record has it."""
+    return {
+        f"{name} {which}": statistics.median(one["planned"])
+        for name, model in result["models"].items()
+        for which, one in model["configurations"].items()
+        if "planned" in one
+    }
+
+
+def _medians(rounds: dict[str, list[list[float]]]) -> Seconds:
+    return Seconds(*([statistics.median(times) for times in zip(*rounds[kind], strict=True)] for kind in KINDS))
 
 
 def table(result: dict[str, Any], style: str = "simple") -> str:
@@ -198,14 +221,20 @@ def table(result: dict[str, Any], style: str = "simple") -> str:
     from tabulate import tabulate
 
     found, apart = predictions(result), predictions(result, sharing=False)
-    errors = [[timeline.seconds / measured - 1 for timeline, measured in column.values()] for column in (found, apart)]
+    columns = {
+        "error": {name: timeline.seconds for name, (timeline, _) in found.items()},
+        "without sharing": {name: timeline.seconds for name, (timeline, _) in apart.items()},
+        "as plan predicts": planned(result),
+    }
+    columns = {heading: column for heading, column in columns.items() if column}
+    errors = [[column[name] / measured - 1 for name, (_, measured) in found.items()] for column in columns.values()]
     rows = [
         [name, f"{timeline.seconds * 1e3:.0f}", f"{measured * 1e3:.0f}", *(f"{error:+.1%}" for error in pair)]
         for (name, (timeline, measured)), *pair in zip(found.items(), *errors, strict=True)
     ]
     medians = [f"{statistics.median(map(abs, column)):.1%}" for column in errors]
     rows.append([f"median error, either way (target: {TARGET:.0%})", "", "", *medians])
-    headers = ["configuration", "predicted ms", "measured ms", "error", "without sharing"]
+    headers = ["configuration", "predicted ms", "measured ms", *columns]
     rounds = min(len(one["seconds"]) for model in result["models"].values() for one in model["configurations"].values())
     body = tabulate(rows, headers=headers, disable_numparse=True, tablefmt=style)
     return f"{len(found)} configurations, {rounds} rounds\n\n{body}"

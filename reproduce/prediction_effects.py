@@ -151,11 +151,11 @@ class _Slower(Predictor):
     def layers(self, size: int) -> LayerSeconds:
         """Return the seconds of every layer for micro-batches of `size` samples."""
         found = super().layers(size)
-        forward, backward = (
+        forward, graph, backward = (
             [seconds * (self._factor if i in self._slow else 1.0) for i, seconds in enumerate(each)]
-            for each in (found.forward, found.backward)
+            for each in (found.forward, found.graph, found.backward)
         )
-        return replace(found, forward=forward, backward=backward)
+        return replace(found, forward=forward, graph=graph, backward=backward)
 
 
 def _speed_ups(node: Hardware) -> dict[str, float]:

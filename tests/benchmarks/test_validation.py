@@ -83,27 +83,43 @@ def test_every_sample_is_kept(result: dict[str, Any]) -> None:
         assert {kind: [len(x) for x in rounds] for kind, rounds in by_how["shared"].items()} == {
             kind: [8, 8] for kind in ("forward", "graph", "backward")
         }
-    assert all(len(one["seconds"]) == 2 for one in model["configurations"].values())
+    assert all(len(one["seconds"]) == len(one["planned"]) == 2 for one in model["configurations"].values())
 
 
-def test_the_median_is_of_the_rows() -> None:
+def fabricated(**more: list[float]) -> dict[str, Any]:
+    """A result whose every step is predicted to take two seconds."""
     profile = {"forward": [[1.0]], "graph": [[1.0]], "backward": [[1.0]]}
     setups = {"batch_size": 2, "balance": [1], "chunks": 1, "checkpoint": "never", "trace": []}
     measured = {"a": [2.0, 9.0, 2.0], "b": [1.6, 1.6, 1.6], "c": [4.0, 4.0, 4.0]}
-    result = {
+    return {
         "models": {
             "tiny": {
                 "profiles": {"2": {"alone": profile, "shared": profile}},
-                "configurations": {name: {**setups, "seconds": seconds} for name, seconds in measured.items()},
+                "configurations": {name: {**setups, "seconds": seconds, **more} for name, seconds in measured.items()},
             }
         }
     }
-    text = table(result, "pipe")
+
+
+def cells_of(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+
+
+def test_the_median_is_of_the_rows() -> None:
+    text = table(fabricated(), "pipe")
     assert text.startswith("3 configurations, 3 rounds\n")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    cells = cells_of(text)
     assert cells[0][:4] == ["configuration", "predicted ms", "measured ms", "error"]
     assert [row[3] for row in cells[2:]] == ["+0.0%", "+25.0%", "-50.0%", "25.0%"]
     assert "target: 10%" in cells[-1][0]
+
+
+def test_what_plan_predicts_stands_beside_it_where_it_was_kept() -> None:
+    assert "as plan predicts" not in table(fabricated(), "pipe")  # a file of before
+    cells = cells_of(table(fabricated(planned=[3.0, 2.4, 1.0]), "pipe"))
+    column = cells[0].index("as plan predicts")
+    assert [row[column] for row in cells[2:]] == ["+20.0%", "+50.0%", "-40.0%", "40.0%"]
+    assert [row[3] for row in cells[2:]] == ["+0.0%", "+25.0%", "-50.0%", "25.0%"]
 
 
 def test_at_least_twenty_configurations_of_both_models() -> None:
@@ -127,7 +143,7 @@ def test_the_committed_traces_are_those_of_the_replay() -> None:
 
 def test_the_committed_median_meets_its_target() -> None:
     *_, last = table(json.loads(COMMITTED.read_text()), "pipe").splitlines()
-    _, name, *_, error, _, _ = (cell.strip() for cell in last.split("|"))
+    _, name, _, _, error, *_ = (cell.strip() for cell in last.split("|"))
     assert name == "median error, either way (target: 10%)"
     assert 0 < float(error.rstrip("%")) <= 10
 

@@ -23,6 +23,7 @@ from torchgpipe.skip.skippable import skips_of
 
 __all__ = [
     "Rehearsal",
+    "placed_copy",
     "profile_sizes",
     "profile_times",
     "rehearse",
@@ -106,9 +107,8 @@ def rehearse(
     waiting: Scope = {}
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
-        duplicate = _placed(_copy(layer, index), device)
-        # Where a training module has parts frozen by eval(), they stay frozen.
-        rehearsal = Rehearsal(duplicate if module.training else duplicate.train(), value, skips)
+        duplicate = placed_copy(module, index, device)
+        rehearsal = Rehearsal(duplicate, value, skips)
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
         value = _cut_off(rehearsal.output, device)
@@ -116,6 +116,13 @@ def rehearse(
         # The device may have room for only one layer.
         del rehearsal, duplicate, skips
         yield measurement
+
+
+def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.Module:
+    """Copy a layer to the device, for training; nothing that the copy does reaches the original."""
+    layer = _placed(_copy(module[index], index), device)
+    # Where a training module has parts frozen by eval(), they stay frozen.
+    return layer if module.training else layer.train()
 
 
 def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
@@ -180,7 +187,6 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _copy(layer: nn.Module, index: int) -> nn.Module:
-    """Copy a layer; nothing that the copy does reaches the original."""
     # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as attributes.
     memo: dict[int, object] = {
         id(x): x.detach().clone()

@@ -11,7 +11,7 @@
 | `operators` | what an operator does: its class, floating-point operations, bytes |
 | `count` | what every layer does and holds, counted on `meta` |
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
-| `profiled`, `here` | in their place, a profile on the present device, and what that device is |
+| `profiled`, `timing`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict` | seconds and bubble of a training step |
 | `footprint`, `task`, `memory` | what a layer, a micro-batch on a partition, and a device hold: exact bytes |
 | `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |

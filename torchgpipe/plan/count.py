@@ -113,7 +113,7 @@ def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True
     names = list(module._modules)
     remembered = Remembered()
     for size in SIZES:
-        given = _resized(sample, size)
+        given = _empty(sample, size)
         with undisturbed(meta), remembered:
             counted = rehearse(module, given, meta, _count(numbers))
             layers = [make(name) for name, make in zip(names, counted, strict=True)]
@@ -207,13 +207,13 @@ def _measure(
     return measure
 
 
-def _resized(sample: TensorOrTensors, size: int) -> TensorOrTensors:
+def _empty(sample: TensorOrTensors, size: int) -> TensorOrTensors:
     """Return tensors like the sample's with another batch size, without contents."""
 
-    def resize(x: Tensor) -> Tensor:
+    def empty(x: Tensor) -> Tensor:
         return torch.empty(size, *x.shape[1:], dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
-    return resize(sample) if isinstance(sample, Tensor) else tuple(resize(x) for x in sample)
+    return empty(sample) if isinstance(sample, Tensor) else tuple(empty(x) for x in sample)
 
 
 def _alike(a: LayerCount, b: LayerCount) -> bool:

@@ -20,9 +20,9 @@ def layer_seconds(predictor: Predictor, setup: Setup) -> tuple[float, ...]:
     """Return the seconds that each layer takes for a micro-batch, recomputation included as far as there is any."""
     seconds = predictor.layers(setup.sizes[0])
     m = len(setup.sizes)
-    again = 1 + checkpointed(setup.checkpoint, m) / m
-    layers = zip(seconds.forward, seconds.backward, seconds.accumulate, strict=True)
-    return tuple(f * again + b + a for f, b, a in layers)
+    recomputed = checkpointed(setup.checkpoint, m) / m
+    layers = zip(seconds.forward, seconds.graph, seconds.backward, seconds.accumulate, strict=True)
+    return tuple(f * recomputed + g + b + a for f, g, b, a in layers)
 
 
 class Estimate:

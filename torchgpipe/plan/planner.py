@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from torchgpipe.microbatch import TensorOrTensors, check
 from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.hardware import Hardware, load_hardware
-from torchgpipe.plan.here import describe_here
 from torchgpipe.plan.predict import OPTIMIZERS, Predictor
-from torchgpipe.plan.profiled import ProfiledPredictor, profile_layers
+from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.report import describe
 from torchgpipe.plan.search import MODES, Candidate, search
 from torchgpipe.skip import verify_skippables
@@ -94,13 +93,13 @@ def plan(
     """Plan a pipeline for `module`.
 
     Seconds come from a hardware description, for which the layers are counted on the `meta` device, so that neither a
-    GPU nor memory for the model is needed; or from a profile on the present device, which times them one by one, and
-    takes about as long as ten steps of the sample. Bytes are counted either way.
+    GPU nor memory for the model is needed; or from a profile on the present device, which times them in whole steps
+    where these fit, and takes about as long as fifteen steps of the sample. Bytes are counted either way.
 
     Args:
         module: the layers, on any device, `meta` too.
         sample: an input like those to come, a tensor or a tuple of tensors. For a profile it is on the device to
-            profile on and has about the size of a micro-batch; otherwise neither matters.
+            profile on and as large as the largest micro-batch to be considered; otherwise neither matters.
         batch_size: samples of a mini-batch.
         devices: how many there are at most; by default the node's.
         memory: what each has for tensors, in bytes or as text such as "24GiB"; by default the node's.
@@ -138,10 +137,9 @@ def plan(
     given = None if memory is None else parse_amount(memory)
     counts = count(module, sample)
     if node is None:
-        profile = profile_layers(module, sample)
-        node = replace(describe_here(profile.device, devices, given), workspace=profile.workspace)
-        predictor: Predictor = ProfiledPredictor(counts, node, profile)
-        source = f"{profile}; {node.sources['link_bandwidth']}"
+        here = predictor_here(module, sample, counts, devices=devices, memory=given)
+        predictor: Predictor = here
+        node, source = here.hardware, f"{here.profile}; {here.hardware.sources['link_bandwidth']}"
     else:
         predictor, source = Predictor(counts, node), f"hardware description {node.name}"
     room = (node.memory if given is None else given) - node.workspace

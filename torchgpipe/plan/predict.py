@@ -75,6 +75,9 @@ class LayerSeconds:
     """Seconds of each layer for a micro-batch of one size: forward, backward, and adding up gradients."""
 
     forward: list[float]
+    """Without a graph: that of a checkpointed task."""
+    graph: list[float]
+    """With one: that of a task that is not, and recomputation."""
     backward: list[float]
     accumulate: list[float]
     layers: Sequence[LayerCount]
@@ -106,8 +109,10 @@ class Predictor:
                     known[id(operators)] = self.hardware.total(operators)
                 return known[id(operators)]
 
+            forward = [total(layer.forward) for layer in layers]
             self._known[size] = LayerSeconds(
-                forward=[total(layer.forward) for layer in layers],
+                forward=forward,
+                graph=forward,
                 backward=[total(layer.backward) for layer in layers],
                 accumulate=[total(layer.accumulate) for layer in layers],
                 layers=layers,
@@ -124,8 +129,10 @@ class Predictor:
         for i, size in enumerate(sizes):
             layers = self.layers(size)
             first = i == len(sizes) - 1  # to go backward, so that there is nothing to add gradients to
-            forward.append([sum(layers.forward[a:b]) for a, b in cuts])
-            recompute.append(forward[-1] if i < recomputed else [0.0] * len(cuts))
+            graph = [sum(layers.graph[a:b]) for a, b in cuts]
+            again = i < recomputed
+            forward.append([sum(layers.forward[a:b]) for a, b in cuts] if again else graph)
+            recompute.append(graph if again else [0.0] * len(cuts))
             backward.append(
                 [sum(layers.backward[a:b]) + (0.0 if first else sum(layers.accumulate[a:b])) for a, b in cuts]
             )

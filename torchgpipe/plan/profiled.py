@@ -1,66 +1,86 @@
 """Profile a model on the present device, in place of counting operators and turning them into seconds.
 
-Each layer is timed alone, forward and backward apart, for micro-batches of two sizes; any other size follows by the
-straight line through them.
+The layers are timed for the sample, for half of it, a quarter, and so on. Other sizes of micro-batches follow by
+straight lines between these, and on beyond them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from statistics import median
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.profile import Rehearsal, rehearse, time_run, undisturbed
+from torchgpipe.balance.profile import placed_copy, undisturbed
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.plan.count import Counts
 from torchgpipe.plan.hardware import Hardware
-from torchgpipe.plan.here import RUNS, device_name
-from torchgpipe.plan.predict import LayerSeconds, Predictor
+from torchgpipe.plan.here import RUNS, describe_here, device_name
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup
+from torchgpipe.plan.timing import Seconds, time_alone, time_step
 
-__all__ = ["Line", "Profile", "ProfiledPredictor", "profile_layers"]
+__all__ = ["Curve", "Profile", "ProfiledPredictor", "predictor_here", "profile_layers"]
 
-LEAST = 4
-"""Samples of the larger micro-batch at least; the smaller one has half of them, and one may be refused."""
+LEAST = 2
+"""Samples of the smallest micro-batch that is timed: batch normalization may refuse one. Twice that are timed, too."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds of one layer: `fixed`, and `each` for every sample of the micro-batch."""
+class Curve:
+    """Seconds of one layer by the samples of a micro-batch, at the `sizes` at which it was timed."""
 
-    fixed: float
-    each: float
+    sizes: Sequence[int]
+    seconds: Sequence[float]
 
     @classmethod
-    def through(cls, sizes: tuple[int, int], seconds: tuple[float, float]) -> Line:
-        """Return the line through two measurements; noise makes neither part negative."""
-        (a, b), (x, y) = sizes, seconds
-        each = (y - x) / (b - a)
-        if each < 0:
-            return cls((x + y) / 2, 0.0)
-        fixed = x - each * a
-        return cls(fixed, each) if fixed >= 0 else cls(0.0, y / b)
+    def through(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
+        """Return the curve through measurements; through their mean where fewer samples took longer, which is noise."""
+        level: list[list[float]] = []
+        for x in seconds:
+            level.append([x])
+            while len(level) > 1 and fmean(level[-2]) > fmean(level[-1]):
+                level[-2:] = [level[-2] + level[-1]]
+        return cls(tuple(sizes), tuple(fmean(xs) for xs in level for _ in xs))
 
     def at(self, size: int) -> float:
-        """Return the seconds for a micro-batch of `size` samples."""
-        return self.fixed + self.each * size
+        """Return the seconds for a micro-batch of `size` samples.
+
+        Beyond the ends the line goes on, but no steeper than in proportion: neither a fixed part nor each sample takes
+        less than nothing.
+        """
+        k = min(max(bisect(self.sizes, size), 1), len(self.sizes) - 1)
+        (a, b), (x, y) = self.sizes[k - 1 : k + 1], self.seconds[k - 1 : k + 1]
+        line = x + (y - x) * (size - a) / (b - a)
+        if size < a:
+            return max(line, x * size / a)
+        return min(line, y * size / b) if size > b else line
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of every layer's forward and backward, and where and with what micro-batches they were measured."""
+    """Seconds of every layer by the size of micro-batches, and where and how they were measured."""
 
-    forward: list[Line]
-    backward: list[Line]
+    forward: list[Curve]
+    graph: list[Curve]
+    backward: list[Curve]
     device: torch.device
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
+    whole: bool
+    """Whether the layers were timed in whole steps, or each alone."""
     workspace: float = 0.0
     """Bytes that libraries (cuBLAS) have kept on the device since."""
 
     def __str__(self) -> str:
-        return f"layers profiled on {device_name(self.device)}, in micro-batches of {self.sizes[0]} and {self.sizes[1]}"
+        *sizes, last = map(str, self.sizes)
+        how = "in whole steps" if self.whole else "each alone"
+        return (
+            f"layers profiled on {device_name(self.device)}, {how}, "
+            f"in micro-batches of {', '.join(sizes)} and {last}"
+        )
 
 
 class ProfiledPredictor(Predictor):
@@ -75,66 +95,108 @@ class ProfiledPredictor(Predictor):
         if size not in self._known:
             layers = self.counts.at(size)
             self._known[size] = LayerSeconds(
-                forward=[line.at(size) for line in self.profile.forward],
-                backward=[line.at(size) for line in self.profile.backward],
+                forward=[curve.at(size) for curve in self.profile.forward],
+                graph=[curve.at(size) for curve in self.profile.graph],
+                backward=[curve.at(size) for curve in self.profile.backward],
                 accumulate=[self.hardware.total(layer.accumulate) for layer in layers],
                 layers=layers,
             )
         return self._known[size]
 
 
-def profile_layers(module: nn.Sequential, sample: TensorOrTensors) -> Profile:
-    """Time the layers on the sample's device, in micro-batches as large as the sample and half as large.
+def predictor_here(
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    counts: Counts,
+    *,
+    devices: int | None = None,
+    memory: float | None = None,
+) -> ProfiledPredictor:
+    """Profile on the sample's device, and predict for devices like it: what `plan` does without `hardware`.
 
-    Layers on `meta` are timed too, with random parameters: one at a time has to fit the device.
+    `memory` is each device's. The layers are timed in whole steps where one with the sample, and the layers' copies
+    for it, have room in that; each alone where not.
+
+    Raises:
+        ValueError: as `profile_layers` and `describe_here`.
+    """
+    device = _device(sample)
+    node = describe_here(device, devices, memory)
+    (step,) = setup_memory(counts, Setup(_sizes(sample)[-1], (len(counts),), 1, "never"))
+    copies = sum(layer.parameters + layer.frozen for layer in counts.low)
+    profile = profile_layers(module, sample, whole=step.peak + copies <= node.memory)
+    return ProfiledPredictor(counts, replace(node, workspace=profile.workspace), profile)
+
+
+def profile_layers(module: nn.Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
+    """Time the layers on the sample's device, in micro-batches as large as the sample, half as large, and so on.
+
+    They are timed as parts of `whole` steps, on a copy of the model; or, if asked for or where there is no memory for
+    that, each alone. Layers on `meta` are timed too, with random parameters.
 
     Raises:
         ValueError: the sample is on `meta`, or a layer does not fit the device.
     """
-    tensors = (sample,) if isinstance(sample, Tensor) else sample
-    device = tensors[0].device
+    device, sizes = _device(sample), _sizes(sample)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    with undisturbed(device):
+        found = _in_steps(module, sample, sizes, device) if whole else None
+        whole = found is not None
+        if found is None:
+            found = [time_alone(module, _rows(sample, size), device, RUNS) for size in sizes]
+    forward, graph, backward = (
+        [Curve.through(sizes, times) for times in zip(*(_medians(runs, kind) for runs in found), strict=True)]
+        for kind in range(len(Seconds._fields))
+    )
+    workspace = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+    return Profile(forward, graph, backward, device, sizes, whole, max(0.0, workspace))
+
+
+def _in_steps(
+    module: nn.Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
+) -> list[list[Seconds]] | None:
+    """Return every run for each size, after a warm-up; `None` if there is no memory."""
+    try:
+        copy = nn.Sequential(*(placed_copy(module, index, device) for index in range(len(module))))
+        found = []
+        for size in sizes:
+            given, runs = _rows(sample, size), []
+            for _ in range(1 + RUNS):
+                copy.zero_grad()  # adding up gradients is counted, not timed
+                runs.append(time_step(copy, given, device))
+            found.append(runs[1:])
+        return found
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _medians(runs: Sequence[Seconds], kind: int) -> list[float]:
+    return [median(times) for times in zip(*(run[kind] for run in runs), strict=True)]
+
+
+def _device(sample: TensorOrTensors) -> torch.device:
+    device = (sample if isinstance(sample, Tensor) else sample[0]).device
     if device.type == "meta":
         raise ValueError(
             "nothing takes time on device 'meta': give a sample on the device to profile on, "
             "or name the hardware to predict for, such as hardware='h100x8'"
         )
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    high = max(LEAST, len(tensors[0]))
-    sizes = (high // 2, high)
-    found = []
-    with undisturbed(device):
-        for size in sizes:
-            times: list[tuple[float, float]] = []
-            try:
-                for pair in rehearse(module, _resized(sample, size), device, partial(_measure, device)):
-                    times.append(pair)
-            except torch.OutOfMemoryError as error:
-                raise ValueError(
-                    f"layer {len(times)} cannot be profiled on {device} with {size} samples, for which it has no "
-                    "memory: give a smaller sample, or name the hardware to predict for"
-                ) from error
-            found.append(times)
-    forward, backward = ([Line.through(sizes, (low[k], up[k])) for low, up in zip(*found, strict=True)] for k in (0, 1))
-    workspace = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
-    return Profile(forward, backward, device, sizes, max(0.0, workspace))
+    return device
 
 
-def _measure(device: torch.device, rehearsal: Rehearsal) -> tuple[float, float]:
-    """Return the median seconds of a layer's forward and backward; adding up gradients is counted, not timed."""
-    runs = []
-    for _ in range(1 + RUNS):
-        for parameter in rehearsal.layer.parameters():
-            parameter.grad = None
-        runs.append(time_run(rehearsal, device))
-    forward, backward = zip(*runs[1:], strict=True)
-    return median(forward), median(backward)
+def _sizes(sample: TensorOrTensors) -> tuple[int, ...]:
+    """Return the sizes of micro-batches that are timed, the smallest first: at least two."""
+    sizes = [max(2 * LEAST, len(sample if isinstance(sample, Tensor) else sample[0]))]
+    while sizes[0] >= 2 * LEAST:
+        sizes.insert(0, sizes[0] // 2)
+    return tuple(sizes)
 
 
-def _resized(sample: TensorOrTensors, size: int) -> TensorOrTensors:
+def _rows(sample: TensorOrTensors, size: int) -> TensorOrTensors:
     """Return the sample with `size` rows: its first, over again where it has fewer."""
 
-    def resize(x: Tensor) -> Tensor:
+    def take(x: Tensor) -> Tensor:
         rows = torch.arange(size, device=x.device) % len(x)
         return x.detach()[rows].requires_grad_(x.requires_grad)
 
-    return resize(sample) if isinstance(sample, Tensor) else tuple(resize(x) for x in sample)
+    return take(sample) if isinstance(sample, Tensor) else tuple(take(x) for x in sample)

@@ -150,7 +150,7 @@ def assess(predictor: Predictor, setup: Setup) -> Candidate:
 def _plain(predictor: Predictor, setup: Setup) -> tuple[float, ...]:
     """Return the seconds of each layer's forward and backward, as `balance_by_time` counts them."""
     seconds = predictor.layers(setup.sizes[0])
-    return tuple(f + b for f, b in zip(seconds.forward, seconds.backward, strict=True))
+    return tuple(f + b for f, b in zip(seconds.graph, seconds.backward, strict=True))
 
 
 def _improve(predictor: Predictor, candidate: Candidate, memory: float) -> Candidate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance import profile as balance_profile
-from torchgpipe.plan import here, plan
+from torchgpipe.plan import here, plan, timing
+from torchgpipe.plan.count import count
 from torchgpipe.plan.here import describe_here
-from torchgpipe.plan.profiled import Line, profile_layers
+from torchgpipe.plan.profiled import Curve, predictor_here, profile_layers
 
 NOW = [0.0]
 CPU = torch.device("cpu")
@@ -51,7 +53,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return NOW[0]
 
     NOW[0] = 0.0
-    monkeypatch.setattr(balance_profile, "perf_counter", lambda: NOW[0])
+    for module in (balance_profile, timing):
+        monkeypatch.setattr(module, "perf_counter", lambda: NOW[0])
     monkeypatch.setattr(here, "perf_counter", copied)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -60,26 +63,63 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "at"),
+    ("seconds", "at"),
     [
-        (3.0, 5.0, {1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0}),
-        (2.0, 4.0, {1: 1.0, 8: 8.0}),  # nothing fixed
-        (3.0, 3.0, {1: 3.0, 8: 3.0}),  # nothing but fixed
-        (5.0, 3.0, {1: 4.0, 8: 4.0}),  # noise: never faster for more samples
-        (1.0, 4.0, {1: 1.0, 4: 4.0, 8: 8.0}),  # noise: never below nothing
+        ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
+        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # nothing fixed
+        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # nothing but fixed
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: never faster for more samples
+        ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),  # never below nothing, nor worse than in proportion
+        ([2.0, 3.0, 7.0, 8.0], {1: 1.5, 2: 2.0, 3: 2.5, 4: 3.0, 6: 5.0, 8: 7.0, 12: 7.5, 16: 8.0, 32: 10.0}),
+        ([2.0, 4.0, 3.0, 8.0], {1: 1.25, 4: 3.5, 8: 3.5, 16: 8.0, 32: 16.0}),
+        ([9.0, 8.0, 1.0, 6.0], {1: 6.0, 2: 6.0, 8: 6.0, 16: 6.0, 32: 6.0}),
     ],
 )
-def test_the_line_through_two_sizes(low: float, high: float, at: dict[int, float]) -> None:
-    line = Line.through((2, 4), (low, high))
-    assert {size: line.at(size) for size in at} == at
+def test_the_curve_through_measurements(seconds: list[float], at: dict[int, float]) -> None:
+    curve = Curve.through([2, 4, 8, 16][: len(seconds)], seconds)
+    assert {size: curve.at(size) for size in at} == at
 
 
-@pytest.mark.parametrize("samples", [1, 3, 4, 16])
-def test_layers_are_timed_for_the_sample_and_for_half_of_it(samples: int) -> None:
-    found = profile_layers(nn.Sequential(Layer(1, 0.5), Layer(0, 2)), torch.rand(samples, 4))
-    high = max(samples, 4)
-    assert found.sizes == (high // 2, high)
-    assert [[line.at(8) for line in lines] for lines in (found.forward, found.backward)] == [[5, 16], [10, 32]]
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(1, (2, 4)), (3, (2, 4)), (4, (2, 4)), (6, (3, 6)), (9, (2, 4, 9)), (16, (2, 4, 8, 16))]
+)
+def test_layers_are_timed_for_the_sample_and_by_halves(samples: int, sizes: tuple[int, ...], whole: bool) -> None:
+    found = profile_layers(nn.Sequential(Layer(1, 0.5), Layer(0, 2)), torch.rand(samples, 4), whole=whole)
+    assert (found.sizes, found.whole) == (sizes, whole)
+    assert [[curve.at(8) for curve in curves] for curves in (found.forward, found.graph)] == [[5, 16], [5, 16]]
+    assert [curve.at(8) for curve in found.backward] == [10, 32]
+
+
+class Wide(Layer):
+    """Have no memory for more than one layer at once."""
+
+    alive = 0
+
+    def __deepcopy__(self, memo: Any) -> Wide:
+        Wide.alive += 1
+        weakref.finalize(copied := Wide(*self.seconds), Wide.forget).atexit = False
+        if Wide.alive > 1:
+            raise torch.OutOfMemoryError
+        return copied
+
+    @staticmethod
+    def forget() -> None:
+        Wide.alive -= 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "memory", "how"),
+    [(Layer, "1GiB", "in whole steps"), (Layer, "1.5KiB", "each alone"), (Wide, "1GiB", "each alone")],
+)
+def test_a_model_that_does_not_fit_is_timed_layer_by_layer(layer: type[Layer], memory: str, how: str) -> None:
+    """By what is predicted for a step, or because there is no memory after all."""
+    model, sample = nn.Sequential(*(layer(0, 1) for _ in range(4))), torch.rand(8, 4)
+    found = plan(model, sample, batch_size=8, devices=4, memory=memory, chunks=4, checkpoint="always")
+    assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
+    assert found.balance == [1, 1, 1, 1]
+    # A micro-batch of two takes a partition 2 s, and again, and 4 s backward; three recomputations hide.
+    assert found.seconds == pytest.approx((2 + 2 + 4) * (4 + 4 - 1) - 3 * 2, rel=1e-3)
 
 
 def test_layers_without_memory_are_timed_all_the_same() -> None:
@@ -108,6 +148,9 @@ def test_a_plan_from_a_profile() -> None:
     assert "hardware description" not in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
     assert found.gpipe(devices=["cpu", "cpu"]).balance == [4, 2]
+    # Validation predicts by the same: `predictor_here`.
+    predictor = predictor_here(layers, x, count(layers, x), devices=2, memory=2**30)
+    assert predictor.step(found.candidates[0].setup).seconds == found.seconds
 
 
 class Greedy(nn.Module):
