@@ -31,6 +31,7 @@ from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import Mode
 from torchgpipe.observe import Task
 from torchgpipe.plan.count import count
+from torchgpipe.plan.optimizer import Optimizer
 from torchgpipe.plan.predict import Setup
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.timing import Seconds, time_step
@@ -39,6 +40,7 @@ from torchgpipe.replay import Timeline
 __all__ = ["MODELS", "SETUPS", "main", "planned", "predictions", "table"]
 
 KINDS = Seconds._fields
+NO_OPTIMIZER = Optimizer(updates=False)
 TARGET = 0.10
 """The median error that is aimed at."""
 
@@ -117,7 +119,7 @@ class Subject:
         self.planned: dict[str, list[float]] = {}
         self.pipelines: dict[str, Pipeline] = {}
         for n, m, mode in SETUPS:
-            setup = Setup(model.batch_size, (len(self.layers),), m, mode)
+            setup = Setup(model.batch_size, (len(self.layers),), m, mode, NO_OPTIMIZER)
             _, warm = (time_step(self.layers, self.x[: setup.sizes[0]], CPU) for _ in range(2))
             costs = [f + b for f, b in zip(warm.graph, warm.backward, strict=True)]
             setup = replace(setup, balance=tuple(minimise_heaviest(costs, n)))
@@ -139,7 +141,7 @@ class Subject:
                     pipeline.step(self.x)
         predictor = predictor_here(self.layers, self.x, self.counts, devices=max(n for n, _, _ in SETUPS))
         for name, pipeline in self.pipelines.items():
-            self.planned.setdefault(name, []).append(predictor.step(replace(pipeline.setup, updates=False)).seconds)
+            self.planned.setdefault(name, []).append(predictor.step(pipeline.setup).seconds)
 
     def result(self) -> dict[str, Any]:
         """Return every sample, in seconds to the microsecond."""

@@ -12,7 +12,8 @@ from reproduce.predict import BUILDERS
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan import Hardware, Impossible
 from torchgpipe.plan.count import Counts, count
-from torchgpipe.plan.predict import OPTIMIZERS, Predictor
+from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.search import search
 
 __all__ = ["MODELS", "Asked", "Largest", "largest"]
@@ -83,7 +84,7 @@ def _fits(asked: Asked, how: str, sizes: tuple[int, ...]) -> bool:
             batch_size=asked.batch_size,
             devices=asked.devices,
             memory=asked.memory - asked.hardware.workspace,
-            state=OPTIMIZERS[asked.optimizer],
+            optimizer=optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu),
             chunks=[1] if how == "naive" else [asked.batch_size],
             checkpoint=[MODES[how]],
             partitions=[min(asked.devices, len(predictor.counts))],

@@ -20,7 +20,8 @@ from reproduce.record import Record, Result
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import OPTIMIZERS, Predictor, Setup
+from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.predict import Predictor, Setup
 
 __all__ = ["BUILDERS", "UNITS", "predict_row", "predict_table", "predictable", "predictor_of", "setup_of", "speed"]
 
@@ -116,7 +117,8 @@ def setup_of(config: dict[str, Json], layers: int) -> Setup:
         balance=tuple(config["balance"] or (layers,)),
         chunks=config["chunks"] or 1,
         checkpoint=config["checkpoint"] or "never",
-        state=OPTIMIZERS["momentum" if name == "sgd" and config.get("momentum") else name],
+        # PyTorch of that time updated one parameter after another, on GPUs too.
+        optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,
     )
@@ -140,7 +142,7 @@ def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     if not setup.portals:
         return {}
     devices = setup_memory(counts, setup)
-    kept = sum(layer.parameters * (2 + setup.state) + layer.frozen for layer in counts.low)
+    kept = round(sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low))
     return {"allocated": [round(device.peak) for device in devices], "model": kept}
 
 

@@ -14,8 +14,8 @@ from reproduce.predict import BUILDERS
 from torchgpipe.plan import Hardware, hardware_names
 from torchgpipe.plan import plan as make_plan
 from torchgpipe.plan.amount import amount, parse_amount
+from torchgpipe.plan.optimizer import OPTIMIZERS
 from torchgpipe.plan.planner import HERE
-from torchgpipe.plan.predict import OPTIMIZERS
 
 __all__ = ["plan"]
 

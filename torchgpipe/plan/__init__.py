@@ -14,6 +14,7 @@
 | `profiled`, `timing`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict` | seconds and bubble of a training step |
 | `footprint`, `task`, `memory` | what a layer, a micro-batch on a partition, and a device hold: exact bytes |
+| `optimizer` | what an optimizer holds: its state, and what its step makes |
 | `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |
 | `search`, `fill` | the best balance, micro-batches and checkpoint mode under a memory limit |
 | `impossible` | why there is none |

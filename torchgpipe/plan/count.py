@@ -59,6 +59,8 @@ class LayerCount:
     pops: tuple[int, ...]
     parameters: int
     """Bytes of parameters that take gradients."""
+    parameter_sizes: tuple[int, ...]
+    """The bytes of each of these."""
     frozen: int
     """Bytes of other parameters, and of buffers."""
     gives: tuple[bool, ...]
@@ -177,6 +179,7 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
             stashes=stashes,
             pops=tuple(numbers[key] for key in entering if key in numbers),
             parameters=sum(p.nbytes for p in trained),
+            parameter_sizes=tuple(p.nbytes for p in trained),
             frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
             gives=gives,
             footprint=NOTHING,
@@ -247,6 +250,7 @@ def _between(a: LayerCount, b: LayerCount, share: float, known: _Known) -> Layer
         ),
         pops=a.pops,
         parameters=a.parameters,
+        parameter_sizes=a.parameter_sizes,
         frozen=a.frozen,
         gives=a.gives,
         footprint=NOTHING,

@@ -35,7 +35,8 @@ class Estimate:
         self.recomputed = checkpointed(setup.checkpoint, self.m)
         self.mini_batch = predictor.counts.input * setup.batch_size
         self.parameters = [layer.parameters for layer in layers]
-        self.static = [layer.parameters * (2 + setup.state) + layer.frozen for layer in layers]
+        self.optimizer = setup.optimizer
+        self.static = [layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in layers]
         self.output = [layer.output for layer in layers]
         self.inputs = [0.0, *self.output[:-1]]
         known: set[int] = set()
@@ -61,7 +62,7 @@ class Estimate:
         """Yield the bytes of the partition from layer `start`, one layer longer every time."""
         inputs = self.inputs[start]
         static = self.mini_batch if start == 0 else 0.0
-        kept = inner = 0.0
+        kept = inner = update = 0.0
         for layer in range(start, len(self.static)):
             static += self.static[layer]
             kept += self.saved[layer]
@@ -69,7 +70,9 @@ class Estimate:
             beside = self.m - 1 - self.recomputed
             stashed = self.recomputed * inputs + max(0, beside) * (kept + inputs)
             edge = 2 * self.m * self.output[layer] if layer == len(self.static) - 1 else self.output[layer]
-            yield static + stashed + inputs + inner + edge
+            made = (self.optimizer.made + self.optimizer.left) * self.parameters[layer]
+            update = update + made if self.optimizer.together else max(update, made)
+            yield static + max(stashed + inputs + inner + edge, update)
 
 
 def fill(predictor: Predictor, setup: Setup, estimate: Estimate, memory: float) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.plan.amount import amount
 from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.optimizer import Optimizer
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.task import task_bytes
 
@@ -31,30 +32,37 @@ class Least(NamedTuple):
         return f"chunks={len(sizes)} (micro-batches of {sizes[0]}) and checkpoint={self.setup.checkpoint!r}"
 
 
-def hopeless(predictor: Predictor, batch_size: int, devices: int, memory: float, state: int) -> str | None:
+def hopeless(predictor: Predictor, batch_size: int, devices: int, memory: float, optimizer: Optimizer) -> str | None:
     """Say what makes every setup impossible: a layer that fits no device, or all of them together; else `None`."""
     layers = predictor.layers(1).layers
     # A single micro-batch makes each gradient once; of several, each but the first has gradients beside those summed.
-    needs = _alone(predictor, batch_size, state, summed=False)
+    needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
-        needs = [min(pair) for pair in zip(needs, _alone(predictor, 1, state, summed=True), strict=True)]
+        needs = [min(pair) for pair in zip(needs, _alone(predictor, 1, optimizer, summed=True), strict=True)]
     heaviest = max(range(len(needs)), key=needs.__getitem__)
     if needs[heaviest] > memory:
         return (
             f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(needs[heaviest])} of {amount(memory)}, "
             "with micro-batches of any size: split the layer, or use devices with more memory"
         )
-    static = sum(layer.parameters * (2 + state) + layer.frozen for layer in layers)
+    static = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in layers)
+    what = "parameters, gradients and optimizer state"
+    if optimizer.together and optimizer.made:
+        static += sum(optimizer.temporaries(layer.parameter_sizes) for layer in layers)
+        what = "parameters, gradients, optimizer state and what its step makes"
     if static > devices * memory:
         return (
-            f"parameters, gradients and optimizer state need {amount(static)}, and {devices} device(s) have "
-            f"{amount(devices * memory)}: use more devices, or an optimizer with less state"
+            f"{what} need {amount(static)}, and {devices} device(s) have {amount(devices * memory)}: "
+            "use more devices, or an optimizer with less state"
         )
     return None
 
 
-def _alone(predictor: Predictor, size: int, state: int, *, summed: bool) -> list[float]:
-    """Return the least bytes of each layer at work on `size` samples, after others if gradients are `summed`."""
+def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
+    """Return the least bytes of each layer at work on `size` samples, after others if gradients are `summed`.
+
+    Or when it is updated, where that is more.
+    """
     footprints = predictor.counts.footprints(size)
     needs = []
     for i, layer in enumerate(predictor.counts.low):
@@ -62,17 +70,23 @@ def _alone(predictor: Predictor, size: int, state: int, *, summed: bool) -> list
         checkpointed, alone = (task.later, task.later_alone) if summed else (task.first, task.first_alone)
         backward = min(task.recomputed + checkpointed, task.kept + alone) + task.output_grad
         backward += layer.parameters if summed else 0.0
-        static = layer.parameters * (1 + state) + layer.frozen
-        needs.append(static + max(task.inputs + task.graph, backward))
+        update = layer.parameters + optimizer.temporaries(layer.parameter_sizes)
+        static = layer.parameters * (1 + optimizer.state) + layer.frozen
+        needs.append(static + max(task.inputs + task.graph, backward, update))
     return needs
 
 
 def least(
-    predictor: Predictor, batch_size: int, partitions: int, state: int, chunks: Sequence[int], modes: Sequence[Mode]
+    predictor: Predictor,
+    batch_size: int,
+    partitions: int,
+    optimizer: Optimizer,
+    chunks: Sequence[int],
+    modes: Sequence[Mode],
 ) -> Least:
     """Return which of the setups needs the least, balanced by parameters."""
-    needed = [layer.parameters * (2.0 + state) + layer.frozen for layer in predictor.counts.low]
-    setup = Setup(batch_size, tuple(minimise_heaviest(needed, partitions)), state=state)
+    needed = [layer.parameters * (2.0 + optimizer.state) + layer.frozen for layer in predictor.counts.low]
+    setup = Setup(batch_size, tuple(minimise_heaviest(needed, partitions)), optimizer=optimizer)
     setups = [replace(setup, chunks=m, checkpoint=mode) for m in chunks for mode in modes]
     found = [Least(s, max(d.peak for d in setup_memory(predictor.counts, s))) for s in setups]
     return min(found, key=lambda x: x.peak)
@@ -81,7 +95,7 @@ def least(
 def why(predictor: Predictor, allowed: Least, batch_size: int, devices: int, memory: float) -> str:
     """Say by how much the setup that needs the least misses, of those `allowed`, and what would need less."""
     partitions = min(devices, len(predictor.counts))
-    free = least(predictor, batch_size, partitions, allowed.setup.state, sorted({1, batch_size}), MODES)
+    free = least(predictor, batch_size, partitions, allowed.setup.optimizer, sorted({1, batch_size}), MODES)
     if free.peak <= memory:
         return (
             f"what was asked for is in the way: with {allowed}, balanced by parameters, the fullest device needs "

@@ -7,7 +7,8 @@ What lives on the device of partition j while it runs micro-batch i (of m, each 
 - the task's working set, by the traces of its layers;
 - copies under way: the next input in forward, the gradient of the output and that of the last input in backward;
 - skips on their way to a later partition, and their gradients on the way back;
-- the gradients, from the end of the first backward on.
+- the gradients, from the end of the first backward on;
+- in the optimizer's step, after the last backward, what it makes for itself (`optimizer`).
 
 Bytes are those of tensors; what an allocator reserves beyond them, and libraries' workspaces, come on top.
 """
@@ -37,13 +38,14 @@ class Device:
     working: float
     skips: float
     copies: float
+    update: float = 0.0
+    """What the optimizer's step makes, where that is the fullest moment."""
 
     @property
     def peak(self) -> float:
         """The most bytes at any moment of a step, after the first step."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.stashed + self.working + self.skips + self.copies
-        )
+        model = self.parameters + self.gradients + self.optimizer + self.update
+        return model + self.stashed + self.working + self.skips + self.copies
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,16 @@ def device_memory(
     crossings: Sequence[Crossing],
     parameters: float,
     frozen: float,
-    state: int,
+    state: float,
+    update: float,
     mini_batch: float,
 ) -> Device:
     """Return the peak of device `j` of `n` in a step of `m` equal micro-batches, every step after the first.
 
-    `parameters` and `frozen` are the partition's bytes, `mini_batch` the model's input's. On the last device the user
-    holds the gathered output and its gradient throughout backward; gathering takes the pieces and the whole at once.
+    `parameters` and `frozen` are the partition's bytes, `state` the optimizer's for each of the former, `update` what
+    its step makes, `mini_batch` the model's input's. On the last device the user holds the gathered output and its
+    gradient throughout backward, and the output in the optimizer's step; gathering takes the pieces and the whole at
+    once.
     """
     first_partition, last_partition = j == 0, j == n - 1
     output, output_grad = task.output, task.output_grad
@@ -81,7 +86,7 @@ def device_memory(
     best: Device | None = None
 
     def consider(
-        *, gradients: float, stashed: float, working: float, skips: float, copies: float
+        *, gradients: float, stashed: float, working: float, skips: float, copies: float, update: float = 0.0
     ) -> None:
         nonlocal best
         found = Device(
@@ -92,6 +97,7 @@ def device_memory(
             working=working,
             skips=skips,
             copies=copies,
+            update=update,
         )
         if best is None or found.peak > best.peak:
             best = found
@@ -132,6 +138,8 @@ def device_memory(
         else:
             peak = task.kept + (task.first_alone if first else task.later_alone)
         consider(gradients=grads, stashed=held, working=peak, skips=under_way, copies=arrived + waiting)
+    held = m * output if last_partition else 0.0
+    consider(gradients=parameters, stashed=held, working=0.0, skips=0.0, copies=0.0, update=update)
     assert best is not None
     return best
 
@@ -154,7 +162,8 @@ def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
                 crossings=crossings,
                 parameters=sum(layer.parameters for layer in layers[start:stop]),
                 frozen=sum(layer.frozen for layer in layers[start:stop]),
-                state=setup.state,
+                state=setup.optimizer.state,
+                update=setup.optimizer.temporaries([x for layer in layers[start:stop] for x in layer.parameter_sizes]),
                 mini_batch=counts.input * setup.batch_size,
             )
         )

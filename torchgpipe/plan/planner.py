@@ -17,7 +17,8 @@ from torchgpipe.microbatch import TensorOrTensors, check
 from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.hardware import Hardware, load_hardware
-from torchgpipe.plan.predict import OPTIMIZERS, Predictor
+from torchgpipe.plan.optimizer import OPTIMIZERS, optimizer_named
+from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.report import describe
 from torchgpipe.plan.search import MODES, Candidate, search
@@ -106,7 +107,8 @@ def plan(
         hardware: a description's name, such as "h100x8", its file, or itself; see `hardware_names`. By default "here":
             profile on the sample's device, and predict for devices like it. On a CPU a device has as many cores as
             PyTorch has threads, and an equal share of the memory.
-        optimizer: one of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", for its state.
+        optimizer: one of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", for its state and what
+            its step makes, with PyTorch's defaults: on a GPU, all parameters are updated at once.
         chunks: the numbers of micro-batches to choose from, or the only one; by default all that differ.
         checkpoint: the modes to choose from, or the only one.
 
@@ -148,8 +150,7 @@ def plan(
         batch_size=batch_size,
         devices=node.devices if devices is None else devices,
         memory=room,
-        state=OPTIMIZERS[optimizer],
-        updates=optimizer != "none",
+        optimizer=optimizer_named(optimizer, foreach=not node.cpu),
         chunks=numbers,
         checkpoint=modes,
     )

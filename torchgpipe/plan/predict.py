@@ -15,31 +15,28 @@ from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.plan.count import Counts, LayerCount
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
+from torchgpipe.plan.optimizer import STATELESS, Optimizer
 from torchgpipe.replay import Costs, Timeline, replay
 from torchgpipe.schedule import overlaps
 
-__all__ = ["OPTIMIZERS", "LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
-
-OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
-"""How many values of the optimizer's state there are per parameter."""
+__all__ = ["LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
 
 
 @dataclass(frozen=True)
 class Setup:
     """A way to train: a mini-batch's samples, the layers per partition, micro-batches, and what is recomputed.
 
-    `state` counts the optimizer's values per parameter. Without `portals`, skips go through every partition between;
-    without `streams`, copies run among the tasks, on both sides. Without `updates` no optimizer changes parameters.
+    Without `portals`, skips go through every partition between; without `streams`, copies run among the tasks, on both
+    sides.
     """
 
     batch_size: int
     balance: tuple[int, ...]
     chunks: int = 1
     checkpoint: Mode = "except_last"
-    state: int = 0
+    optimizer: Optimizer = STATELESS
     portals: bool = True
     streams: bool = True
-    updates: bool = True
 
     @property
     def sizes(self) -> list[int]:
@@ -158,12 +155,12 @@ class Predictor:
 
     def step(self, setup: Setup) -> Step:
         """Predict one step."""
-        if not setup.updates:
+        if not setup.optimizer.updates:
             return Step(replay(self.costs(setup)), 0.0)
         layers = self.layers(setup.sizes[0]).layers
         heaviest = max(sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts)
         # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.
-        optimizer = Operator("elementwise", "float32", 0.0, (3.0 + 2.0 * setup.state) * heaviest)
+        optimizer = Operator("elementwise", "float32", 0.0, (3.0 + 2.0 * setup.optimizer.state) * heaviest)
         return Step(replay(self.costs(setup)), self.hardware.seconds(optimizer))
 
 

@@ -45,7 +45,7 @@ def describe(candidates: Sequence[Candidate], memory: float, source: str) -> str
     for j, (layers, device) in enumerate(zip(setup.balance, best.devices, strict=True)):
         cells = (
             device.parameters + device.gradients,
-            device.optimizer,
+            device.optimizer + device.update,
             device.stashed,
             device.working,
             device.copies + device.skips,

@@ -18,6 +18,7 @@ from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.plan.fill import Estimate, fill, layer_seconds, relieve, smallest
 from torchgpipe.plan.impossible import Impossible, hopeless, least, why
 from torchgpipe.plan.memory import Device, setup_memory
+from torchgpipe.plan.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
 
 __all__ = ["MODES", "Candidate", "assess", "chunk_choices", "search"]
@@ -67,8 +68,7 @@ def search(
     batch_size: int,
     devices: int,
     memory: float,
-    state: int = 0,
-    updates: bool = True,
+    optimizer: Optimizer = STATELESS,
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[Mode] = MODES,
     partitions: Sequence[int] | None = None,
@@ -76,7 +76,7 @@ def search(
 ) -> list[Candidate]:
     """Return the setups that fit, the fastest first, one for each number of partitions, micro-batches and mode.
 
-    `memory` is each device's, in bytes, for tensors alone. `updates` says whether there is an optimizer at all.
+    `memory` is each device's, in bytes, for tensors alone.
 
     Raises:
         Impossible: none fits; the message says what is in the way.
@@ -84,7 +84,7 @@ def search(
     layers = len(predictor.counts)
     most = min(devices, layers)
     counts = partitions or sorted({n for n in (1, 2, 4, 8, 16, 32, 64, most) if n <= most})
-    if (reason := hopeless(predictor, batch_size, devices, memory, state)) is not None:
+    if (reason := hopeless(predictor, batch_size, devices, memory, optimizer)) is not None:
         raise Impossible(reason)
     drafts: list[Setup] = []
     balanced = functools.cache(lambda n, costs: tuple(minimise_heaviest(costs, n)))
@@ -93,7 +93,7 @@ def search(
             for mode in checkpoint:
                 if mode == "except_last" and checkpointed(mode, m) == 0 and "never" in checkpoint:
                     continue  # a single micro-batch: the same as never
-                setup = Setup(batch_size, (layers,), m, mode, state, updates=updates)
+                setup = Setup(batch_size, (layers,), m, mode, optimizer)
                 # Balanced by forward and backward alone, and by all that they do.
                 both = {balanced(n, costs) for costs in (_plain(predictor, setup), layer_seconds(predictor, setup))}
                 drafts += [replace(setup, balance=balance) for balance in sorted(both)]
@@ -132,12 +132,12 @@ def search(
         # At last, balanced by parameters: one micro-batch, the smallest ones, and whatever was left out above.
         n = max(counts)
         tried = sorted(chunks or {1, batch_size, *_every_choice(batch_size)} - {*chunk_choices(batch_size, n)[1:-1]})
-        smallest_of = [least(predictor, batch_size, n, state, [m], checkpoint) for m in tried]
+        smallest_of = [least(predictor, batch_size, n, optimizer, [m], checkpoint) for m in tried]
         fitting = next((x for x in smallest_of if x.peak <= memory), None)
         if fitting is None:
             allowed = min(smallest_of, key=lambda x: x.peak)
             raise Impossible(why(predictor, allowed, batch_size, devices, memory))
-        return [assess(predictor, replace(fitting.setup, updates=updates))]
+        return [assess(predictor, fitting.setup)]
     return sorted(found.values(), key=lambda c: c.seconds)
 
 

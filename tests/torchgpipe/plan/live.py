@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ class Live(TorchDispatchMode):
 
     def note(self, x: Tensor, device: int) -> None:
         storage = x.untyped_storage()
-        if id(storage) not in self.owner:
+        if x.is_meta and id(storage) not in self.owner:  # an optimizer's counters of steps are on the host
             self.owner[id(storage)] = device
             weakref.finalize(storage, self.forget, id(storage), storage.nbytes(), device).atexit = False
             self.live[device] += storage.nbytes()
@@ -52,19 +52,36 @@ class Live(TorchDispatchMode):
         return result
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
 def real_peaks(
-    model: nn.Sequential, x: Tensor, balance: Sequence[int], chunks: int, checkpoint: Any, momentum: float = 0.0
+    model: nn.Sequential,
+    x: Tensor,
+    balance: Sequence[int],
+    chunks: int,
+    checkpoint: Any,
+    make: Callable[[Any], torch.optim.Optimizer] = sgd,
 ) -> list[int]:
-    """Return each device's peak in the second of two steps. The mini-batch is on the first device, and stays there."""
+    """Return each device's peak in the second of two steps, the optimizer's included.
+
+    The mini-batch is on the first device, and stays there; the output stays until parameters are updated.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchgpipe.gpipe, "_moved", lambda x, device: x)
         devices = [f"meta:{j}" for j in range(len(balance))]
         pipeline = GPipe(model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=momentum, foreach=False)
+        # All are on one device, `meta`; groups are updated apart, as devices are.
+        trained = [[p for p in partition.parameters() if p.requires_grad] for partition in pipeline.partitions]
+        optimizer = make([{"params": parameters} for parameters in trained if parameters])
         live = Live(len(balance))
         for j, partition in enumerate(pipeline.partitions):
             for tensor in (*partition.parameters(), *partition.buffers()):
                 live.note(tensor, j)
+            for parameter in partition.parameters():  # some optimizers begin with their state
+                for tensor in filter(torch.is_tensor, optimizer.state.get(parameter, {}).values()):
+                    live.note(tensor, j)
         x = x.to("meta")
         live.note(x, 0)
         with live:
@@ -74,8 +91,8 @@ def real_peaks(
                 live.last = len(balance) - 1
                 gradient = torch.empty_like(output)
                 output.backward(gradient)
-                del output, gradient
-                peaks = list(live.peak)
+                del gradient
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-    return peaks
+                del output
+    return list(live.peak)

@@ -17,10 +17,12 @@ from torch import nn
 from benchmarks.models import amoebanetd, unet
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.optimizer import Optimizer
 from torchgpipe.plan.predict import Setup
 
 real_peaks = runpy.run_path(str(Path(__file__).with_name("live.py")))["real_peaks"]
 MODES = ("never", "except_last", "always")
+MOMENTUM = Optimizer(state=1)
 
 
 def plain() -> nn.Sequential:
@@ -74,15 +76,15 @@ def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Count
 def test_as_counted_on_a_real_run(
     build: Callable[[], nn.Sequential], shape: tuple[int, ...], balance: list[int], chunks: int, checkpoint: Any
 ) -> None:
-    setup = Setup(shape[0], tuple(balance), chunks, checkpoint, state=1)
+    setup = Setup(shape[0], tuple(balance), chunks, checkpoint, MOMENTUM)
     predicted = [device.peak for device in setup_memory(counted(build, shape), setup)]
-    assert predicted == real_peaks(build(), torch.empty(shape), balance, chunks, checkpoint, momentum=0.9)
+    assert predicted == real_peaks(build(), torch.empty(shape), balance, chunks, checkpoint)
 
 
 @pytest.mark.parametrize(("balance", "chunks", "checkpoint"), [([9], 1, "never"), ([4, 5], 2, "except_last")])
 def test_pairs_of_tensors_between_layers(balance: list[int], chunks: int, checkpoint: Any) -> None:
     shape = (4, 3, 224, 224)
-    setup = Setup(4, tuple(balance), chunks, checkpoint)
+    setup = Setup(4, tuple(balance), chunks, checkpoint, MOMENTUM)
     predicted = [device.peak for device in setup_memory(counted(small_amoebanet, shape), setup)]
     assert predicted == real_peaks(small_amoebanet(), torch.empty(shape), balance, chunks, checkpoint)
 
@@ -108,22 +110,23 @@ def test_any_sequence_of_layers(data: st.DataObject) -> None:
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
     chunks, checkpoint = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.sampled_from(MODES))
     model, x = nn.Sequential(*layers), torch.empty(12, 6)
-    predicted = setup_memory(count(model, x), Setup(12, tuple(balance), chunks, checkpoint))
+    predicted = setup_memory(count(model, x), Setup(12, tuple(balance), chunks, checkpoint, MOMENTUM))
     assert [device.peak for device in predicted] == real_peaks(model, x, balance, chunks, checkpoint)
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:
     """The user and the graph hold one storage, which is told apart only where tasks have graphs of their own."""
     model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.empty(12, 6)
-    (predicted,) = setup_memory(count(model, x), Setup(12, (2,), 1, "never"))
+    (predicted,) = setup_memory(count(model, x), Setup(12, (2,), 1, "never", MOMENTUM))
     (real,) = real_peaks(model, x, [2], 1, "never")
     assert real < predicted.peak <= real + x.nbytes
 
 
 def test_the_parts_add_up() -> None:
-    (device,) = setup_memory(counted(plain, (24, 8)), Setup(24, (4,), 4, "always", state=2))
+    (device,) = setup_memory(counted(plain, (24, 8)), Setup(24, (4,), 4, "always", Optimizer(state=2)))
     parameters = sum(p.nbytes for p in plain().parameters())
     assert device.optimizer == 2 * parameters
     assert device.gradients in (0, parameters)
-    parts = (device.gradients, device.optimizer, device.stashed, device.working, device.skips, device.copies)
-    assert device.peak == device.parameters + sum(parts)
+    model = (device.parameters, device.gradients, device.optimizer, device.update)
+    parts = (device.stashed, device.working, device.skips, device.copies)
+    assert device.peak == sum(model) + sum(parts)

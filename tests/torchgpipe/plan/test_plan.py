@@ -20,6 +20,7 @@ from torchgpipe.plan import Impossible, load_hardware, plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
 from torchgpipe.plan.search import MODES, chunk_choices
 
@@ -50,16 +51,18 @@ def test_never_slower_than_the_plain_balance_with_any_m(data: st.DataObject) -> 
     layers, x = nn.Sequential(nn.Linear(6, 6), *made), torch.empty(4, 6)
     batch_size, n = data.draw(st.sampled_from([1, 12, 37, 64])), data.draw(st.sampled_from([1, 2, 3, 5]))
     memory = data.draw(st.sampled_from([1e5, 2e5, 3e5, 1e6]))
+    name = data.draw(st.sampled_from(["sgd", "adam"]))
+    optimizer = optimizer_named(name, foreach=True)
     predictor, plain = Predictor(count(layers, x), NODE), []
     for m in range(1, batch_size + 1):
         seconds = predictor.layers(Setup(batch_size, (1,), m).sizes[0])
         costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
         for mode in MODES:
-            setup = Setup(batch_size, tuple(minimise_heaviest(costs, min(n, len(layers)))), m, mode)
+            setup = Setup(batch_size, tuple(minimise_heaviest(costs, min(n, len(layers)))), m, mode, optimizer)
             if max(device.peak for device in setup_memory(predictor.counts, setup)) <= memory:
                 plain.append(predictor.step(setup).seconds)
     try:
-        found = plan(layers, x, batch_size=batch_size, devices=n, memory=memory, hardware=NODE)
+        found = plan(layers, x, batch_size=batch_size, devices=n, memory=memory, hardware=NODE, optimizer=name)
     except Impossible:
         assert not plain
     else:
@@ -91,7 +94,7 @@ def test_keeps_to_the_memory(share: float) -> None:
     tight = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam", memory=room)
     assert max(tight.peaks) <= room
     assert tight.seconds >= free.seconds
-    setup = Setup(1024, tuple(tight.balance), tight.chunks, tight.checkpoint, state=2)
+    setup = Setup(1024, tuple(tight.balance), tight.chunks, tight.checkpoint, optimizer_named("adam", foreach=True))
     assert tight.peaks == [device.peak for device in setup_memory(count(model(), X), setup)]
 
 
@@ -157,6 +160,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
     [
         ({"memory": "1.5MiB", "devices": 1}, Impossible, "use more devices"),
         ({"memory": 2.2 * 2**20, "devices": 1, "batch_size": 3000}, Impossible, "no balance fits 1 device"),
+        ({"memory": "4MiB", "devices": 1, "optimizer": "adam"}, Impossible, "what its step makes need 4.2 MiB"),
         ({"memory": "lots"}, ValueError, "text such as '24GiB'"),
         ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
         ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
