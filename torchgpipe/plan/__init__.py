@@ -9,7 +9,7 @@
 | module | what it is |
 | --- | --- |
 | `operators` | what an operator does: its class, floating-point operations, bytes |
-| `count` | what every layer does and holds, counted on `meta` |
+| `count`, `growth` | what every layer does and holds, counted on `meta` for two sizes, and whether others follow |
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
 | `profiled`, `timing`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict` | seconds and bubble of a training step |

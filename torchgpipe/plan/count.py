@@ -5,7 +5,7 @@
 
 Layers run one by one as copies (see `torchgpipe.balance.profile`). Whatever is counted is taken as affine in the
 micro-batch's size: a part for the micro-batch and a part for the parameters. So two sizes are counted, and any other
-follows. Layers that multiply samples with each other are not like that, and nothing here notices.
+follows, but for layers that multiply samples with each other (see `growth`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torchgpipe.microbatch import TensorOrTensors, check
 from torchgpipe.plan.alike import behaviour
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.footprint import Footprint, between
+from torchgpipe.plan.growth import check_growth
 from torchgpipe.plan.measure import Numbers, measure_footprint
 from torchgpipe.plan.operators import Operator, between_operators
 from torchgpipe.plan.remembered import Remembered
@@ -107,6 +108,9 @@ def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True
     Raises:
         TypeError: a wrong type, or a layer that cannot be copied.
         ValueError: a layer runs different operators for different batch sizes; or whatever a layer itself raises.
+
+    Warns:
+        UserWarning: a layer does more for every further sample, so that larger micro-batches are counted too low.
     """
     check(sample)
     meta = torch.device("meta")
@@ -123,12 +127,7 @@ def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True
                 footprints = rehearse(module, given, meta, _measure(layers, given, numbers))
                 layers = [replace(x, footprint=y) for x, y in zip(layers, footprints, strict=True)]
             found.append(layers)
-    for a, b in zip(*found, strict=True):
-        if not _alike(a, b):
-            raise ValueError(
-                f"layer {a.name!r} runs different operators for micro-batches of {SIZES[0]} and of {SIZES[1]} samples, "
-                "so its cost cannot be worked out for others"
-            )
+    check_growth(found[0], found[1], SIZES)
     tensors = (sample,) if isinstance(sample, Tensor) else sample
     one = sum(x[:1].numel() * x.element_size() for x in tensors)
     return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one))
@@ -217,13 +216,6 @@ def _empty(sample: TensorOrTensors, size: int) -> TensorOrTensors:
         return torch.empty(size, *x.shape[1:], dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
     return empty(sample) if isinstance(sample, Tensor) else tuple(empty(x) for x in sample)
-
-
-def _alike(a: LayerCount, b: LayerCount) -> bool:
-    def shape(operators: Sequence[Operator]) -> list[tuple[str, str]]:
-        return [(o.kind, o.dtype) for o in operators]
-
-    return shape(a.forward) == shape(b.forward) and shape(a.backward) == shape(b.backward)
 
 
 _Known = dict[tuple[int, int], tuple[Operator, ...]]

@@ -1,0 +1,62 @@
+"""Check that what was counted for two sizes of micro-batches says what others cost: by a straight line.
+
+An operator that does more than twice as much for twice the samples would, on such a line, do less than nothing for
+none: it multiplies samples with each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+from torchgpipe.plan.operators import Operator
+
+__all__ = ["check_growth"]
+
+
+class _Counted(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def forward(self) -> Sequence[Operator]: ...
+
+    @property
+    def backward(self) -> Sequence[Operator]: ...
+
+
+def check_growth(low: Sequence[_Counted], high: Sequence[_Counted], sizes: tuple[int, int]) -> None:
+    """Compare layers as counted for micro-batches of two `sizes`, the smaller first.
+
+    Raises:
+        ValueError: a layer runs different operators for them.
+
+    Warns:
+        UserWarning: an operator does more for every further sample, so that larger micro-batches are counted too low.
+    """
+    for a, b in zip(low, high, strict=True):
+        if not _alike(a.forward, b.forward) or not _alike(a.backward, b.backward):
+            raise ValueError(
+                f"layer {a.name!r} runs different operators for micro-batches of {sizes[0]} and of {sizes[1]} samples, "
+                "so its cost cannot be worked out for others"
+            )
+    steeper = [a.name for a, b in zip(low, high, strict=True) if _steeper(a, b, sizes[1] / sizes[0])]
+    if steeper:
+        more = f" and {len(steeper) - 1} more" if len(steeper) > 1 else ""
+        warnings.warn(
+            f"layer {steeper[0]!r}{more}: every further sample costs more than the one before, as where samples are "
+            f"multiplied with each other; micro-batches of more than {sizes[1]} samples are counted too low",
+            stacklevel=3,
+        )
+
+
+def _alike(a: Sequence[Operator], b: Sequence[Operator]) -> bool:
+    return [(o.kind, o.dtype) for o in a] == [(o.kind, o.dtype) for o in b]
+
+
+def _steeper(a: _Counted, b: _Counted, times: float) -> bool:
+    """Return whether any operator grows by more than the size does."""
+    most = times * (1 + 1e-9)
+    pairs = zip((*a.forward, *a.backward), (*b.forward, *b.backward), strict=True)
+    return any(y.flops > x.flops * most or y.bytes > x.bytes * most for x, y in pairs)
