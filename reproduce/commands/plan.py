@@ -48,8 +48,8 @@ def hardware_or_here(context: click.Context, parameter: click.Parameter, name: s
     show_default=True,
     callback=hardware_or_here,
     metavar="NAME|FILE|here",
-    help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time the layers, "
-    "one at a time, on a device of this machine.",
+    help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time the layers "
+    "on a device of this machine, in small micro-batches.",
 )
 @click.option(
     "--largest",

@@ -68,7 +68,8 @@ def _forward(
     notice: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[list[float], TensorOrTensors]:
     """Run the layers; return their seconds and the output. `notice` is told when a layer's output has its gradient."""
-    seconds, value = [], sample
+    seconds: list[float] = []
+    value = _entering(sample) if isinstance(sample, Tensor) else tuple(map(_entering, sample))
     for i, layer in enumerate(module):
         synchronize(device)
         start = perf_counter()
@@ -80,6 +81,11 @@ def _forward(
                 if y.requires_grad:
                     y.register_hook(partial(notice, i))
     return seconds, value
+
+
+def _entering(x: Tensor) -> Tensor:
+    """Return what the first layer may change in place: no leaf that takes a gradient."""
+    return x.clone() if x.requires_grad else x
 
 
 def _tensors(value: TensorOrTensors) -> tuple[Tensor, ...]:

@@ -70,6 +70,11 @@ class Pair(Layer):
         return super().forward(x), torch.ones(1)
 
 
+class InPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return Take.apply(x.mul_(2) * self.weight, *self.seconds)
+
+
 class First(Layer):
     def forward(self, pair: Any) -> Tensor:
         return super().forward(pair[0])
@@ -85,13 +90,20 @@ CASES: dict[str, tuple[list[Layer], list[float], list[float]]] = {
     "two tensors": ([Layer(2, 1), Pair(1, 2), First(3, 5)], [2, 1, 3], [1, 2, 5]),
     "the first ones frozen": ([frozen(1, 2), frozen(2, 3), Layer(3, 5), Layer(7, 4)], [1, 2, 3, 7], [0, 0, 5, 4]),
     "one between frozen": ([Layer(1, 2), frozen(2, 3), Layer(3, 5)], [1, 2, 3], [2, 3, 5]),
+    "in place": ([Layer(1, 2), InPlace(3, 5), Layer(7, 4)], [1, 3, 7], [2, 5, 4]),
+    "in place at first": ([InPlace(3, 5), Layer(7, 4)], [3, 7], [5, 4]),
     "all frozen": ([frozen(1, 2), frozen(2, 3)], [1, 2], [0, 0]),
 }
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(("layers", "forward", "backward"), CASES.values(), ids=CASES)
-def test_each_layer_has_its_own_seconds(layers: list[Layer], forward: list[float], backward: list[float]) -> None:
-    model, x = nn.Sequential(*layers), torch.ones(3, 2)
+def test_each_layer_has_its_own_seconds(
+    layers: list[Layer], forward: list[float], backward: list[float], needs_grad: bool
+) -> None:
+    model, x = nn.Sequential(*layers), torch.ones(3, 2, requires_grad=needs_grad)
+    if needs_grad:  # then the frozen ones go backward, too
+        backward = [layer.seconds[1] for layer in layers]
     for found in (time_step(model, x, CPU), *time_alone(model, x, CPU, runs=2)):
         assert found == (forward, forward, backward)
 
