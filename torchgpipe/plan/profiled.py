@@ -78,8 +78,7 @@ class Profile:
         *sizes, last = map(str, self.sizes)
         how = "in whole steps" if self.whole else "each alone"
         return (
-            f"layers profiled on {device_name(self.device)}, {how}, "
-            f"in micro-batches of {', '.join(sizes)} and {last}"
+            f"layers profiled on {device_name(self.device)}, {how}, in micro-batches of {', '.join(sizes)} and {last}"
         )
 
 

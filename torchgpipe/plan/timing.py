@@ -2,7 +2,7 @@
 
 In a step a layer finds in the caches what the layer before has left there, and the graph of all layers is kept:
 memory that is touched for the first time takes longer than memory that was just freed. A layer that runs alone, over
-and over, knows neither, so that it seems faster than it is.
+and over, knows neither.
 """
 
 from __future__ import annotations
