@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks import memory
 from benchmarks.child import ROOT
 from benchmarks.memory_child import WIDTHS, measure
 
-PARAMETERS = 4 * sum((a + 1) * b for a, b in zip(WIDTHS, WIDTHS[1:], strict=False))
+PARAMETERS = 4 * sum((a + 1) * b for a, b in pairwise(WIDTHS))
 
 
 @pytest.mark.parametrize("engine", memory.ENGINES)
