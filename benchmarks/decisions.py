@@ -112,9 +112,12 @@ def _with_autograds_checks() -> AbstractContextManager[Any]:
 
 
 def _recomputes_at_once() -> AbstractContextManager[Any]:
-    """Replace recomputations that wait for a use: half a task's lead more, and gradients that are not announced."""
-    nothing = {"announce": lambda relay, position: None, "expect": lambda relay, position: None}
-    return patch.multiple(Relay, LEAD=2, **nothing)
+    """Replace recomputations that wait for a use: another item of lead, and gradients that are not announced."""
+
+    def nothing(relay: Relay, position: int) -> None:
+        pass
+
+    return patch.multiple(Relay, LEAD=2, announce=nothing, expect=nothing)
 
 
 SHORT = Way("inline", "never")
