@@ -66,8 +66,6 @@ class Engines:
             return self.workers
         engine = self.graph or self.inline
         assert engine is not None
-        if self.workers is not None and self.inline is not None and len(micro_batches) > 1:
-            self._timer, self._timed = self.inline, max(1, size)
         return engine
 
     def _nothing_to_gain(self, m: int, size: int) -> bool:
@@ -75,9 +73,10 @@ class Engines:
             return True
         mode = training(self._stages)
         if any(mode not in stage.draws for stage in self._stages):
-            # The first mini-batch of its kind, whose operators are counted: until it is known that overlap gains
+            # The first mini-batch of its kind, which is counted and timed: until it is known that overlap gains
             # something, it must not cost memory.
-            self._counted[mode] = max(1, size)
+            self._counted[mode] = self._timed = max(1, size)
+            self._timer = self.inline
             return True
         growth = size / self._counted[mode]
         by_count = sum(stage.efforts[mode].seconds(growth) for stage in self._stages) / len(self._stages)
