@@ -111,6 +111,15 @@ def _with_autograds_checks() -> AbstractContextManager[Any]:
     return patch("torchgpipe.segment.run_backward", run)
 
 
+def _recomputes_at_once() -> AbstractContextManager[Any]:
+    """Replace recomputations that wait for a use: another item of lead, and gradients that are not announced."""
+
+    def nothing(relay: Relay, position: int) -> None:
+        pass
+
+    return patch.multiple(Relay, LEAD=2, announce=nothing, expect=nothing)
+
+
 SHORT = Way("inline", "never")
 SHORT_ALWAYS = Way("inline", "always")
 LONG = Way("workers", "never", long=True, m=4)
@@ -151,6 +160,13 @@ IDEAS = [
         "kept, for memory",
         LONG,
         replace(LONG, undone=lambda: patch.object(Relay, "LEAD", 1000)),
+    ),
+    Idea(
+        "a recomputation waits until its gradient is being made, and the one before it was taken",
+        "no loss of time; fewer working sets alive at once",
+        "kept, for memory",
+        LONG_ALWAYS,
+        replace(LONG_ALWAYS, undone=_recomputes_at_once),
     ),
     Idea(
         "a recomputation of one input starts from a leaf, not from a node",

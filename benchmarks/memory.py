@@ -6,12 +6,14 @@ DIR is a folder that another version was installed into: pip install --no-deps -
 
 All storages are counted as operators return them, the same way for both versions; parameters, the input and gradients
 included. The partitions are CPU devices, which share one memory, so what counts is the peak of their sum. Counts have
-no noise, but for the workers engine: its partitions are at work at once, and how far each has come is a matter of time.
+no noise, but where threads are at work at once, how far each has come is a matter of time: such cases are counted
+several times. "auto" is what `GPipe` chooses by itself, and its median is what must not be above the other's.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +30,14 @@ CASES = [
     for m in (1, 4, 8)
     for checkpoint in ("never", "except_last", "always")
 ]
-ENGINES = ("inline", "graph", "workers")
+ENGINES = ("auto", "inline", "graph", "workers")
+REPETITIONS = 5
+Peaks = dict[str, dict[str, list[int]]]
+
+
+def repetitions(n: int, m: int, engine: str) -> int:
+    """Return how often a case is counted: more than once where threads overlap, as 0.0.7's do in forward."""
+    return REPETITIONS if n > 1 and m > 1 and engine in ("other", "auto", "workers") else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,17 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=folder_with_torchgpipe, required=True, metavar="DIR",
                         help="folder with another torchgpipe")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the peaks to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every peak to FILE")
     options = parser.parse_args(arguments)
 
     under = circumstances()
     here, other = Child("memory_child.py", ROOT), Child("memory_child.py", options.against)
-    peaks: dict[str, dict[str, int]] = {}
+    peaks: Peaks = {}
     try:
         for model, n, m, checkpoint in CASES:
-            case = peaks[f"{model}, n={n} m={m} {checkpoint}"] = {"other": other.ask(model, n, m, checkpoint, None)}
-            for engine in ENGINES:
-                case[engine] = here.ask(model, n, m, checkpoint, engine)
+            case = peaks[f"{model}, n={n} m={m} {checkpoint}"] = {}
+            for engine in ("other", *ENGINES):
+                child, asked = (other, None) if engine == "other" else (here, engine)
+                times = repetitions(n, m, engine)
+                case[engine] = [child.ask(model, n, m, checkpoint, asked) for _ in range(times)]
             print(f"\r{len(peaks)}/{len(CASES)} cases", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -59,37 +70,69 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(result))
     if options.json is not None:
         keep(options.json, "memory", under, result)
-    more = [case for case, found in peaks.items() for engine in ENGINES if found[engine] > found["other"]]
-    if more:
-        raise SystemExit(f"memory: more than {other.version} in {len(more)} of {len(peaks) * len(ENGINES)} cases")
+    if more := above(peaks):
+        raise SystemExit(f"memory: more than {other.version} in {len(more)} of {len(peaks)} cases: {'; '.join(more)}")
+
+
+def above(peaks: Peaks) -> list[str]:
+    """Return the cases in which the engine that `GPipe` chooses holds more than the other version, by the medians."""
+    return [case for case, found in peaks.items() if "auto" in found and _ratios(found)["auto"][0] > 1]
 
 
 def table(result: dict[str, Any], style: str = "simple") -> str:
-    """Render the ratios to the other version's peaks, lowest and highest, by model and checkpoint mode; then each case
-    that is above, in MiB."""
+    """Render the ratios to the other version's peaks by model and checkpoint mode, lowest to highest median over the
+    cases, and the highest repetition where that is above the medians; then each case with one above 1, in MiB."""
     from tabulate import tabulate
 
     def by(case: str) -> str:
         model, setup = case.rsplit(", ", 1)
         return f"{model}, {setup.split()[-1]}"
 
-    peaks = result["peak_bytes"]
-    rows: list[list[str]] = []
-    for group in dict.fromkeys(map(by, peaks)):
-        ratios = {e: [found[e] / found["other"] for case, found in peaks.items() if by(case) == group] for e in ENGINES}
-        rows.append([group, *(f"{min(r):.3f} to {max(r):.3f}" for r in ratios.values())])
-    above = [
-        [case, f"{engine}: {ours / other:.3f}, {ours / 2**20:.3f} of {other / 2**20:.3f} MiB"]
-        for case, found in peaks.items()
-        for engine in ENGINES
-        for ours, other in [(found[engine], found["other"])]
-        if ours > other
+    peaks = {
+        case: {name: _listed(counts) for name, counts in found.items()} for case, found in result["peak_bytes"].items()
+    }
+    ratios = {case: _ratios(found) for case, found in peaks.items()}
+    engines = list(dict.fromkeys(engine for found in ratios.values() for engine in found))
+    rows = [
+        [group, *(_range([found[engine] for case, found in ratios.items() if by(case) == group]) for engine in engines)]
+        for group in dict.fromkeys(map(by, peaks))
     ]
-    headers = [f"of {result['versions']['other']}'s peak", *ENGINES]
+    over = [
+        [
+            case, engine, f"{median:.4f}", f"{highest:.4f}",
+            f"{max(peaks[case][engine]) / 2**20:.3f} of {statistics.median(peaks[case]['other']) / 2**20:.3f}",
+        ]
+        for case, found in ratios.items()
+        for engine, (median, highest) in found.items()
+        if highest > 1
+    ]  # fmt: skip
+    headers = [f"of {result['versions']['other']}'s peak", *engines]
     text = tabulate(rows, headers=headers, disable_numparse=True, tablefmt=style)
-    if above:
-        text += "\n\n" + tabulate(above, headers=["above it", ""], disable_numparse=True, tablefmt=style)
+    if over:
+        headers = ["above it", "", "median", "highest", "MiB at the highest"]
+        text += "\n\n" + tabulate(over, headers=headers, disable_numparse=True, tablefmt=style)
     return text
+
+
+def _ratios(found: dict[str, list[int]]) -> dict[str, tuple[float, float]]:
+    """Return, for each engine, the median and the highest of its peaks by the median of the other version's."""
+    other = statistics.median(found["other"])
+    return {
+        engine: (statistics.median(counts) / other, max(counts) / other)
+        for engine, counts in found.items()
+        if engine != "other"
+    }
+
+
+def _range(ratios: list[tuple[float, float]]) -> str:
+    medians, highest = [median for median, _ in ratios], max(highest for _, highest in ratios)
+    once = f", once {highest:.3f}" if f"{highest:.3f}" > f"{max(medians):.3f}" else ""
+    return f"{min(medians):.3f} to {max(medians):.3f}{once}"
+
+
+def _listed(counts: int | list[int]) -> list[int]:
+    # A result kept before cases were repeated has a number.
+    return [counts] if isinstance(counts, int) else counts
 
 
 if __name__ == "__main__":

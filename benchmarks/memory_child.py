@@ -6,9 +6,11 @@ import gc
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -40,43 +42,31 @@ def measure(model: str, n: int, m: int, mode: str, engine: str | None) -> int:
     counts = [len(part) for part in torch.arange(len(layers)).chunk(n)]
     counter = LiveBytes(1)
     options: dict[str, Any] = {} if engine is None else {"engine": engine}
-    pipeline: Any = GPipe(layers, counts, devices=["cpu"] * len(counts), chunks=m, checkpoint=mode, **options)  # type: ignore[arg-type]
-    if engine == "workers":
-        # They run backward in threads of their own; all others in the one that calls backward().
-        pipeline.observer = lambda task: counter.watch(0)
-    else:
-        for layer in layers:
-            _follow(layer, counter)
-
     x = torch.randn(m * samples, *shape)
     counter.add([x, *layers.parameters(), *layers.buffers()], 0)
     gc.collect()
-    with counter.watch(0):
+    with _watched_threads(counter), counter.watch(0):
+        pipeline: Any = GPipe(layers, counts, devices=["cpu"] * len(counts), chunks=m, checkpoint=mode, **options)  # type: ignore[arg-type]
         for _ in range(STEPS):
             pipeline(x).square().mean().backward()
     return counter.peak[0]
 
 
-def _follow(layer: nn.Module, counter: LiveBytes) -> None:
-    """Count what the layer makes in a thread of the pipeline's own."""
-    entered: list[Any] = []
+@contextmanager
+def _watched_threads(counter: LiveBytes) -> Iterator[None]:
+    """Count what is made in threads that start meanwhile."""
+    run = threading.Thread.run
 
-    def enter(*_: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            watch = counter.watch(0)
-            watch.__enter__()
-            entered.append(watch)
+    def watched(thread: threading.Thread) -> None:
+        with counter.watch(0):
+            run(thread)
 
-    def leave(*_: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            entered.pop().__exit__(None, None, None)
-
-    layer.register_forward_pre_hook(enter)
-    layer.register_forward_hook(leave)
+    with patch.object(threading.Thread, "run", watched):
+        yield
 
 
 def main() -> None:
-    """Answer each line [model, n, m, mode] on standard input with the peak."""
+    """Answer each line [model, n, m, mode, engine] on standard input with the peak."""
     import torchgpipe
 
     torch.set_num_threads(1)

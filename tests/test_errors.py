@@ -253,7 +253,7 @@ def test_a_recomputation_under_way_is_not_followed_by_its_backward(new_journal: 
         if task == ("recompute", M - 2, 1):
             under_way.set()
             assert journal.known.wait(PATIENCE)
-        if task == ("recompute", M - 1, 0):
+        if task == ("backward", M - 1, 0):
             assert under_way.wait(PATIENCE)
             raise Boom(1, reason="meanwhile")
         yield

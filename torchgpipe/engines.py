@@ -44,9 +44,10 @@ class Engines:
     ) -> None:
         on_cpu = all(stage.device.type == "cpu" for stage in stages)
         self._stages = stages
-        # Elements of the micro-batch that was counted, in training or not, and of the last that workers timed.
+        # Elements of the micro-batch that was counted, in training or not, and of the last one that was timed.
         self._counted: dict[bool, int] = {}
         self._timed = 1
+        self._timer: InlineEngine | WorkersEngine | None = None
         self.graph: GraphEngine | None = None
         self.inline: InlineEngine | None = None
         self.workers: WorkersEngine | None = None
@@ -62,7 +63,7 @@ class Engines:
         """Return the engine for a mini-batch."""
         size = _elements(micro_batches[0])
         if self.workers is not None and not (self.inline and self._nothing_to_gain(len(micro_batches), size)):
-            self._timed = max(1, size)
+            self._timer, self._timed = self.workers, max(1, size)
             return self.workers
         engine = self.graph or self.inline
         assert engine is not None
@@ -73,13 +74,15 @@ class Engines:
             return True
         mode = training(self._stages)
         if any(mode not in stage.draws for stage in self._stages):
-            # The first mini-batch of its kind, whose operators the workers' tasks count.
-            self._counted[mode] = max(1, size)
-            return False
+            # The first mini-batch of its kind, which is counted and timed: until it is known that overlap gains
+            # something, it must not cost memory.
+            self._counted[mode] = self._timed = max(1, size)
+            self._timer = self.inline
+            return True
         growth = size / self._counted[mode]
         by_count = sum(stage.efforts[mode].seconds(growth) for stage in self._stages) / len(self._stages)
-        assert self.workers is not None
-        by_clock = self.workers.task_seconds * min(1.0, size / self._timed)
+        assert self._timer is not None
+        by_clock = self._timer.task_seconds * min(1.0, size / self._timed)
         return by_count < SHORT_TASK and by_clock < LONG_TASK
 
 

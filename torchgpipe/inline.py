@@ -9,6 +9,8 @@ belongs to its task's backward.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ class InlineEngine:
     """Run mini-batches through `stages`, all on the CPU, in the calling thread."""
 
     stages: Sequence[Stage]
+    task_seconds: float = math.inf
+    """How long a task took in the last mini-batch that was the first of its kind: as of `WorkersEngine`."""
 
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
@@ -51,6 +55,8 @@ class InlineEngine:
         ambient = Ambient(())
         count = checkpointed(mode, m) if ambient.grad else 0
         as_nodes = m if observer is not None and ambient.grad else count
+        timed = seeds is not None and seeds.first
+        quickest = [math.inf] * n
 
         with nullcontext() if seeds is None else seeds:
             for i, j in chain.from_iterable(clock_cycles(m, n)):
@@ -58,6 +64,7 @@ class InlineEngine:
                 flat: Flat = values[i]
                 for arrival in stage.arrivals:
                     flat = (*flat, portals.take(i, arrival.key))
+                began = time.perf_counter() if timed else 0.0
                 if i < as_nodes:
                     randomness = SavedState(None) if seeds is None else seeds.of(i, j)
                     segment = Segment(stage, checkpoint=i < count, ambient=ambient, randomness=randomness)
@@ -68,11 +75,15 @@ class InlineEngine:
                     randomness = UNSEEDED if seeds is None else seeds.of(i, j)
                     with observed(observer, "forward", i, j), randomness.first():
                         flat, atomic[i] = stage.run(flat, atomic[i])
+                if timed:
+                    quickest[j] = min(quickest[j], time.perf_counter() - began)
                 for departure in reversed(stage.departures):
                     portals.put(i, departure.key, flat[-1])
                     flat = flat[:-1]
                 values[i] = flat
 
+        if timed:
+            self.task_seconds = sum(quickest) / n
         if as_nodes or (seeds is not None and ambient.grad):
             # As workers would, also where the graph could serve more.
             values[as_nodes:] = guarded(values[as_nodes:])

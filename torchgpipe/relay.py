@@ -25,7 +25,9 @@ class Relay:
     """Link `length` programs in a row, and remember the first exception of any of them.
 
     A program is at most `LEAD` items ahead of the one that takes them: a task that is done early helps nobody, and
-    holds memory until it is waited for.
+    holds memory until it is waited for. So, for every item, the one that gives it calls `admit`, perhaps `announce`,
+    and `give`; the one that takes it, `expect` where it was announced, and `take`. All raise `Stopped` where they
+    would wait after a program failed.
     """
 
     LEAD = 1
@@ -41,20 +43,25 @@ class Relay:
         self.stopped = False
         self.error: BaseException | None = None
 
-    def give(self, position: int, item: object) -> None:
-        """Hand an item from the program at `position` to the next, once that is not too far behind.
+    def admit(self, position: int) -> None:
+        """Wait until the program after `position` is not too far behind for another item."""
+        _get(self._tickets[position])
 
-        Raises `Stopped` when a program failed.
-        """
-        if self._tickets[position].get() is _STOP:
-            raise Stopped
+    def announce(self, position: int) -> None:
+        """Let the program after `position` know that its next item is being made."""
+        self._links[position].put(None)
+
+    def give(self, position: int, item: object) -> None:
+        """Hand an item from the program at `position` to the next."""
         self._links[position].put(item)
 
+    def expect(self, position: int) -> None:
+        """Wait until the program before `position` announces its next item."""
+        _get(self._links[position - 1])
+
     def take(self, position: int) -> Any:
-        """Wait for the next item from the program before `position`; raise `Stopped` when a program failed."""
-        item = self._links[position - 1].get()
-        if item is _STOP:
-            raise Stopped
+        """Wait for the next item from the program before `position`."""
+        item = _get(self._links[position - 1])
         self._tickets[position - 1].put(None)
         return item
 
@@ -163,6 +170,13 @@ class Workers:
             if thread is not None and thread.ident is not None:
                 self._inboxes[j].put(None)
             self._threads[j] = None
+
+
+def _get(queue: SimpleQueue[Any]) -> Any:
+    item = queue.get()
+    if item is _STOP:
+        raise Stopped
+    return item
 
 
 def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -37,6 +37,8 @@ class Seeds:
         self._stages = stages
         self._n = len(stages)
         self._training = training(stages)
+        self.first = any(self._training not in stage.draws for stage in stages)
+        """Whether it is not known yet which of the partitions draw."""
         self._seeded = [stage.draws.get(self._training, True) for stage in stages]
         self._drew = [False] * self._n
 

@@ -12,6 +12,9 @@ whole is one node of the caller's graph. Its forward and backward each run one p
 
 So the order that `dependency` has to enforce on a graph holds by construction: micro-batch i before i - 1 in every
 partition, and a task's recomputation while its gradient is still on the way.
+
+A recomputation fills memory, so it is not done before there is a use for it: it starts when partition j + 1 has begun
+the backward that its gradient comes from, and partition j - 1 has taken the gradient of the micro-batch before.
 """
 
 from __future__ import annotations
@@ -150,6 +153,7 @@ class _MiniBatch:
                     portals.put(i, departure.key, (flat[-1], needs[-1]))
                     flat, needs = flat[:-1], needs[:-1]
                 if j + 1 < self._n:
+                    relay.admit(j)
                     relay.give(j, (flat, atomic, needs))
                 else:
                     results.append((flat, atomic, needs))
@@ -185,6 +189,11 @@ class _MiniBatch:
             for i in reversed(range(self._m)):
                 segment = self._segments[j][i]
                 last = j + 1 == self._n
+                recomputed = i < self._checkpointed
+                if recomputed and j > 0:
+                    relay.admit(position)
+                if recomputed and not last:
+                    relay.expect(position)
                 relay.check()
                 if segment.checkpoint and not (last and all(g is None for g in output_grads[i])):
                     with observed(self._observer, "recompute", i, j):
@@ -193,6 +202,8 @@ class _MiniBatch:
                 grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
 
                 relay.check()
+                if recomputed and j > 0:
+                    relay.announce(position)
                 with observed(self._observer, "backward", i, j):
                     grads = segment.backward(grads, keep=keep)
 
@@ -200,6 +211,8 @@ class _MiniBatch:
                     portals.put(i, arrival.key, grads[-1])
                     grads = grads[:-1]
                 if j > 0:
+                    if not recomputed:
+                        relay.admit(position)
                     relay.give(position, grads)
                 else:
                     results[i] = grads

@@ -47,11 +47,15 @@ RESULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             "versions": {"here": "ours", "other": "theirs"},
             "peak_bytes": {
-                "a, n=1 m=1 always": {"other": 2**21, "inline": 2**20, "graph": 2**21, "workers": 2**22},
-                "a, n=2 m=1 always": {"other": 2**21, "inline": 2**20, "graph": 2**20, "workers": 2**20},
+                "a, n=1 m=1 always": {"other": [2**21], "auto": [2**20], "workers": [2**22]},
+                "a, n=2 m=4 always": {"other": [2**21] * 3, "auto": [2**20, 2**20, 2**22], "workers": [2**20] * 3},
             },
         },
-        ["| a, always", "0.500 to 0.500", "0.500 to 1.000", "0.500 to 2.000", "| workers: 2.000, 4.000 of 2.000 MiB"],
+        [
+            "| a, always", "0.500 to 0.500, once 2.000", "0.500 to 2.000 ",
+            "| a, n=1 m=1 always | workers | 2.0000 ",
+            "| a, n=2 m=4 always | auto    | 0.5000   | 2.0000    | 4.000 of 2.000 ",
+        ],
     ),
     "steps": (
         {

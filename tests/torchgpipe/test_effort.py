@@ -22,6 +22,7 @@ CASES: dict[str, tuple[Callable[[], Tensor], int, int, int]] = {
     "two of them": (lambda: x.exp().sin(), 2, 4 * x.numel(), 0),
     "two inputs": (lambda: x + x, 1, 3 * x.numel(), 0),
     "a list of inputs": (lambda: torch.cat([a, a]), 1, 4 * a.numel(), 0),
+    "a view, which moves nothing": (lambda: a.t(), 1, 0, 0),
     "a matrix product": (lambda: a @ b, 1, 20 + 30 + 24, 2 * 4 * 5 * 6),
     "a convolution": (
         lambda: F.conv2d(x, kernel, padding=1),

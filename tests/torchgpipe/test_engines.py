@@ -57,14 +57,14 @@ CASES: dict[str, tuple[GPipe, tuple[Tensor, ...], list[str]]] = {
     "one CPU": (made(nn.Tanh(), devices=("cpu",)), (SMALL, SMALL), ["Inline", "Inline"]),
     "meta": (made(nn.Tanh(), nn.Tanh(), devices=("meta", "meta")), (SMALL.to("meta"),) * 2, ["Graph", "Graph"]),
     "mixed": (made(nn.Tanh(), nn.Tanh(), devices=("cpu", "meta")), (SMALL,), ["Graph"]),
-    "short tasks": (made(nn.Tanh(), nn.Tanh()), (SMALL,) * 3, ["Workers", "Inline", "Inline"]),
-    "many operators": (made(*(nn.Tanh() for _ in range(100))), (SMALL,) * 2, ["Workers", "Workers"]),
-    "many elements": (made(nn.Tanh(), nn.Tanh()), (LARGE, LARGE), ["Workers", "Workers"]),
-    "many operations": (made(nn.Linear(2000, 2000), nn.Tanh()), (torch.ones(4, 2000),) * 2, ["Workers", "Workers"]),
-    "larger micro-batches": (made(nn.Tanh(), nn.Tanh()), (SMALL, SMALL, LARGE), ["Workers", "Inline", "Workers"]),
-    "smaller micro-batches": (made(nn.Tanh(), nn.Tanh()), (LARGE, SMALL), ["Workers", "Inline"]),
+    "short tasks": (made(nn.Tanh(), nn.Tanh()), (SMALL,) * 3, ["Inline", "Inline", "Inline"]),
+    "many operators": (made(*(nn.Tanh() for _ in range(100))), (SMALL,) * 2, ["Inline", "Workers"]),
+    "many elements": (made(nn.Tanh(), nn.Tanh()), (LARGE, LARGE), ["Inline", "Workers"]),
+    "many operations": (made(nn.Linear(2000, 2000), nn.Tanh()), (torch.ones(4, 2000),) * 2, ["Inline", "Workers"]),
+    "larger micro-batches": (made(nn.Tanh(), nn.Tanh()), (SMALL, SMALL, LARGE), ["Inline", "Inline", "Workers"]),
+    "smaller micro-batches": (made(nn.Tanh(), nn.Tanh()), (LARGE, SMALL), ["Inline", "Inline"]),
     "one micro-batch": (made(nn.Tanh(), nn.Tanh()), (SMALL[:1], SMALL[:1]), ["Inline", "Inline"]),
-    "slow outside of PyTorch": (made(Slow(), Slow()), (SMALL, SMALL), ["Workers", "Workers"]),
+    "slow outside of PyTorch": (made(Slow(), Slow()), (SMALL, SMALL), ["Inline", "Workers"]),
     "asked for workers": (made(nn.Tanh(), nn.Tanh(), engine="workers"), (SMALL,) * 2, ["Workers", "Workers"]),
     "asked for inline": (made(nn.Tanh(), nn.Tanh(), engine="inline"), (LARGE,) * 2, ["Inline", "Inline"]),
     "asked for the graph": (made(nn.Tanh(), nn.Tanh(), engine="graph"), (SMALL,) * 2, ["Graph", "Graph"]),
@@ -78,9 +78,9 @@ def test_choice(model: GPipe, inputs: tuple[Tensor, ...], expected: list[str]) -
 
 def test_training_and_evaluation_are_counted_apart() -> None:
     model = made(nn.Tanh(), nn.Tanh())
-    assert chosen(model, SMALL, SMALL) == ["Workers", "Inline"]
+    assert chosen(model, LARGE, LARGE) == ["Inline", "Workers"]
     model.eval()
-    assert chosen(model, SMALL, SMALL) == ["Workers", "Inline"]
+    assert chosen(model, LARGE, LARGE) == ["Inline", "Workers"]
 
 
 def test_a_mini_batch_that_failed_is_counted_again() -> None:
@@ -95,14 +95,14 @@ def test_a_mini_batch_that_failed_is_counted_again() -> None:
     layer = Fails()
     model = made(nn.Tanh(), layer)
     with pytest.raises(ArithmeticError):
-        model(SMALL)
+        model(LARGE)
     layer.now = False
-    assert chosen(model, SMALL, SMALL) == ["Workers", "Inline"]
+    assert chosen(model, LARGE, LARGE) == ["Inline", "Workers"]
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_the_first_mini_batch_is_like_the_others(checkpoint: str) -> None:
-    """The first runs on workers and the next inline: same draws, same bits, also on top of gradients that are there."""
+    """In the first, every task has a generator of its own: same draws, same bits, inline and on workers."""
 
     def trained(engine: str) -> list[Tensor]:
         torch.manual_seed(0)

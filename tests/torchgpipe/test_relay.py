@@ -49,6 +49,7 @@ class TestRelay:
 
         def program() -> None:
             for item in range(5):
+                relay.admit(0)
                 relay.give(0, item)
                 given.append(item)
 
@@ -61,15 +62,38 @@ class TestRelay:
 
         assert given == [0, 1, 2, 3, 4] and relay.error is None
 
+    def test_an_item_is_announced_before_it_is_there(self) -> None:
+        relay = Relay(2)
+        told: list[object] = []
+
+        def program() -> None:
+            relay.expect(1)
+            told.append("announced")
+            told.append(relay.take(1))
+
+        thread = threading.Thread(target=relay.attempt, args=(program,))
+        thread.start()
+        thread.join(0.05)
+        before = list(told)
+        relay.announce(0)
+        thread.join(0.05)
+        between = list(told)
+        relay.give(0, "item")
+        thread.join(PATIENCE)
+
+        assert before == []
+        assert between in ([], ["announced"])
+        assert told == ["announced", "item"]
+
     def test_stop_wakes_who_is_ahead(self) -> None:
         relay = Relay(2)
         for _ in range(relay.LEAD):
-            relay.give(0, None)
+            relay.admit(0)
         woken = threading.Event()
 
         def wait() -> None:
             with pytest.raises(Stopped):
-                relay.give(0, None)
+                relay.admit(0)
             woken.set()
 
         thread = threading.Thread(target=wait)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -156,6 +157,46 @@ def test_backward_order_within_a_partition(checkpoint: str) -> None:
         order = [(t.kind, t.micro_batch) for t in seen if t.partition == j]
         backward = [[("recompute", i)] * (i in recomputed) + [("backward", i)] for i in (2, 1, 0)]
         assert order == [("forward", i) for i in range(3)] + [step for steps in backward for step in steps]
+
+
+class SlowAgain(Where):
+    """Take its time in recomputation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_recomputing():
+            time.sleep(0.02)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Any) -> None:
+    n, m = 3, 4
+    seen: list[tuple[str, Task]] = []
+
+    class Note:
+        def __init__(self, task: Task) -> None:
+            self.task = task
+
+        def __enter__(self) -> None:
+            seen.append(("begin", self.task))
+
+        def __exit__(self, *_: object) -> None:
+            seen.append(("end", self.task))
+
+    model = pipeline(*(SlowAgain() for _ in range(n)), chunks=m, checkpoint=checkpoint)
+    model.observer = Note
+    model(torch.ones(m, 1)).sum().backward()
+
+    def recomputed(what: str, i: int, j: int) -> int:
+        return seen.index((what, Task("recompute", i, j)))
+
+    for i in range(checkpointed(checkpoint, m)):
+        for j in range(1, n):
+            # The gradient that it is for is on the way.
+            assert recomputed("end", i, j) < recomputed("begin", i, j - 1)
+            # The gradient before it was taken, which is after the recomputation that this one is for.
+            if i + 1 < checkpointed(checkpoint, m):
+                assert recomputed("end", i + 1, j - 1) < recomputed("begin", i, j)
 
 
 class LockStep(nn.Module):
