@@ -1,6 +1,7 @@
 """How much pipelining gains on CPU: naive model parallelism, this pipeline, PyTorch's ScheduleGPipe, and the replay.
 
     python -m benchmarks.overlap                        # AmoebaNet-D (6, 64), batch 32, n = 2, one core per device
+    python -m benchmarks.overlap --keep-freed-memory    # without taking memory from the system anew in every step
 
 All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
 of them. A speed-up is the median over rounds of naive's time by the configuration's, and likewise of `ScheduleGPipe`'s
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.allocator import keep_freed_memory
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.models import amoebanetd
 from benchmarks.overlap_rank import ScheduleGPipe
@@ -88,8 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"])
     parser.add_argument("--balance", type=int, nargs=2, default=None, help="default: by the time of the layers")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--keep-freed-memory", action="store_true",
+                        help="in all processes; benchmarks/allocator.py says why")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
     options = parser.parse_args(arguments)
+    if options.keep_freed_memory:
+        keep_freed_memory()
 
     under = circumstances()
     torch.set_num_threads(1)

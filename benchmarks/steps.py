@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.allocator import keep_freed_memory
 from benchmarks.child import ROOT, Child, folder_with_torchgpipe
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.steps_child import MODELS, PRECISIONS
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; give --device cpu --scale small")
 
+    if arguments is None:
+        keep_freed_memory()
     under = circumstances()
     children = {"plain": Child("steps_child.py", ROOT), "here": Child("steps_child.py", ROOT)}
     if options.against is not None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.allocator import keep_freed_memory
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.models import amoebanetd, unet
 from benchmarks.sharing import CPU, busy, replayed
@@ -170,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
 
+    if arguments is None:
+        keep_freed_memory()
     under = circumstances()
     torch.set_num_threads(1)
     result: dict[str, Any] = {}

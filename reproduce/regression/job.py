@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.allocator import KEEP_FREED
 from reproduce.machine import ROOT
 from reproduce.regression.signals import undivided
 from reproduce.regression.trees import Tree
@@ -25,13 +26,6 @@ __all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
 
 RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
-# glibc keeps what is freed. By default it depends on a process's history which tensors it takes from the system anew,
-# page by page, at every step, and processes of the same code were seen to differ by it.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    "MALLOC_TOP_PAD_": str(2**26),
-}
 
 
 class JobError(Exception):
@@ -87,7 +81,7 @@ def _of_a_parent(
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, **ONE_THREAD, **KEEP_MEMORY, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ONE_THREAD, **KEEP_FREED, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

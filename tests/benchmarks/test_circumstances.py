@@ -15,4 +15,6 @@ def test_they_say_when_where_and_of_what() -> None:
     assert under["cpu"] and under["when"].startswith("20")
     assert json.loads(json.dumps(under)) == under
     line = told(under)
+    assert ", freed memory kept, load" in told({**under, "freed memory": "kept"})
+    assert "NVIDIA X, " in told({**under, "gpu": "NVIDIA X"})
     assert "\n" not in line and under["cpu"] in line and under["when"][:10] in line
