@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torchgpipe.inline
 import torchgpipe.workers
 from torchgpipe import GPipe
 
@@ -40,7 +41,8 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchgpipe.workers, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
+    for engine in (torchgpipe.inline, torchgpipe.workers):
+        monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
 
 
 class Slow(nn.Module):
