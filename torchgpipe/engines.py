@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -44,10 +45,11 @@ class Engines:
     ) -> None:
         on_cpu = all(stage.device.type == "cpu" for stage in stages)
         self._stages = stages
-        # Elements of the micro-batch that was counted, in training or not, and of the last one that was timed.
+        # In training or not: elements of the micro-batch that was counted, and of the last one that was timed, and how
+        # long a task of that took.
         self._counted: dict[bool, int] = {}
-        self._timed = 1
-        self._timer: InlineEngine | WorkersEngine | None = None
+        self._timed: dict[bool, int] = {}
+        self._task_seconds: dict[bool, float] = {}
         self.graph: GraphEngine | None = None
         self.inline: InlineEngine | None = None
         self.workers: WorkersEngine | None = None
@@ -55,34 +57,32 @@ class Engines:
             copies = [CopyStreams(stage.device, enabled=copy_streams) for stage in stages]
             self.graph = GraphEngine(stages, copies, dependency=dependency)
         if name == "inline" or (name == "auto" and on_cpu):
-            self.inline = InlineEngine(stages)
+            self.inline = InlineEngine(stages, self._task_seconds)
         if name == "workers" or (name == "auto" and on_cpu and len(stages) > 1):
-            self.workers = WorkersEngine(stages)
+            self.workers = WorkersEngine(stages, self._task_seconds)
 
     def choose(self, micro_batches: Sequence[TensorOrTensors]) -> Engine:
         """Return the engine for a mini-batch."""
         size = _elements(micro_batches[0])
-        if self.workers is not None and not (self.inline and self._nothing_to_gain(len(micro_batches), size)):
-            self._timer, self._timed = self.workers, max(1, size)
+        mode = training(self._stages)
+        if self.workers is not None and not (self.inline and self._nothing_to_gain(len(micro_batches), size, mode)):
+            self._timed[mode] = max(1, size)
             return self.workers
         engine = self.graph or self.inline
         assert engine is not None
         return engine
 
-    def _nothing_to_gain(self, m: int, size: int) -> bool:
+    def _nothing_to_gain(self, m: int, size: int, mode: bool) -> bool:
         if not overlaps(m, len(self._stages)):
             return True
-        mode = training(self._stages)
-        if any(mode not in stage.draws for stage in self._stages):
+        if any(mode not in stage.efforts for stage in self._stages):
             # The first mini-batch of its kind, which is counted and timed: until it is known that overlap gains
             # something, it must not cost memory.
-            self._counted[mode] = self._timed = max(1, size)
-            self._timer = self.inline
+            self._counted[mode] = self._timed[mode] = max(1, size)
             return True
         growth = size / self._counted[mode]
         by_count = sum(stage.efforts[mode].seconds(growth) for stage in self._stages) / len(self._stages)
-        assert self._timer is not None
-        by_clock = self._timer.task_seconds * min(1.0, size / self._timed)
+        by_clock = self._task_seconds.get(mode, math.inf) * min(1.0, size / self._timed[mode])
         return by_count < SHORT_TASK and by_clock < LONG_TASK
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -39,8 +39,8 @@ class InlineEngine:
     """Run mini-batches through `stages`, all on the CPU, in the calling thread."""
 
     stages: Sequence[Stage]
-    task_seconds: float = math.inf
-    """How long a task took in the last mini-batch that was the first of its kind: as of `WorkersEngine`."""
+    task_seconds: dict[bool, float] = field(default_factory=dict)
+    """As of `WorkersEngine`, but of a first mini-batch of training, or of evaluation, only."""
 
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
@@ -55,7 +55,7 @@ class InlineEngine:
         ambient = Ambient(())
         count = checkpointed(mode, m) if ambient.grad else 0
         as_nodes = m if observer is not None and ambient.grad else count
-        timed = seeds is not None and seeds.first
+        timed = seeds is not None and seeds.counts
         quickest = [math.inf] * n
 
         with nullcontext() if seeds is None else seeds:
@@ -82,8 +82,8 @@ class InlineEngine:
                     flat = flat[:-1]
                 values[i] = flat
 
-        if timed:
-            self.task_seconds = sum(quickest) / n
+        if seeds is not None and timed:
+            self.task_seconds[seeds.training] = sum(quickest) / n
         if as_nodes or (seeds is not None and ambient.grad):
             # As workers would, also where the graph could serve more.
             values[as_nodes:] = guarded(values[as_nodes:])

@@ -36,10 +36,10 @@ class Seeds:
     def __init__(self, stages: Sequence[Stage], m: int) -> None:
         self._stages = stages
         self._n = len(stages)
-        self._training = training(stages)
-        self.first = any(self._training not in stage.draws for stage in stages)
-        """Whether it is not known yet which of the partitions draw."""
-        self._seeded = [stage.draws.get(self._training, True) for stage in stages]
+        self.training = training(stages)
+        self.counts = any(self.training not in stage.efforts for stage in stages)
+        """Whether this is the first mini-batch of its kind."""
+        self._seeded = [stage.draws.get(self.training, True) for stage in stages]
         self._drew = [False] * self._n
 
     def of(self, i: int, j: int) -> Randomness:
@@ -47,8 +47,8 @@ class Seeds:
         if not self._seeded[j]:
             return UNSEEDED
         stage, effort = self._stages[j], None
-        if i == 0 and self._training not in stage.draws:
-            effort = stage.efforts[self._training] = Effort()
+        if i == 0 and self.training not in stage.draws:
+            effort = stage.efforts[self.training] = Effort()
         return SeededTask(self._base + i * self._n + j, partial(self._note, j), effort)
 
     def _note(self, j: int) -> None:
@@ -80,7 +80,7 @@ class Seeds:
             if unexpected:
                 stage.draws.clear()
             elif seeded:
-                stage.draws[self._training] = stage.draws.get(self._training, False) or drew
+                stage.draws[self.training] = stage.draws.get(self.training, False) or drew
         if unexpected:
             warnings.warn(
                 "a layer drew random numbers for the first time, after mini-batches in which it did not (or another "

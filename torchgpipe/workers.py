@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,11 +50,12 @@ class WorkersEngine:
     """Run mini-batches through `stages` with a worker for each."""
 
     stages: Sequence[Stage]
+    task_seconds: dict[bool, float] = field(default_factory=dict)
+    """How long a task took in the last mini-batch of training (True) and of evaluation (False): the mean over
+    partitions of each one's quickest."""
 
     def __post_init__(self) -> None:
         self.workers = Workers(max(0, len(self.stages) - 1))
-        self.task_seconds = math.inf
-        """How long a task took in the last mini-batch: the mean over partitions of each one's quickest."""
 
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
@@ -98,7 +99,7 @@ class _MiniBatch:
         self._run(
             relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)]
         )
-        self._engine.task_seconds = sum(self._quickest) / self._n
+        self._engine.task_seconds[self.seeds.training] = sum(self._quickest) / self._n
         return results
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:

@@ -85,6 +85,27 @@ def test_training_and_evaluation_are_counted_apart() -> None:
     assert chosen(model, LARGE, LARGE) == ["Inline", "Workers"]
 
 
+def test_training_and_evaluation_are_timed_apart() -> None:
+    class SlowInTraining(Slow):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else x * 2
+
+    model = made(SlowInTraining(), SlowInTraining())
+    assert chosen(model, SMALL, SMALL) == ["Inline", "Workers"]
+    model.eval()
+    assert chosen(model, SMALL, SMALL) == ["Inline", "Inline"]
+    model.train()
+    assert chosen(model, SMALL) == ["Workers"]
+
+
+def test_who_draws_may_be_forgotten_and_how_long_tasks_take_is_not() -> None:
+    model = made(nn.Tanh(), nn.Tanh())
+    assert chosen(model, LARGE, LARGE) == ["Inline", "Workers"]
+    for stage in model._stages:
+        stage.draws.clear()
+    assert chosen(model, LARGE) == ["Workers"]
+
+
 def test_a_mini_batch_that_failed_is_counted_again() -> None:
     class Fails(nn.Module):
         now = True
