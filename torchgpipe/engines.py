@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -63,11 +62,11 @@ class Engines:
 
     def choose(self, micro_batches: Sequence[TensorOrTensors]) -> Engine:
         """Return the engine for a mini-batch."""
-        size = _elements(micro_batches[0])
-        mode = training(self._stages)
-        if self.workers is not None and not (self.inline and self._nothing_to_gain(len(micro_batches), size, mode)):
-            self._timed[mode] = max(1, size)
-            return self.workers
+        if self.workers is not None:
+            mode, size = training(self._stages), _elements(micro_batches[0])
+            if self.inline is None or not self._nothing_to_gain(len(micro_batches), size, mode):
+                self._timed[mode] = max(1, size)
+                return self.workers
         engine = self.graph or self.inline
         assert engine is not None
         return engine
@@ -75,14 +74,14 @@ class Engines:
     def _nothing_to_gain(self, m: int, size: int, mode: bool) -> bool:
         if not overlaps(m, len(self._stages)):
             return True
-        if any(mode not in stage.efforts for stage in self._stages):
+        if mode not in self._task_seconds:
             # The first mini-batch of its kind, which is counted and timed: until it is known that overlap gains
             # something, it must not cost memory.
             self._counted[mode] = self._timed[mode] = max(1, size)
             return True
         growth = size / self._counted[mode]
         by_count = sum(stage.efforts[mode].seconds(growth) for stage in self._stages) / len(self._stages)
-        by_clock = self._task_seconds.get(mode, math.inf) * min(1.0, size / self._timed[mode])
+        by_clock = self._task_seconds[mode] * min(1.0, size / self._timed[mode])
         return by_count < SHORT_TASK and by_clock < LONG_TASK
 
 

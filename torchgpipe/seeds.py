@@ -37,8 +37,6 @@ class Seeds:
         self._stages = stages
         self._n = len(stages)
         self.training = training(stages)
-        self.counts = any(self.training not in stage.efforts for stage in stages)
-        """Whether this is the first mini-batch of its kind."""
         self._seeded = [stage.draws.get(self.training, True) for stage in stages]
         self._drew = [False] * self._n
 
