@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.allocator import KEEP_FREED
+from benchmarks.allocator import kept
 
 __all__ = ["checkout", "circumstances", "keep", "told"]
 
@@ -30,7 +30,7 @@ def circumstances() -> dict[str, Any]:
         "cpu": get_cpu_info().get("brand_raw", platform.machine()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
-        "freed memory": "kept" if KEEP_FREED.items() <= os.environ.items() else "as the C library does",
+        "freed memory": "kept" if kept() else "as the C library does",
         **_gpu(),
         **checkout(),
     }
@@ -55,10 +55,10 @@ def told(under: dict[str, Any]) -> str:
     """Return the circumstances as a line."""
     changed = ", with changes" if under["dirty"] else ""
     gpu = f"{under['gpu']}, " if "gpu" in under else ""
-    kept = ", freed memory kept" if under.get("freed memory") == "kept" else ""
+    freed = ", freed memory kept" if under.get("freed memory") == "kept" else ""
     return (
         f"{under['when'][:10]}, torch {under['torch']}, Python {under['python']}, {gpu}{under['cpu']}, "
-        f"{under['cores']} cores{kept}, load {under['load']} before the start, "
+        f"{under['cores']} cores{freed}, load {under['load']} before the start, "
         f"revision {str(under['revision'])[:9]}{changed}"
     )
 

@@ -112,7 +112,7 @@ def _with_autograds_checks() -> AbstractContextManager[Any]:
 
 
 def _recomputes_at_once() -> AbstractContextManager[Any]:
-    """Replace recomputations that wait for a use: another item of lead, and gradients that are not announced."""
+    """Replace recomputations that wait for a use: another item of lead, in forward too, and nothing is announced."""
 
     def nothing(relay: Relay, position: int) -> None:
         pass

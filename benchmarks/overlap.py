@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torchgpipe.observe import Task
 from torchgpipe.replay import Costs, replay
 
 IMAGE = (3, 224, 224)
+WARM_UP = 2  # rounds: the first mini-batch is the one that partitions are counted in, the second starts the workers
 
 
 def step(model: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> float:
@@ -72,13 +74,6 @@ class Alone:
             ]
 
         return Costs(table("forward"), table("backward"), table("recompute"))
-
-
-def waiting(costs: Costs) -> Costs:
-    """Return the costs of tasks whose recomputation waits for the gradient: it becomes a part of backward."""
-    rows = zip(costs.recompute, costs.backward, strict=True)
-    backward = [[r + b for r, b in zip(recompute, own, strict=True)] for recompute, own in rows]
-    return Costs(costs.forward, backward, [[0.0] * len(row) for row in backward])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     samples: dict[str, list[float]] = {name: [] for name in (*models, *schedules)}
     try:
-        for k in range(-1, options.rounds):
+        for k in range(-WARM_UP, options.rounds):
             for name, model in models.items():
                 seconds = step(model, x, target)
                 if k >= 0:
@@ -134,8 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 seconds = schedule.step()
                 if k >= 0:
                     samples[name].append(seconds)
-            print(f"\rround {k + 1} of {options.rounds}", end="", file=sys.stderr, flush=True)
-    except (KeyboardInterrupt, subprocess.SubprocessError) as error:
+            print(f"\rround {max(0, k + 1)} of {options.rounds}", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except subprocess.SubprocessError as error:
         raise SystemExit(f"overlap: stopped ({type(error).__name__})") from None
     finally:
         for schedule in schedules.values():
@@ -148,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "what": f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {list(balance)}, "
         f"{options.checkpoint}",
         "replay": {name: replay(cost).seconds for name, cost in costs.items()},
-        "replay if it waited": {} if never else {name: replay(waiting(cost)).seconds for name, cost in costs.items()},
+        "replay if it waited": {
+            name: replay(replace(cost, ahead=False)).seconds for name, cost in costs.items() if not never
+        },
         "seconds": samples,
     }
     print(table(result))

@@ -10,7 +10,8 @@ loop over the same micro-batches and partitions, at the same batch and with the 
 has a process of its own and they take turns in an order that is drawn for every round. A figure is the median over
 rounds of a whole forward, loss and backward, up to the moment when the device is done; a ratio is the median of the
 rounds' ratios. GiB are the allocator's peak in a step, waits are the host's for the device within one: both of GPUs
-only. On a CPU every process has one core.
+only. On a CPU all of them are kept on one core. On a GPU they share its memory, so "out of memory" may be the others'
+doing.
 """
 
 from __future__ import annotations
@@ -96,16 +97,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compare(children: dict[str, Child], asked: dict[str, Any], rounds: int, order: random.Random) -> dict[str, Any]:
     """Return the seconds, the peak and the waits of each, or why it cannot run."""
-    unable = {name: child.ask("plain" if name == "plain" else "gpipe", asked) for name, child in children.items()}
-    found: dict[str, Any] = {name: {"unable": why} for name, why in unable.items() if why}
-    able = [name for name in children if name not in found]
-    seconds: dict[str, list[float]] = {name: [] for name in able}
+    found: dict[str, Any] = {name: {"seconds": []} for name in children}
+
+    def ask(name: str, what: str, *asked: Any) -> Any:
+        answer = children[name].ask(what, *asked)
+        if isinstance(answer, str):
+            found[name] = {"unable": answer}
+        return answer
+
+    for name in children:
+        ask(name, "plain" if name == "plain" else "gpipe", asked)
     for _ in range(rounds):
-        for name in order.sample(able, len(able)):
-            seconds[name].append(children[name].ask("seconds"))
-    for name in able:
-        child = children[name]
-        found[name] = {"seconds": seconds[name], "peak": child.ask("peak"), "waits": child.ask("waits")}
+        for name in order.sample(list(children), len(children)):
+            if "seconds" in found[name] and not isinstance(seconds := ask(name, "seconds"), str):
+                found[name]["seconds"].append(seconds)
+    for what in ("peak", "waits"):
+        for name in children:
+            if "seconds" in found[name] and not isinstance(count := ask(name, what), str):
+                found[name][what] = count
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 import warnings
@@ -87,6 +88,8 @@ class Steps:
         self.autocast = asked["precision"] == "bf16"
         if self.device.type == "cpu":
             torch.set_num_threads(1)
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
         torch.manual_seed(0)
         self.layers = build().to(self.device, memory_format=layout)  # type: ignore[call-overload]
@@ -95,7 +98,7 @@ class Steps:
         m, mode = asked["m"], asked["checkpoint"]
         self.model: Callable[[Tensor], Tensor]
         if how == "plain":
-            checkpointed = {"always": m, "except_last": m - 1, "never": 0}[mode]
+            checkpointed = {"always": m, "except_last": len(self.x.chunk(m)) - 1, "never": 0}[mode]
             self.model = plain(self.layers, balance, self.device, m, checkpointed)
         else:
             from torchgpipe import GPipe

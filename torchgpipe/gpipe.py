@@ -46,7 +46,7 @@ class GPipe(nn.Module):
             `"workers"` runs each partition in a thread of its own, and `"inline"` all of them in the calling one,
             both on the CPU only. `"auto"` takes the graph for devices; on the CPU it takes workers, or inline
             where they have nothing to gain: one partition, one micro-batch, or tasks of less than a fraction of
-            a millisecond.
+            a millisecond. A first mini-batch of training, or of evaluation, shows how long tasks are, and runs inline.
         dependency: tie micro-batches so that backward has one order (graph engine; workers keep it always).
         copy_streams: copy between CUDA devices on streams of their own.
         portals: send skips straight to the partition that pops them, not through those in between.

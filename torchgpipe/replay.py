@@ -4,7 +4,8 @@ The rules are the pipeline's own (GPipe paper, section 2.3; torchgpipe paper, se
 at a time. Forward takes micro-batches in order, backward in reverse. A task's input has to be there:
 
 - forward (i, j) after forward (i, j - 1), and the copy between them;
-- recomputation (i, j) as soon as its partition is free, also before its gradient arrives, unless told otherwise;
+- recomputation (i, j) as soon as its partition is free, also before its gradient arrives, unless told otherwise; CPU
+  workers start it somewhat later, for memory, which costs no time where partitions are balanced (workers.py);
 - backward (i, j) after its recomputation, backward (i, j + 1), and the copy between them.
 
 Skips are copied straight from the partition that stashes them to the one that pops them, and their gradients back.

@@ -14,7 +14,8 @@ So the order that `dependency` has to enforce on a graph holds by construction: 
 partition, and a task's recomputation while its gradient is still on the way.
 
 A recomputation fills memory, so it is not done before there is a use for it: it starts when partition j + 1 has begun
-the backward that its gradient comes from, and partition j - 1 has taken the gradient of the micro-batch before.
+the backward that its gradient comes from, and partition j - 1 has taken the gradient of the micro-batch before. That
+costs no time unless a recomputation takes longer than the backward of the partition after it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ SPEED = Experiment(
             cuda=False,
             steps=8,
             least_steps=3,
-            warmup=1,
+            warmup=2,
             seconds=270,
         ),
     ),

@@ -59,7 +59,7 @@ SPEED = Experiment(
             cuda=False,
             steps=10,
             least_steps=3,
-            warmup=1,
+            warmup=2,
             seconds=100,
         ),
     ),

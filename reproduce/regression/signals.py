@@ -40,11 +40,12 @@ def _handled(numbers: tuple[signal.Signals, ...], handler: Handler) -> Iterator[
     before = {number: signal.getsignal(number) for number in numbers}
     if threading.current_thread() is not threading.main_thread():
         before = {}
-    ours = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    # None is a handler that is not Python's, and could not be put back.
+    ours = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
     for number in ours:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, old in ours.items():
+        for number, old in reversed(ours.items()):  # last the first, which is Ctrl-C where it is among them
             signal.signal(number, old)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.child import ROOT
-from benchmarks.steps import main, table
+from benchmarks.steps import compare, main, table
 from benchmarks.steps_child import Steps
 
 ASKED = {"scale": "small", "precision": "fp32", "layout": "contiguous", "n": 3, "m": 3, "batch": 6, "device": "cpu"}
@@ -20,14 +22,17 @@ ASKED = {"scale": "small", "precision": "fp32", "layout": "contiguous", "n": 3, 
 
 @pytest.fixture(autouse=True)
 def _settings_of_the_process() -> Iterator[None]:
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     threads, tf32 = torch.get_num_threads(), (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     yield
     torch.set_num_threads(threads)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("changes", [{}, {"m": 1}, {"n": 1}, {"layout": "channels_last"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"m": 1}, {"n": 1}, {"m": 5}, {"layout": "channels_last"}], ids=str)
 def test_the_plain_loop_computes_the_same(checkpoint: str, changes: dict[str, Any]) -> None:
     """U-Net's skips cross the loop's partitions as they cross the pipeline's."""
     asked = {**ASKED, "model": "U-Net", "checkpoint": checkpoint, **changes}
@@ -107,3 +112,29 @@ def test_the_table_says_who_could_not_run() -> None:
         "- theirs: out of memory (1 of 2)",
         "- plain loop: out of memory (1 of 2)",
     ]
+
+
+class Answers:
+    """A measuring process that answers what it is told to."""
+
+    def __init__(self, **answers: list[Any]) -> None:
+        self.answers = answers
+
+    def ask(self, what: str, *asked: Any) -> Any:
+        return self.answers[what].pop(0)
+
+
+def test_who_fails_on_the_way_is_left_out() -> None:
+    children = {
+        "plain": Answers(plain=[None], seconds=[0.1, "out of memory"]),
+        "here": Answers(gpipe=[None], seconds=[0.2, 0.3, 0.4], peak=[5], waits=[0]),
+        "other": Answers(gpipe=["TypeError: what"]),
+        "another": Answers(gpipe=[None], seconds=[0.1, 0.1, 0.1], peak=["out of memory"]),
+    }
+    found = compare(children, {}, 3, random.Random(0))  # type: ignore[arg-type]
+    assert found == {
+        "plain": {"unable": "out of memory"},
+        "here": {"seconds": [0.2, 0.3, 0.4], "peak": 5, "waits": 0},
+        "other": {"unable": "TypeError: what"},
+        "another": {"unable": "out of memory"},
+    }

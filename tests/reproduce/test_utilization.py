@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,3 +44,24 @@ def test_steps_too_short_to_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce.utilization, "SAMPLING_SECONDS", 60.0)
     with pytest.raises(UtilizationError, match="took less than 60"):
         from_driver(DEVICES, lambda: None, ask=lambda device: 1)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
+def test_steps_are_repeated_for_two_seconds(seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce.utilization, "SAMPLING_SECONDS", 0.001)
+    first_step, sampled, now, taken = threading.Event(), threading.Event(), [0.0], [0]
+
+    def step() -> None:
+        first_step.set()
+        assert sampled.wait(300)
+        now[0] += seconds
+        taken[0] += 1
+
+    def ask(device: torch.device) -> int:
+        if first_step.is_set():  # before, it is only asked whether it answers
+            sampled.set()
+        return 50
+
+    monkeypatch.setattr(reproduce.utilization, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert from_driver(DEVICES[:1], step, ask) == [0.5]
+    assert taken == [steps]
