@@ -1,10 +1,10 @@
 """The inline engine: the calling thread runs every task, and one autograd graph goes backward through them.
 
-It serves CPU devices where nothing can overlap (one partition, one micro-batch) or where overlap would cost more than
-it gains (tasks shorter than the hand-over between threads), and the first mini-batches, which show that. PyTorch runs the CPU nodes of a graph in one thread, the
-latest first: backward takes the tasks of the clock cycles in exactly the reverse order, and no fork and join have to
-enforce it. A recomputation cannot start ahead of its gradient, as no other thread is busy with that gradient: it
-belongs to its task's backward.
+It serves CPU devices where nothing can overlap (one partition, one micro-batch), where overlap would cost more than it
+gains (tasks shorter than the hand-over between threads), and the first mini-batches, which show how long tasks are.
+PyTorch runs the CPU nodes of a graph in one thread, the latest first: backward takes the tasks of the clock cycles in
+exactly the reverse order, and no fork and join have to enforce it. A recomputation cannot start ahead of its gradient,
+as no other thread is busy with that gradient: it belongs to its task's backward.
 """
 
 from __future__ import annotations
