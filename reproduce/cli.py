@@ -11,6 +11,7 @@ from typing import Literal
 
 import click
 
+from benchmarks.allocator import kept as freed_memory_kept
 from reproduce.commands.calibrate import calibrate
 from reproduce.commands.compare import compare
 from reproduce.commands.plan import plan
@@ -28,7 +29,7 @@ from reproduce.listing import listing
 from reproduce.machine import ROOT
 from reproduce.paper import PAPER, import_tables, published
 from reproduce.progress import Progress
-from reproduce.record import RecordError, load, write_atomically
+from reproduce.record import FREED_MEMORY, RecordError, load, write_atomically
 from reproduce.recorder import Recorder, new_recorder, prepare_folder
 from reproduce.runner import UNITS, Runner
 from reproduce.scale import ScaleError, choose_scale
@@ -163,6 +164,7 @@ def run(
         settings={
             "steps": steps,
             "seeds": seeds,
+            FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
             **({"rows": list(rows)} if rows else {}),
             **{each.name: each.scale(chosen).settings() for each in experiments},
         },

@@ -20,7 +20,7 @@ from typing import Literal
 from reproduce.decode import DecodeError, Json, decode
 from reproduce.upgrade import UPGRADES, upgrade
 
-__all__ = ["FORMAT", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run",
+__all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run",
            "hardware_name", "load", "parse", "read_json", "save", "write_atomically"]  # fmt: skip
 
 FORMAT = "torchgpipe-reproduce"
@@ -85,6 +85,10 @@ class Git:
 
     revision: str
     dirty: bool
+
+
+FREED_MEMORY = "freed_memory"
+"""The setting that says whether a run on a CPU kept what tensors let go of (`benchmarks.allocator`)."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.layout import Table, many
 from reproduce.memory_tables import memory_tables
 from reproduce.predicted_table import predicted_tables
-from reproduce.record import Record, Result, Run
+from reproduce.record import FREED_MEMORY, Record, Result, Run
 from reproduce.speed_table import speed_tables
 
 __all__ = ["document", "tables"]
@@ -71,9 +71,11 @@ def facts(record: Record) -> Sequence[str]:
     revision = "none" if run.git is None else run.git.revision[:12] + (" with changes" if run.git.dirty else "")
     found = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
     load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
+    freed = run.settings.get(FREED_MEMORY)
     return [
         f"scale `{record.scale}` on {run.devices} {run.device.upper()} device(s){threads}",
-        f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}",
+        f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}"
+        + (f"; freed memory: {freed}" if freed else ""),
         f"versions: {found}; git revision {revision}",
         f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
         f"command: `{shlex.join(run.command)}`",

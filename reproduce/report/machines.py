@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from reproduce.compare.metric import BYTES
 from reproduce.decode import Json
 from reproduce.layout import many
-from reproduce.record import Gpu, Record, Run
+from reproduce.record import FREED_MEMORY, Gpu, Record, Run
 
 __all__ = ["facts"]
 
@@ -43,6 +43,8 @@ def _run(run: Run, record: Record) -> dict[str, str]:
     found["versions"] = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
     if run.git is not None:
         found["git revision"] = run.git.revision[:12] + (", with changes" if run.git.dirty else "")
+    if FREED_MEMORY in run.settings:
+        found["freed memory"] = str(run.settings[FREED_MEMORY])
     if run.load is not None:
         found["load at start"] = ", ".join(f"{value:.2f}" for value in run.load)
     found["run"] = f"{run.started} to {run.ended or 'unknown'}, {run.state}; seed {run.seed}"

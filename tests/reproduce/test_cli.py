@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import reproduce.__main__ as program
 from reproduce.cli import INTERRUPTED, _advice, main
 from reproduce.devices import Devices
 from reproduce.experiments import Experiment
@@ -119,6 +122,8 @@ def test_a_run_from_end_to_end(
     record = load(record_path)
     assert record.run is not None and record.run.state == "finished" and record.run.ended is not None
     assert record.run.command[:3] == ["python", "-m", "reproduce"]
+    assert record.run.settings["freed_memory"] in ("kept", "as the C library does")
+    assert f"freed memory: {record.run.settings['freed_memory']}" in tables_path.read_text()
     assert record.run.settings["steps"] == 2 and record.run.settings["tiny-speed"]["warmup"] == 0
     found = {(result.row, result.scale): result for result in record.results}
     for name in ("naive n2", "checkpoint-only m1", "checkpoint-only m4", "GPipe n2m1", "GPipe n2m4"):
@@ -267,6 +272,17 @@ def test_only_torch_click_and_tabulate_are_needed(
     (path,) = tmp_path.glob("*.json")
     statuses = {result["status"] for result in json.loads(path.read_text())["results"]}
     assert statuses == {"measured", "needs devices"}
+
+
+@pytest.mark.parametrize(("command", "started_over"), [("run", 1), ("list", 0)])
+def test_a_run_keeps_freed_memory(command: str, started_over: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(program, "keep_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr(program, "missing", lambda: "stop here")
+    monkeypatch.setattr(program, "signal", SimpleNamespace(SIGINT=2, signal=lambda *arguments: None))
+    monkeypatch.setattr(sys, "argv", ["reproduce", command])
+    assert program.main() == 1
+    assert len(calls) == started_over
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., object]) -> None:
