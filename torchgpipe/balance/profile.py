@@ -28,6 +28,7 @@ __all__ = [
     "profile_times",
     "rehearse",
     "synchronize",
+    "time_forward",
     "time_run",
     "undisturbed",
 ]
@@ -125,15 +126,19 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
     return layer if module.training else layer.train()
 
 
-def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
-    """Run forward and backward once; return the seconds of each."""
+def time_forward(rehearsal: Rehearsal, device: torch.device) -> float:
+    """Run forward once; return its seconds."""
     value = rehearsal.prepare()
     synchronize(device)
     start = perf_counter()
     rehearsal.forward(value)
     synchronize(device)
-    forward = perf_counter() - start
+    return perf_counter() - start
 
+
+def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
+    """Run forward and backward once; return the seconds of each."""
+    forward = time_forward(rehearsal, device)
     roots = [x for x in rehearsal.results() if x.requires_grad]
     gradients = [torch.ones_like(x) for x in roots]
     if not roots:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.profile import Rehearsal, rehearse, synchronize, time_run
+from torchgpipe.balance.profile import Rehearsal, rehearse, synchronize, time_forward, time_run
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.skip.scope import skip_scope
 
@@ -105,13 +105,7 @@ def time_alone(module: nn.Sequential, sample: TensorOrTensors, device: torch.dev
             for parameter in rehearsal.layer.parameters():
                 parameter.grad = None
             with torch.no_grad():
-                value = rehearsal.prepare()
-                synchronize(device)
-                start = perf_counter()
-                rehearsal.forward(value)
-                synchronize(device)
-                forward = perf_counter() - start
-            del value
+                forward = time_forward(rehearsal, device)
             found.append((forward, *time_run(rehearsal, device)))
         return found[1:]
 
