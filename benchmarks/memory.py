@@ -88,9 +88,7 @@ def table(result: dict[str, Any], style: str = "simple") -> str:
         model, setup = case.rsplit(", ", 1)
         return f"{model}, {setup.split()[-1]}"
 
-    peaks = {
-        case: {name: _listed(counts) for name, counts in found.items()} for case, found in result["peak_bytes"].items()
-    }
+    peaks = result["peak_bytes"]
     ratios = {case: _ratios(found) for case, found in peaks.items()}
     engines = list(dict.fromkeys(engine for found in ratios.values() for engine in found))
     rows = [
@@ -128,11 +126,6 @@ def _range(ratios: list[tuple[float, float]]) -> str:
     medians, highest = [median for median, _ in ratios], max(highest for _, highest in ratios)
     once = f", once {highest:.3f}" if f"{highest:.3f}" > f"{max(medians):.3f}" else ""
     return f"{min(medians):.3f} to {max(medians):.3f}{once}"
-
-
-def _listed(counts: int | list[int]) -> list[int]:
-    # A result kept before cases were repeated has a number.
-    return [counts] if isinstance(counts, int) else counts
 
 
 if __name__ == "__main__":
