@@ -107,7 +107,10 @@ def test_no_measurement_yet(paper: list[Record]) -> None:
 
 
 def test_what_is_committed_can_be_shown() -> None:
-    Reader(page(load_folder(RESULTS)))
+    records, shown = load_folder(RESULTS), page(load_folder(RESULTS))
+    Reader(shown)
+    experiments = {result.experiment for record in records for result in record.results if result.status == "measured"}
+    assert experiments and all(f'<section id="{name}">' in shown for name in experiments)
 
 
 def test_an_experiment_that_only_a_record_knows() -> None:
