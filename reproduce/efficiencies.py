@@ -1,119 +1,137 @@
-"""Work out the efficiencies of the P40's convolutions from what others measured, with other models, on the same chip.
+"""Work out the P40's efficiencies from what others measured, with other models, on the same chip.
 
-    shares = derived(node)             # {"conv": 0.5, "conv3x3": 0.5, "winograd": 0.5}
-    checked(node, shares)              # predicted over measured, of every published figure
+    node = fitted(load_hardware("p40x8"))     # the node with efficiencies with which the timings come out best
+    errors(node)                              # predicted over measured - 1, of every timing
 
-Source: jcjohnson/cnn-benchmarks, README (2017): forward and backward of whole models on a Pascal Titan X, cuDNN 5.1.05,
-mini-batches of 16 images of 224 x 224. That is the P40's chip, GP102, with 28 of its 30 processors and other memory.
+Best is where the mean square of the logarithm of predicted over measured is least, over all timings alike. An
+efficiency each is found for convolutions, for Winograd kernels, and for what only reads and writes memory. How fast
+linear layers are is left to each source, for they differ by 13 ms in VGG's, and the tables' models have next to none.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections import Counter as Tally
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from statistics import mean
 
 import torch
+from scipy.optimize import least_squares
 
+from reproduce.timings import SOURCES, Timings
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
 
-__all__ = ["MEASURED", "checked", "derived", "titan_x"]
-
-MEASURED = {
-    "vgg16": (41.59, 87.03),
-    "vgg19": (48.09, 99.23),
-    "resnet18": (10.14, 21.40),
-    "resnet34": (17.01, 34.58),
-    "resnet50": (35.03, 68.54),
-    "resnet101": (53.38, 103.06),
-    "resnet152": (75.45, 142.47),
-}
-"""Milliseconds of forward and of backward: those of its models that torchvision has in the same form."""
-
-WINOGRAD_FROM = "vgg16"
-"""Almost all of its work is 3 x 3 convolutions at stride 1."""
-CONV_FROM = ("resnet50", "resnet152")
-"""Most of their work is other convolutions; the mean of what the two need."""
+__all__ = ["LAUNCH", "MEMORY", "TOGETHER", "errors", "fitted", "on_card"]
 
 LAUNCH = 5e-6
-"""Seconds to issue an operator in Torch7, assumed: half of what the P40's description assumes of PyTorch."""
+"""Seconds to issue an operator on the cards' machines, assumed: half of what the P40's description assumes."""
+
+MEMORY = ("norm", "pool", "elementwise")
+TOGETHER = (MEMORY,)
+"""The classes that are bound by memory, and how they share efficiencies: all one."""
+
+LEAST = 0.01
+START = 0.5
+
+Groups = Sequence[Collection[str]]
 
 
-def titan_x(node: Hardware, shares: dict[str, float], launch: float = LAUNCH) -> Hardware:
-    """Return a Pascal Titan X that has these compute efficiencies, and everything else as a P40 of `node`.
+def fitted(
+    node: Hardware, groups: Groups = TOGETHER, sources: Collection[str] = tuple(SOURCES), launch: float = LAUNCH
+) -> Hardware:
+    """Return the node with the efficiencies that give the timings best.
 
-    NVIDIA's data sheet: 3584 cores at 1531 MHz (boost, as in the P40's peak), 480 GB/s. Assumed, without a source: the
-    P40's memory efficiencies, and `launch`.
+    `conv3x3` is that of other convolutions if the node has Winograd kernels; if not, 3 x 3 convolutions have one
+    efficiency for everything. Each of `groups` is of classes that share an efficiency of memory; what is in none keeps
+    that of the node.
+    """
+    chosen = [SOURCES[name] for name in sources]
+    shares = 2 + len(groups)
+
+    def residuals(x: Sequence[float]) -> list[float]:
+        found = _with(node, x[:2], groups, x[2:shares])
+        each = (_logarithms(found, timings, x[shares + i], launch) for i, timings in enumerate(chosen))
+        return [value for values in each for value in values.values()]
+
+    x = _least(residuals, shares + len(chosen))
+    return _with(node, x[:2], groups, x[2:shares])
+
+
+def errors(node: Hardware, launch: float = LAUNCH) -> dict[tuple[str, str, int], float]:
+    """Return predicted over measured - 1 by source, model, and number of the figure, with the best linear layers."""
+    found = {}
+    for name, timings in SOURCES.items():
+
+        def residuals(x: Sequence[float], timings: Timings = timings) -> list[float]:
+            return list(_logarithms(node, timings, x[0], launch).values())
+
+        (linear,) = _least(residuals, 1)
+        for (model, k), value in _logarithms(node, timings, linear, launch).items():
+            found[name, model, k] = math.expm1(value)
+    return found
+
+
+def on_card(node: Hardware, timings: Timings, linear: float, launch: float = LAUNCH) -> Hardware:
+    """Return the timings' card with the node's efficiencies, but for linear layers.
+
+    Assumed, without a source: its memory gives the same share of its bandwidth as the P40's, and `launch`.
     """
     return replace(
         node,
-        peak={"float32": 2 * 3584 * 1.531e9},
-        memory_bandwidth=480e9,
+        peak={"float32": timings.card.peak},
+        memory_bandwidth=timings.card.bandwidth,
         processors=28 if node.processors else 0,
         launch=launch,
-        compute_efficiency={**node.compute_efficiency, **shares},
+        memory_efficiency={**node.memory_efficiency, "matmul": linear},
     )
 
 
-def derived(node: Hardware, launch: float = LAUNCH) -> dict[str, float]:
-    """Return the compute efficiencies with which the model takes as long as was measured.
-
-    `conv3x3` is that of other convolutions if the node has Winograd kernels; if not, 3 x 3 convolutions have one
-    efficiency for everything, which takes their place.
-    """
-    fast = "winograd" if "winograd" in node.compute_efficiency else "conv3x3"
-    shares = {"conv": 0.5, "conv3x3": 0.5, fast: 0.5}
-
-    def needed(model: str, kinds: tuple[str, ...]) -> float:
-        def seconds(share: float) -> float:
-            return sum(_milliseconds(model, titan_x(node, {**shares, **dict.fromkeys(kinds, share)}, launch)))
-
-        return _solved(seconds, sum(MEASURED[model]))
-
-    for _ in range(8):  # each depends on the other, a little
-        shares[fast] = needed(WINOGRAD_FROM, (fast,))
-        others = ("conv", "conv3x3") if fast == "winograd" else ("conv",)
-        shares.update(dict.fromkeys(others, mean(needed(model, others) for model in CONV_FROM)))
-    return shares
+def _with(node: Hardware, compute: Sequence[float], groups: Groups, memory: Sequence[float]) -> Hardware:
+    plain, fast = compute
+    winograd = "winograd" in node.compute_efficiency
+    rates = {"matmul": plain, "conv": plain, "conv3x3": plain if winograd else fast}
+    if winograd:
+        rates["winograd"] = fast
+    shared = {kind: share for kinds, share in zip(groups, memory, strict=True) for kind in kinds}
+    return replace(node, compute_efficiency=rates, memory_efficiency={**node.memory_efficiency, **shared})
 
 
-def checked(node: Hardware, shares: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Return the errors of the predicted forward and backward of every model that was measured."""
-    titan = titan_x(node, shares)
-    return {
-        model: (forward / measured[0] - 1, backward / measured[1] - 1)
-        for model, measured in MEASURED.items()
-        for forward, backward in [_milliseconds(model, titan)]
-    }
+def _least(residuals: Callable[[Sequence[float]], list[float]], count: int) -> list[float]:
+    """Return the shares at which the sum of squares is least; the first two may be above 1, for Winograd's sake."""
+    most = [2.0, 2.0, *[1.0] * (count - 2)] if count > 1 else [1.0]
+    found = least_squares(residuals, [START] * count, bounds=([LEAST] * count, most), diff_step=1e-3)
+    return [float(x) for x in found.x]
 
 
-def _milliseconds(model: str, node: Hardware) -> tuple[float, float]:
-    forward, backward = _counted(model)
-    return 1e3 * node.total(forward), 1e3 * node.total(backward)
+def _logarithms(node: Hardware, timings: Timings, linear: float, launch: float) -> dict[tuple[str, int], float]:
+    """Return the logarithms of predicted over measured, by model and number of the figure."""
+    card = on_card(node, timings, linear, launch)
+    found = {}
+    for model, measured in timings.steps.items():
+        halves = [1e3 * sum(times * card.seconds(x) for x, times in half.items()) for half in _counted(model, timings)]
+        predicted = halves if len(measured) == 2 else [sum(halves)]
+        for k, (a, b) in enumerate(zip(predicted, measured, strict=True)):
+            found[model, k] = math.log(a / b)
+    return found
+
+
+def _counted(model: str, timings: Timings) -> tuple[Mapping[Operator, int], Mapping[Operator, int]]:
+    return _count(model, timings.batch, timings.to_images)
 
 
 @functools.cache
-def _counted(model: str) -> tuple[list[Operator], list[Operator]]:
-    """Count a model's forward and backward; Torch7 goes back to the images, for which nobody asks."""
+def _count(model: str, batch: int, to_images: bool) -> tuple[Mapping[Operator, int], Mapping[Operator, int]]:
+    """Count how often each operator runs in a model's forward, and in its backward."""
     import torchvision  # which nothing else of predictions needs
 
     with torch.device("meta"):
         built = getattr(torchvision.models, model)()
-        images = torch.empty(16, 3, 224, 224, requires_grad=True)
+        images = torch.empty(batch, 3, 224, 224, requires_grad=to_images)
         with Counter() as forward:
             result = built(images)
         with Counter() as backward:
             result.backward(torch.empty_like(result))
-    return forward.operators, backward.operators
-
-
-def _solved(decreasing: Callable[[float], float], value: float) -> float:
-    """Return where a decreasing function has that value, by bisection."""
-    low, high = 0.01, 10.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if decreasing(middle) > value else (low, middle)
-    return low
+    return Tally(forward.operators), Tally(backward.operators)

@@ -10,16 +10,17 @@ import functools
 from dataclasses import replace
 from statistics import median
 
-from reproduce.efficiencies import MEASURED, checked, derived
+from reproduce.efficiencies import MEMORY, errors, fitted
 from reproduce.paper import published
 from reproduce.predict import predict_table, predictable, predictor_of, setup_of, speed
 from reproduce.predicted_table import speed_up_errors
+from reproduce.timings import SOURCES
 from torchgpipe.checkpoint import checkpointed
 from torchgpipe.plan.count import Counts
 from torchgpipe.plan.hardware import Hardware, load_hardware
 from torchgpipe.plan.predict import LayerSeconds, Predictor
 
-__all__ = ["assumptions", "effects", "resources", "slower_layers", "timings"]
+__all__ = ["choices", "effects", "resources", "slower_layers", "timings"]
 
 TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 LONGER = (0.0, 0.1, 0.2, 0.3)
@@ -29,43 +30,58 @@ LONGER = (0.0, 0.1, 0.2, 0.3)
 def variants() -> dict[str, Hardware]:
     """Return the P40's description without what is said, and as it is; each with efficiencies worked out alike."""
     node = load_hardware("p40x8")
-    plain = {kind: share for kind, share in node.compute_efficiency.items() if kind != "winograd"}
-    sources = {key: source for key, source in node.sources.items() if key != "compute_efficiency.winograd"}
-    found = {
-        "one efficiency for 3 x 3": replace(node, processors=0, compute_efficiency=plain, sources=sources),
-        "Winograd kernels": replace(node, processors=0),
-        "and whole tiles": node,
-    }
+    copying = replace(node, memory_efficiency=dict.fromkeys(node.memory_efficiency, node.memory_efficiency["conv"]))
+    untiled = replace(copying, processors=0)
+    plain = replace(
+        untiled,
+        compute_efficiency={kind: share for kind, share in node.compute_efficiency.items() if kind != "winograd"},
+        sources={key: source for key, source in node.sources.items() if key != "compute_efficiency.winograd"},
+    )
     return {
-        name: replace(x, compute_efficiency={**x.compute_efficiency, **derived(x)}) if x is not node else x
-        for name, x in found.items()
+        "one efficiency for 3 x 3": fitted(plain, ()),
+        "Winograd kernels": fitted(untiled, ()),
+        "and whole tiles": fitted(copying, ()),
+        "and memory's share": node,
     }
 
 
 def timings() -> str:
-    """Return the errors of forward and backward on a Titan X, by model and variant."""
-    errors = {name: checked(node, dict(node.compute_efficiency)) for name, node in variants().items()}
-    lines = [_row("ms, published", "forward", "backward", *errors), _rule(2 + len(errors))]
-    for model, (forward, backward) in MEASURED.items():
-        cells = ("{:+.0%} {:+.0%}".format(*errors[name][model]) for name in errors)
-        lines.append(_row(model, f"{forward:.2f}", f"{backward:.2f}", *cells))
-    roots = (f"{_root([e for pair in errors[name].values() for e in pair]):.1%}" for name in errors)
+    """Return the errors of the published timings, by source and model, for each variant."""
+    found = {name: errors(node) for name, node in variants().items()}
+    lines = [_row("source", "model", "ms, published", *found), _rule(2 + len(found))]
+    for name, source in SOURCES.items():
+        for model, steps in source.steps.items():
+            each = (" ".join(f"{x[name, model, k]:+.0%}" for k in range(len(steps))) for x in found.values())
+            lines.append(_row(name, model, " ".join(f"{ms:g}" for ms in steps), *each))
+    roots = (f"{_root(list(x.values())):.1%}" for x in found.values())
     return "\n".join([*lines, _row("root mean square", "", "", *roots)])
 
 
-@functools.cache
-def assumptions() -> str:
-    """Return the efficiencies of convolutions, had something else been assumed of the Titan X."""
-    node, other = load_hardware("p40x8"), load_hardware("h100x8")
-    found = {
-        "as assumed": derived(node),
-        "issuing an operator takes as long as in PyTorch": derived(node, node.launch),
-        "memory efficiency is what is assumed of an H100": derived(
-            replace(node, memory_efficiency=dict.fromkeys(node.memory_efficiency, other.memory_efficiency["conv"]))
-        ),
+def choices() -> str:
+    """Return the efficiencies, had they been worked out otherwise, and what they would make of the speed tables."""
+    node = load_hardware("p40x8")
+    found = {"as in the description": node}
+    found |= {
+        f"without {name}": fitted(node, sources=[other for other in SOURCES if other != name]) for name in SOURCES
     }
-    lines = [_row("Titan X", "`conv`", "`winograd`"), _rule(2)]
-    lines += [_row(name, f"{shares['conv']:.2f}", f"{shares['winograd']:.2f}") for name, shares in found.items()]
+    found["one each for norm, pool and elementwise"] = fitted(node, [[kind] for kind in MEMORY])
+    found["issuing an operator takes as long as on the P40's machine"] = fitted(node, launch=node.launch)
+    lines = [
+        _row("", "`conv`", "`winograd`", "memory", "median error", "rows within 10%", "U-Net pipeline-8"),
+        _rule(6),
+    ]
+    for name, other in found.items():
+        speed_ups = _speed_ups(other)
+        sizes = [abs(error) for error in speed_ups.values()]
+        memory = sorted({f"{other.memory_efficiency[kind]:.2f}" for kind in MEMORY})
+        cells = (
+            *(f"{other.compute_efficiency[kind]:.2f}" for kind in ("conv", "winograd")),
+            " to ".join(dict.fromkeys((memory[0], memory[-1]))),
+            f"{median(sizes):.1%}",
+            f"{sum(size <= 0.1 for size in sizes)} of {len(sizes)}",
+            f"{speed_ups['unet pipeline-8']:+.1%}",
+        )
+        lines.append(_row(name, *cells))
     return "\n".join(lines)
 
 
@@ -77,6 +93,7 @@ def effects() -> str:
     lines.append(_row("efficiency of `conv`", *(f"{x.compute_efficiency['conv']:.2f}" for x in nodes.values())))
     lines.append(_row("of `conv3x3`", *(f"{x.compute_efficiency['conv3x3']:.2f}" for x in nodes.values())))
     lines.append(_row("of `winograd`", *(_share(x, "winograd") for x in nodes.values())))
+    lines.append(_row("share of memory's bandwidth", *(f"{x.memory_efficiency['norm']:.2f}" for x in nodes.values())))
     for row in next(iter(errors.values())):
         lines.append(_row(row, *(f"{errors[name][row]:+.1%}" for name in nodes)))
     sizes = {name: [abs(e) for e in rows.values()] for name, rows in errors.items()}

@@ -110,7 +110,7 @@ def test_the_gains_are_the_evidence_for_n4m4() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     shares = {row[0]: [int(cell.rstrip("%")) for cell in row[4:]] for row in rows[2:]}
     assert min(shares["2"][0], shares["8"][0]) - shares["4"][0] > 20
-    assert all(predicted > 90 for _, predicted in shares.values())
+    assert min(shares["2"][1], shares["8"][1]) - shares["4"][1] < 10
 
 
 def test_twice_the_same(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from reproduce.predicted_table import speed_up_errors
-from reproduce.prediction_effects import assumptions, effects, resources, slower_layers, timings, variants
+from reproduce.prediction_effects import choices, effects, resources, slower_layers, timings, variants
 from reproduce.record import load
+from reproduce.timings import SOURCES
 from torchgpipe.plan.hardware import load_hardware
 
 pytest.importorskip("torchvision", reason="the measured models are torchvision's")
@@ -32,23 +33,18 @@ def test_effects_end_with_the_errors_of_the_records() -> None:
             assert abs(float(table[f"{name} {row}"][-1].rstrip("%")) / 100 - error) < 0.002
 
 
-def test_of_the_assumptions_only_the_one_on_memory_matters() -> None:
-    assumed, launch, memory = ([float(cell) for cell in row] for row in cells(assumptions()).values())
-    assert [round(x, 2) for x in derived_shares()] == assumed
-    assert all(abs(x - y) < 0.02 for x, y in zip(assumed, launch, strict=True))
-    assert all(x - y > 0.02 for x, y in zip(assumed, memory, strict=True))
-
-
-def derived_shares() -> list[float]:
-    """The description's, which another test holds against the timings."""
-    shares = load_hardware("p40x8").compute_efficiency
-    return [shares["conv"], shares["winograd"]]
+def test_choices_begin_with_the_description_and_meet_the_target_whichever_is_made() -> None:
+    table = cells(choices())
+    shares = load_hardware("p40x8")
+    assert next(iter(table.values()))[:2] == [f"{shares.compute_efficiency[kind]:.2f}" for kind in ("conv", "winograd")]
+    assert [row for row in table if row.startswith("without")] == [f"without {name}" for name in SOURCES]
+    assert all(float(row[3].rstrip("%")) <= 3 for row in table.values()), "as docs/prediction.md says"
 
 
 def test_timings_have_every_model_and_their_mean() -> None:
-    table = cells(timings())
-    assert len(table) == 8
-    assert "root mean square" in table
+    lines = timings().splitlines()[2:]
+    assert len(lines) == sum(len(source.steps) for source in SOURCES.values()) + 1
+    assert lines[-1].startswith("| root mean square")
 
 
 def test_resources_leave_out_what_has_one_device() -> None:

@@ -107,7 +107,7 @@ def device_memory(
         return min(count, recomputed) * task.inputs + max(0, count - recomputed) * task.kept
 
     for i in range(m):
-        under_way = sum(min(i, c.target - j) * c.bytes for c in leaving )
+        under_way = sum(min(i, c.target - j) * c.bytes for c in leaving)
         pieces = i * output if last_partition else 0.0
         coming = task.inputs - task.arrivals if not first_partition and i + 1 < m else 0.0
         peak = task.forward if i < recomputed else task.graph

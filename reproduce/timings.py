@@ -1,0 +1,111 @@
+"""Training steps that others timed on single cards with the P40's chip, GP102: its efficiencies come from them.
+
+None of it is from the papers whose tables are predicted. Left out of what the sources have: evaluation, for the tables
+are of training; models that torchvision has in another form, or whose convolutions are grouped; and, where every step
+was published, models of which the middle four fifths of the steps differ by a twentieth or more on either machine, for
+there the host's time shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["SOURCES", "Card", "Timings"]
+
+
+class Card(NamedTuple):
+    """A graphics card, as NVIDIA's data sheet has it: all with 28 of the chip's 30 processors, 3584 cores."""
+
+    clock: float
+    """Hertz, with boost, as in the P40's peak."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+
+    @property
+    def peak(self) -> float:
+        """Operations per second: each core multiplies and adds at once."""
+        return 2 * 3584 * self.clock
+
+
+TITAN_X = Card(clock=1.531e9, bandwidth=480e9)
+GTX_1080_TI = Card(clock=1.582e9, bandwidth=484e9)
+
+
+class Timings(NamedTuple):
+    """What one source says of one machine, for images of 224 x 224."""
+
+    source: str
+    card: Card
+    batch: int
+    to_images: bool
+    """Whether backward goes to the images, too."""
+    steps: Mapping[str, tuple[float, ...]]
+    """Milliseconds by torchvision's name of the model: forward and backward, or one number for both."""
+
+
+SOURCES = {
+    "Torch7": Timings(
+        "jcjohnson/cnn-benchmarks, README: Pascal Titan X, cuDNN 5.1",
+        TITAN_X,
+        16,
+        True,
+        {
+            "vgg16": (41.59, 87.03),
+            "vgg19": (48.09, 99.23),
+            "resnet18": (10.14, 21.40),
+            "resnet34": (17.01, 34.58),
+            "resnet50": (35.03, 68.54),
+            "resnet101": (53.38, 103.06),
+            "resnet152": (75.45, 142.47),
+        },
+    ),
+    "PyTorch 0.3": Timings(
+        "u39kun/deep-learning-benchmark, README: GTX 1080 Ti, PyTorch 0.3.0, CUDA 9.0, cuDNN 7.0, 32-bit, train",
+        GTX_1080_TI,
+        16,
+        True,
+        {"vgg16": (131.9,), "resnet152": (206.4,), "densenet161": (211.9,)},
+    ),
+    "PyTorch, CUDA 10.1": Timings(
+        "aisensiy/pytorch-gpu-benchmark, experiment_results/openbayes: GTX 1080 Ti, CUDA 10.1, cuDNN 7.6.3, float, "
+        "training; medians of 50 steps",
+        GTX_1080_TI,
+        12,
+        False,
+        {
+            "resnet34": (41.0,),
+            "resnet50": (74.7,),
+            "densenet161": (179.2,),
+            "vgg11": (72.2,),
+            "vgg11_bn": (80.7,),
+            "vgg13": (99.8,),
+            "vgg13_bn": (114.0,),
+            "vgg16": (117.4,),
+            "vgg16_bn": (133.0,),
+            "vgg19": (135.2,),
+            "vgg19_bn": (152.1,),
+        },
+    ),
+    "PyTorch, CUDA 10.0": Timings(
+        "aisensiy/pytorch-gpu-benchmark, experiment_results/bitahub: GTX 1080 Ti, CUDA 10.0, cuDNN 7.6.3, float, "
+        "training; medians of 50 steps",
+        GTX_1080_TI,
+        12,
+        False,
+        {
+            "resnet34": (44.3,),
+            "resnet50": (74.1,),
+            "densenet161": (176.1,),
+            "vgg11": (59.3,),
+            "vgg11_bn": (67.8,),
+            "vgg13": (87.5,),
+            "vgg13_bn": (101.3,),
+            "vgg16": (104.6,),
+            "vgg16_bn": (120.2,),
+            "vgg19": (122.2,),
+            "vgg19_bn": (139.3,),
+        },
+    ),
+}
+"""CUDA 10.1 and cuDNN 7.6.3 are what PyTorch 1.3 came with, the papers' version."""
