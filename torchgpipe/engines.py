@@ -16,7 +16,7 @@ from torchgpipe.schedule import overlaps
 from torchgpipe.stage import Stage, training
 from torchgpipe.workers import WorkersEngine
 
-__all__ = ["EngineName", "Engines", "check_engine"]
+__all__ = ["SHORT_TASK", "EngineName", "Engines", "check_engine"]
 
 # In seconds by count, for a mean task: below, threads that hand over tasks, and share Python's lock, cost more than
 # their overlap gains.

@@ -40,7 +40,7 @@ class Costs:
     for all boundaries, or one for each. `skips` says the same of skips, by the partitions that stash and pop them.
     With streams of their own, copies delay the receiver but occupy nobody; `blocking` ones occupy both sides, and
     start when both are free. `loss` lies between forward and backward. Without `ahead`, recomputation waits for its
-    task's gradient.
+    task's gradient. With `together`, one thread does the tasks of all partitions, and nothing overlaps.
     """
 
     forward: Table
@@ -51,6 +51,7 @@ class Costs:
     skips: Mapping[tuple[int, int], float] = field(default_factory=dict)
     blocking: bool = False
     ahead: bool = True
+    together: bool = False
 
     @property
     def total(self) -> float:
@@ -93,27 +94,29 @@ def replay(costs: Costs) -> Timeline:
         up[target].append((source, seconds))
 
     events: list[Event] = []
+    lanes = [0] * n if costs.together else list(range(n))
     free = [0.0] * n
     for i, row in enumerate(costs.forward):
         arrival = [0.0] * n
         for j, seconds in enumerate(row):
-            start = max(free[j], arrival[j])
-            free[j] = end = start + seconds
+            start = max(free[lanes[j]], arrival[j])
+            free[lanes[j]] = end = start + seconds
             events.append(Event("forward", i, j, start, end))
             _send(j, end, down[j], arrival, free, costs.blocking)
 
-    begin = max(free) if costs.blocking else free[n - 1]
+    begin = max(free) if costs.blocking else free[lanes[n - 1]]
     begin += costs.loss
     free = [begin] * n
     for i in reversed(range(m)):
         arrival = [begin] * n
         for j in reversed(range(n)):
+            lane = lanes[j]
             if costs.recompute[i][j]:
-                start = free[j] if costs.ahead else max(free[j], arrival[j])
-                free[j] = start + costs.recompute[i][j]
-                events.append(Event("recompute", i, j, start, free[j]))
-            start = max(free[j], arrival[j])
-            free[j] = end = start + costs.backward[i][j]
+                start = free[lane] if costs.ahead else max(free[lane], arrival[j])
+                free[lane] = start + costs.recompute[i][j]
+                events.append(Event("recompute", i, j, start, free[lane]))
+            start = max(free[lane], arrival[j])
+            free[lane] = end = start + costs.backward[i][j]
             events.append(Event("backward", i, j, start, end))
             _send(j, end, up[j], arrival, free, costs.blocking)
     return Timeline(events, max(free), n)

@@ -19,7 +19,8 @@ from torchgpipe.plan.planner import HERE
 
 __all__ = ["plan"]
 
-PROFILED = 4  # samples of a micro-batch to time layers with
+PROFILED = 4
+"""Samples of the largest micro-batch that layers are timed with, unless told otherwise: it takes a minute, not an hour."""
 
 
 def memory_amount(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
@@ -49,7 +50,15 @@ def hardware_or_here(context: click.Context, parameter: click.Parameter, name: s
     callback=hardware_or_here,
     metavar="NAME|FILE|here",
     help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time the layers "
-    "on a device of this machine, in small micro-batches.",
+    "on a device of this machine.",
+)
+@click.option(
+    "--profile",
+    "profiled",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help=f"With --hardware {HERE}: samples of the largest micro-batch to time layers with; the more, the less is drawn "
+    f"out to larger ones, and the longer it takes. Default: {PROFILED}.",
 )
 @click.option(
     "--largest",
@@ -65,12 +74,17 @@ def plan(
     batch_size: int | None,
     optimizer: str | None,
     hardware: Hardware | None,
+    profiled: int | None,
     find_largest: str | None,
 ) -> None:
     """Plan MODEL for a node: balance, micro-batches, checkpointing; predicted, on any machine."""
     name, names, papers_batch, papers_optimizer, shape = MODELS[model]
     if bool(names) < (size is not None):
         raise click.BadParameter(f"{model} has one size only; leave --size out", param_hint="--size")
+    if profiled is not None and hardware is not None:
+        raise click.BadParameter(
+            f"nothing is timed with a description; leave it out, or say --hardware {HERE}", param_hint="--profile"
+        )
     if find_largest is not None and hardware is None:
         raise click.BadParameter(
             "the largest model is a question of memory alone, nothing is timed for it: name a description",
@@ -90,7 +104,7 @@ def plan(
             here = find_devices(None, None) if hardware is None else Devices("meta", devices or 1)
             with here.in_use():
                 found = make_plan(
-                    module, torch.rand(min(batch_size, PROFILED), *shape, device=here.first(1)[0]),
+                    module, torch.rand(min(batch_size, profiled or PROFILED), *shape, device=here.first(1)[0]),
                     batch_size=batch_size, devices=devices or (here.count if hardware is None else None),
                     memory=memory, hardware=hardware or HERE, optimizer=optimizer,
                 )  # fmt: skip

@@ -140,6 +140,8 @@ def test_says_that_the_page_needs_torchvision(
         (["plan", "unet", "--size", "1", "8", "--devices", "1", "--memory", "1MiB"], "alone needs"),
         (["plan", "resnet101", "--largest", "depth"], "one size only, there is no largest"),
         (["plan", "unet", "--largest", "depth", "--hardware", "here"], "nothing is timed for it: name a description"),
+        (["plan", "unet", "--profile", "8"], "nothing is timed with a description; leave it out"),
+        (["plan", "unet", "--hardware", "here", "--profile", "1"], "is not in the range x>=2"),
         (["calibrate", "--out", "here.txt"], "ends in .json"),
     ],
 )
@@ -159,9 +161,11 @@ def test_plans_from_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plans_by_a_profile_from_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "unet", "--size", "1", "4", "--hardware", "here", "--devices", "2", "--batch-size", "4"]) == 0
+    arguments = ["--size", "1", "4", "--hardware", "here", "--devices", "2", "--batch-size", "6", "--profile", "6"]
+    assert main(["plan", "unet", *arguments]) == 0
     output = capsys.readouterr().out
     assert "predicted, not measured: layers profiled on " in output
+    assert "micro-batches of 3 and 6" in " ".join(output.split())
     assert max(map(len, output.splitlines())) <= 80
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -54,8 +55,8 @@ def any_costs(draw: st.DrawFn) -> Costs:
     copy = draw(st.one_of(cell, st.lists(cell, min_size=n - 1, max_size=n - 1)))
     routes = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.dictionaries(st.sampled_from(routes), cell, max_size=4)) if routes else {}
-    switches = draw(st.booleans()), draw(st.booleans())
-    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, *switches)
+    blocking, ahead, together = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, blocking, ahead, together and not blocking)
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
@@ -84,7 +85,7 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
         early = e.kind == "recompute" and costs.ahead
         assert e.start == (free[j] if early else max(free[j], there[i, j]))
         assert e.end == e.start + getattr(costs, e.kind)[i][j]
-        free[j] = e.end
+        free = [e.end] * n if costs.together else [*free[:j], e.end, *free[j + 1 :]]
         if e.kind == "recompute":
             continue
         for a, b, seconds in routes_of(costs):
@@ -106,6 +107,15 @@ def test_copies_each_take_their_own_time() -> None:
     assert replay(Costs(ones, none, none, copy=[0.5, 2.0])).seconds == pytest.approx(3 + 2.5 + 2.5)
     skipped = Costs(ones, none, none, copy=0.0, skips={(0, 2): 5.0})
     assert replay(skipped).seconds == pytest.approx(1 + 5 + 1 + 5)
+
+
+def test_together_nothing_overlaps() -> None:
+    costs = Costs(table(4, 3, 1.0), table(4, 3, 2.0), table(4, 3, 1.0))
+    assert replay(costs).seconds < costs.total
+    timeline = replay(replace(costs, together=True))
+    assert timeline.seconds == costs.total
+    assert [timeline.busy(j) for j in range(3)] == [16.0] * 3
+    assert timeline.bubble == pytest.approx(2 / 3)
 
 
 def test_blocking_copies_keep_both_sides_from_work() -> None:

@@ -1,4 +1,4 @@
-"""What a prediction takes from the hardware that it is for: here, whether recomputation runs ahead of its gradient."""
+"""What a prediction takes from the hardware that it is for: on a CPU, one thread may run everything."""
 
 from __future__ import annotations
 
@@ -47,10 +47,20 @@ def test_on_a_cpu_recomputation_waits_where_one_thread_does_all(balance: tuple[i
     predictor = Predictor(count(model(), X), CPU)
     events = sorted(predictor.step(setup).timeline.events, key=lambda event: event.start)
     predicted = [event[:3] for event in events if event.kind != "forward"]
-    threads = chunks > 1 and len(balance) > 1
-    assert predictor.costs(setup).ahead == threads
-    if not threads:
+    costs = predictor.costs(setup)
+    assert (costs.ahead, costs.together) == (False, True), "one micro-batch, or one partition, or short tasks"
+    if chunks == 1 or len(balance) == 1:
         assert predicted == kinds
     for j in range(len(balance)):
         assert [x for x in predicted if x[2] == j] == [x for x in kinds if x[2] == j]
-    assert Predictor(predictor.counts, GPU).costs(setup).ahead
+    on_gpu = Predictor(predictor.counts, GPU).costs(setup)
+    assert (on_gpu.ahead, on_gpu.together) == (True, False)
+
+
+@pytest.mark.parametrize(("slower", "overlap"), [(1, False), (100, True)])
+def test_partitions_overlap_on_a_cpu_where_tasks_are_long(slower: float, overlap: bool) -> None:
+    cpu = replace(CPU, memory_bandwidth=CPU.memory_bandwidth / slower, launch=CPU.launch * slower)
+    predictor, setup = Predictor(count(model(), X), cpu), Setup(len(X), (2, 2), 4, "never")
+    costs = predictor.costs(setup)
+    assert (costs.ahead, costs.together) == (overlap, not overlap)
+    assert (predictor.step(setup).timeline.seconds < 0.9 * costs.total) == overlap
