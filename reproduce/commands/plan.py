@@ -20,7 +20,7 @@ from torchgpipe.plan.planner import HERE
 __all__ = ["plan"]
 
 PROFILED = 4
-"""Samples of the largest micro-batch that layers are timed with, unless told otherwise: it takes a minute, not an hour."""
+"""Samples of the largest micro-batch that layers are timed with, unless told otherwise."""
 
 
 def memory_amount(_: click.Context, __: click.Parameter, text: str | None) -> float | None:

@@ -55,8 +55,9 @@ def any_costs(draw: st.DrawFn) -> Costs:
     copy = draw(st.one_of(cell, st.lists(cell, min_size=n - 1, max_size=n - 1)))
     routes = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.dictionaries(st.sampled_from(routes), cell, max_size=4)) if routes else {}
-    blocking, ahead, together = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
-    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, blocking, ahead, together and not blocking)
+    blocking, ahead = draw(st.booleans()), draw(st.booleans())
+    together = not blocking and draw(st.booleans())
+    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, blocking, ahead, together)
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
