@@ -53,7 +53,7 @@ class Engines:
         self.inline: InlineEngine | None = None
         self.workers: WorkersEngine | None = None
         if name == "graph" or (name == "auto" and not on_cpu):
-            copies = [CopyStreams(stage.device, enabled=copy_streams) for stage in stages]
+            copies = CopyStreams([stage.device for stage in stages], enabled=copy_streams)
             self.graph = GraphEngine(stages, copies, dependency=dependency)
         if name == "inline" or (name == "auto" and on_cpu):
             self.inline = InlineEngine(stages, self._task_seconds)

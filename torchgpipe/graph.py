@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.copy import CopyStreams, Route, current_stream
+from torchgpipe.copy import CopyStreams, Dock, Route, current_stream
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.node import TaskNode, guarded
@@ -39,7 +39,7 @@ class GraphEngine:
     """Run mini-batches through `stages` from the calling thread."""
 
     stages: Sequence[Stage]
-    copies: Sequence[CopyStreams]
+    copies: CopyStreams
     dependency: bool = True
 
     def run(
@@ -76,14 +76,17 @@ class _MiniBatch:
         # are nodes of the CPU, and those of a device do not wait for them.
         self._dependency = engine.dependency and (len(engine.stages) > 1 or self._checkpointed > 0)
         self._phonies: list[Tensor | None] = [None] * len(engine.stages)
-        self._portals: Portals[Tensor | None] = Portals()
+        # Beside a skip, where it left; of a micro-batch, where its next task takes it in.
+        self._portals: Portals[tuple[Tensor | None, Dock]] = Portals()
+        self._docks = [Dock(engine.stages[0].device) for _ in micro_batches]
         self._routes: dict[tuple[int, int], Route] = {}
         self.nodes = self._m if observer is not None and torch.is_grad_enabled() else self._checkpointed
         """How many micro-batches' tasks are nodes, each with a graph of its own."""
 
     def task(self, i: int, j: int) -> None:
-        stage = self._stages[j]
-        inputs: Flat = (*self.values[i], *(self._arrive(i, j, a) for a in stage.arrivals))
+        stage, dock = self._stages[j], self._docks[i]
+        # Only now: what this partition did before must not wait for what this task needs.
+        inputs = dock.arrive((*self.values[i], *(self._take(i, j, a, dock) for a in stage.arrivals)))
         phony = self._phonies[j]
         task: TaskNode | None = None
         if i < self.nodes:
@@ -96,25 +99,28 @@ class _MiniBatch:
 
         self._hand_over(i, j, outputs, task)
 
-    def _arrive(self, i: int, j: int, arrival: Arrival) -> Tensor | None:
-        x = self._portals.take(i, arrival.key)
-        return None if x is None else self._route(arrival.source, j).copy(x, i)
+    def _take(self, i: int, j: int, arrival: Arrival, dock: Dock) -> Tensor | None:
+        x, departure = self._portals.take(i, arrival.key)
+        return None if x is None else self._route(arrival.source, j).copy(x, i, departure, dock)
 
     def _hand_over(self, i: int, j: int, outputs: Flat, task: TaskNode | None) -> None:
         """Send the outputs on their way: the skips into portals, the rest to the next partition."""
         departures = self._stages[j].departures
         count = len(outputs) - len(departures)
-        onward = self._route(j, min(j + 1, len(self._stages) - 1))
+        following = min(j + 1, len(self._stages) - 1)
+        onward = self._route(j, following)
         routes = [*[onward] * count, *(self._route(j, departure.target) for departure in departures)]
-        outputs = tuple(None if x is None else r.depart(x) for r, x in zip(routes, outputs, strict=True))
+        dock = Dock(self._stages[j].device)
+        outputs = dock.depart(outputs, routes)
         if task is not None and task.segment.checkpoint:
             outputs = _recomputed_before(outputs, routes, task)
         if self._dependency and i + 1 < self._m:
             # After the recomputation, so that in backward it waits for the micro-batch after it, too.
             outputs, self._phonies[j] = _forked(outputs, routes)
         for departure, x in zip(departures, outputs[count:], strict=True):
-            self._portals.put(i, departure.key, x)
-        self.values[i] = tuple(onward.copy(x, i) for x in outputs[:count] if x is not None)
+            self._portals.put(i, departure.key, (x, dock))
+        arrival = self._docks[i] = Dock(self._stages[following].device)
+        self.values[i] = tuple(onward.copy(x, i, dock, arrival) for x in outputs[:count] if x is not None)
 
     def _new_task(self, i: int, j: int) -> TaskNode:
         segment = Segment(
@@ -128,8 +134,7 @@ class _MiniBatch:
 
     def _route(self, source: int, target: int) -> Route:
         if (source, target) not in self._routes:
-            ends = (self._copies[source], self._copies[target])
-            self._routes[source, target] = Route(*ends, (source, target), self._observer)
+            self._routes[source, target] = Route(self._copies, source, target, self._observer)
         return self._routes[source, target]
 
 

@@ -1,0 +1,111 @@
+"""Stand-ins for CUDA streams, which write down what is asked of them and keep a clock. `cpu:0`, `cpu:1`, … are devices.
+
+A stream works in the order in which it was given work. Its clock is when all of that has ended; the host takes no time.
+A copy occupies the streams that are current at both of its ends. tests/test_cuda.py runs the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchgpipe.copy
+
+
+class Event(NamedTuple):
+    name: str
+    clock: float
+
+
+@dataclass(eq=False)
+class Stream:
+    name: str
+    device: torch.device
+    log: list[str]
+    clock: float = 0.0
+
+    def record_event(self) -> Event:
+        return Event(self.name, self.clock)
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+        self.clock = max(self.clock, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        start = self.clock
+        self.clock += seconds
+        return start, self.clock
+
+
+@dataclass
+class Streams:
+    """All streams by device, and how long a copy takes by the devices' indices, the lower one first."""
+
+    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    compute: dict[torch.device, Stream] = field(default_factory=dict)
+    others: list[Stream] = field(default_factory=list)
+    current: list[Stream] = field(default_factory=list)
+
+    def of(self, device: torch.device) -> Stream | None:
+        if device.type == "cpu" and device not in self.compute:
+            self.compute[device] = Stream(f"{device} compute", device, self.log)
+        return self.compute.get(device)
+
+    def new(self, device: torch.device) -> Stream | None:
+        if device.type != "cpu":
+            return None
+        self.others.append(Stream(f"{device} copies", device, self.log))
+        return self.others[-1]
+
+    @contextmanager
+    def using(self, *streams: Stream | None) -> Iterator[None]:
+        before, self.current = self.current, [stream for stream in streams if stream is not None] or self.current
+        yield
+        self.current = before
+
+    def copy(self, target: torch.device) -> None:
+        names = " and ".join(stream.name for stream in self.current)
+        self.log.append(f"copy to {target} on {names}")
+        one, other = sorted(stream.device.index for stream in self.current)
+        end = max(stream.clock for stream in self.current) + self.seconds.get((one, other), 0.0)
+        for stream in self.current:
+            stream.clock = end
+
+    def synchronize(self) -> float:
+        """Let the host wait for all streams; return when it has."""
+        all_of_them = [*self.compute.values(), *self.others]
+        end = max(stream.clock for stream in all_of_them)
+        for stream in all_of_them:
+            stream.clock = end
+        return end
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Replace streams; nothing that happens with them is real but the copies of tensors."""
+    streams = Streams()
+    to = Tensor.to
+
+    def copied(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if streams.current and args and isinstance(args[0], torch.device):
+            streams.copy(args[0])
+        return to(x, *args, **kwargs)
+
+    monkeypatch.setattr(torchgpipe.copy, "current_stream", streams.of)
+    monkeypatch.setattr(torchgpipe.copy, "new_stream", streams.new)
+    monkeypatch.setattr(torchgpipe.copy, "using", streams.using)
+    monkeypatch.setattr(Tensor, "to", copied)
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda x, stream: streams.log.append(f"memory is used by {stream.name}")
+    )
+    return streams
