@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from scipy.optimize import least_squares
 
 from reproduce.timings import SOURCES, Timings
 from torchgpipe.plan.counter import Counter
@@ -101,6 +100,8 @@ def _with(node: Hardware, compute: Sequence[float], groups: Groups, memory: Sequ
 
 def _least(residuals: Callable[[Sequence[float]], list[float]], count: int) -> list[float]:
     """Return the shares at which the sum of squares is least; the first two may be above 1, for Winograd's sake."""
+    from scipy.optimize import least_squares  # which nothing else of predictions needs
+
     most = [2.0, 2.0, *[1.0] * (count - 2)] if count > 1 else [1.0]
     found = least_squares(residuals, [START] * count, bounds=([LEAST] * count, most), diff_step=1e-3)
     return [float(x) for x in found.x]

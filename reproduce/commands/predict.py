@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from reproduce.commands import need
 from reproduce.layout import many
 from reproduce.machine import ROOT
 from reproduce.predict import predict_table, predictable
@@ -65,6 +66,8 @@ def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -
         raise click.UsageError(
             "--docs counts torchvision's models, and there is no torchvision: install it, or leave --docs out"
         )
+    if docs:
+        need("scipy")
     prepare_folder(out)
     written = []
     for experiment in experiments:
