@@ -5,7 +5,8 @@
 
 Best is where the mean square of the logarithm of predicted over measured is least, over all timings alike. An
 efficiency each is found for convolutions, for Winograd kernels, and for what only reads and writes memory. How fast
-linear layers are is left to each source, for they differ by 13 ms in VGG's, and the tables' models have next to none.
+linear layers are is left to each source, for with one model they differ by 13 ms between two of them, and the tables'
+models have next to none.
 """
 
 from __future__ import annotations
@@ -36,26 +37,29 @@ LEAST = 0.01
 START = 0.5
 
 Groups = Sequence[Collection[str]]
+Halves = tuple[Mapping[Operator, int], Mapping[Operator, int]]
 
 
 def fitted(
-    node: Hardware, groups: Groups = TOGETHER, sources: Collection[str] = tuple(SOURCES), launch: float = LAUNCH
+    node: Hardware, groups: Groups = TOGETHER, sources: Mapping[str, Timings] = SOURCES, launch: float = LAUNCH
 ) -> Hardware:
-    """Return the node with the efficiencies that give the timings best.
+    """Return the node with the efficiencies that give the timings of `sources` best.
 
     `conv3x3` is that of other convolutions if the node has Winograd kernels; if not, 3 x 3 convolutions have one
     efficiency for everything. Each of `groups` is of classes that share an efficiency of memory; what is in none keeps
     that of the node.
     """
-    chosen = [SOURCES[name] for name in sources]
+    chosen = list(sources.values())
     shares = 2 + len(groups)
+    # A convolution may be above 1, where an efficiency for all that are 3 x 3 stands for Winograd kernels, too.
+    most = [2.0] * 2 + [1.0] * (len(groups) + len(chosen))
 
     def residuals(x: Sequence[float]) -> list[float]:
         found = _with(node, x[:2], groups, x[2:shares])
         each = (_logarithms(found, timings, x[shares + i], launch) for i, timings in enumerate(chosen))
         return [value for values in each for value in values.values()]
 
-    x = _least(residuals, shares + len(chosen))
+    x = _least(residuals, most)
     return _with(node, x[:2], groups, x[2:shares])
 
 
@@ -67,7 +71,7 @@ def errors(node: Hardware, launch: float = LAUNCH) -> dict[tuple[str, str, int],
         def residuals(x: Sequence[float], timings: Timings = timings) -> list[float]:
             return list(_logarithms(node, timings, x[0], launch).values())
 
-        (linear,) = _least(residuals, 1)
+        (linear,) = _least(residuals, [1.0])
         for (model, k), value in _logarithms(node, timings, linear, launch).items():
             found[name, model, k] = math.expm1(value)
     return found
@@ -98,12 +102,12 @@ def _with(node: Hardware, compute: Sequence[float], groups: Groups, memory: Sequ
     return replace(node, compute_efficiency=rates, memory_efficiency={**node.memory_efficiency, **shared})
 
 
-def _least(residuals: Callable[[Sequence[float]], list[float]], count: int) -> list[float]:
-    """Return the shares at which the sum of squares is least; the first two may be above 1, for Winograd's sake."""
+def _least(residuals: Callable[[Sequence[float]], list[float]], most: Sequence[float]) -> list[float]:
+    """Return the shares, each up to its most, at which the sum of squares is least."""
     from scipy.optimize import least_squares  # which nothing else of predictions needs
 
-    most = [2.0, 2.0, *[1.0] * (count - 2)] if count > 1 else [1.0]
-    found = least_squares(residuals, [START] * count, bounds=([LEAST] * count, most), diff_step=1e-3)
+    bounds = ([LEAST] * len(most), most)
+    found = least_squares(residuals, [START] * len(most), bounds=bounds, diff_step=1e-3)
     return [float(x) for x in found.x]
 
 
@@ -119,12 +123,12 @@ def _logarithms(node: Hardware, timings: Timings, linear: float, launch: float) 
     return found
 
 
-def _counted(model: str, timings: Timings) -> tuple[Mapping[Operator, int], Mapping[Operator, int]]:
-    return _count(model, timings.batch, timings.to_images)
+def _counted(model: str, timings: Timings) -> Halves:
+    return _count(model, timings.batch, timings.to_images, timings.adds)
 
 
 @functools.cache
-def _count(model: str, batch: int, to_images: bool) -> tuple[Mapping[Operator, int], Mapping[Operator, int]]:
+def _count(model: str, batch: int, to_images: bool, adds: bool) -> Halves:
     """Count how often each operator runs in a model's forward, and in its backward."""
     import torchvision  # which nothing else of predictions needs
 
@@ -135,4 +139,6 @@ def _count(model: str, batch: int, to_images: bool) -> tuple[Mapping[Operator, i
             result = built(images)
         with Counter() as backward:
             result.backward(torch.empty_like(result))
+        if adds:  # writes them, then reads both and writes the sum
+            backward.operators += [Operator("elementwise", "float32", 0.0, 4.0 * p.nbytes) for p in built.parameters()]
     return Tally(forward.operators), Tally(backward.operators)

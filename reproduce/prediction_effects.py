@@ -14,13 +14,13 @@ from reproduce.efficiencies import MEMORY, errors, fitted
 from reproduce.paper import published
 from reproduce.predict import predict_table, predictable, predictor_of, setup_of, speed
 from reproduce.predicted_table import speed_up_errors
-from reproduce.timings import SOURCES
+from reproduce.timings import SOURCES, Timings
 from torchgpipe.checkpoint import checkpointed
 from torchgpipe.plan.count import Counts
 from torchgpipe.plan.hardware import Hardware, load_hardware
 from torchgpipe.plan.predict import LayerSeconds, Predictor
 
-__all__ = ["choices", "effects", "resources", "slower_layers", "timings"]
+__all__ = ["choices", "effects", "held_out", "resources", "slower_layers", "timings"]
 
 TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 LONGER = (0.0, 0.1, 0.2, 0.3)
@@ -61,9 +61,12 @@ def choices() -> str:
     """Return the efficiencies, had they been worked out otherwise, and what they would make of the speed tables."""
     node = load_hardware("p40x8")
     found = {"as in the description": node}
-    found |= {
-        f"without {name}": fitted(node, sources=[other for other in SOURCES if other != name]) for name in SOURCES
-    }
+    for name in SOURCES:
+        others = {other: timings for other, timings in SOURCES.items() if other != name}
+        found[f"without {name}"] = fitted(node, sources=others)
+    for kind in ("resnet", "densenet", "squeezenet"):
+        found[f"with unsteady {kind}s, too"] = fitted(node, sources=_with_unsteady(kind))
+    found["with all that is unsteady, too"] = fitted(node, sources=_with_unsteady(""))
     found["one each for norm, pool and elementwise"] = fitted(node, [[kind] for kind in MEMORY])
     found["issuing an operator takes as long as on the P40's machine"] = fitted(node, launch=node.launch)
     lines = [
@@ -82,6 +85,30 @@ def choices() -> str:
             f"{speed_ups['unet pipeline-8']:+.1%}",
         )
         lines.append(_row(name, *cells))
+    return "\n".join(lines)
+
+
+def _with_unsteady(kind: str) -> dict[str, Timings]:
+    """Return the sources with what was left out of them because it is unsteady: those models whose names start so."""
+    return {
+        name: timings._replace(
+            steps={**timings.steps, **{m: steps for m, steps in timings.unsteady.items() if m.startswith(kind)}}
+        )
+        for name, timings in SOURCES.items()
+    }
+
+
+def held_out() -> str:
+    """Return each source's errors with efficiencies from the others, without and with memory's share."""
+    node = load_hardware("p40x8")
+    copying = replace(node, memory_efficiency=dict.fromkeys(node.memory_efficiency, node.memory_efficiency["conv"]))
+    lines = [_row("root mean square", *list(variants())[-2:]), _rule(2)]
+    for name in SOURCES:
+        others = {other: timings for other, timings in SOURCES.items() if other != name}
+        cells = []
+        for found in (fitted(copying, (), others), fitted(node, sources=others)):
+            cells.append(_root([error for (source, *_), error in errors(found).items() if source == name]))
+        lines.append(_row(name, *(f"{cell:.1%}" for cell in cells)))
     return "\n".join(lines)
 
 

@@ -8,6 +8,8 @@ at a time. Forward takes micro-batches in order, backward in reverse. A task's i
   workers start it somewhat later, for memory, which costs no time where partitions are balanced (workers.py);
 - backward (i, j) after its recomputation, backward (i, j + 1), and the copy between them.
 
+On a CPU, where tasks are short, one thread may do those of all partitions.
+
 Skips are copied straight from the partition that stashes them to the one that pops them, and their gradients back.
 """
 
@@ -102,7 +104,7 @@ def replay(costs: Costs) -> Timeline:
             start = max(free[lanes[j]], arrival[j])
             free[lanes[j]] = end = start + seconds
             events.append(Event("forward", i, j, start, end))
-            _send(j, end, down[j], arrival, free, costs.blocking)
+            _send(lanes[j], end, down[j], arrival, free, lanes, costs.blocking)
 
     begin = max(free) if costs.blocking else free[lanes[n - 1]]
     begin += costs.loss
@@ -118,23 +120,24 @@ def replay(costs: Costs) -> Timeline:
             start = max(free[lane], arrival[j])
             free[lane] = end = start + costs.backward[i][j]
             events.append(Event("backward", i, j, start, end))
-            _send(j, end, up[j], arrival, free, costs.blocking)
+            _send(lane, end, up[j], arrival, free, lanes, costs.blocking)
     return Timeline(events, max(free), n)
 
 
 def _send(
-    j: int,
+    lane: int,
     end: float,
     targets: Sequence[tuple[int, float]],
     arrival: list[float],
     free: list[float],
+    lanes: Sequence[int],
     blocking: bool,
 ) -> None:
-    """Copy what partition `j` made at `end` to its targets."""
+    """Copy what was made on `lane` at `end` to its targets."""
     for target, seconds in targets:
         there = end + seconds
         if blocking and seconds:
-            there = max(free[j], free[target]) + seconds
-            free[j] = free[target] = there
+            there = max(free[lane], free[lanes[target]]) + seconds
+            free[lane] = free[lanes[target]] = there
         if there > arrival[target]:
             arrival[target] = there

@@ -57,8 +57,8 @@ def hardware_or_here(context: click.Context, parameter: click.Parameter, name: s
     "profiled",
     type=click.IntRange(min=2),
     metavar="N",
-    help=f"With --hardware {HERE}: samples of the largest micro-batch to time layers with; the more, the less is drawn "
-    f"out to larger ones, and the longer it takes. Default: {PROFILED}.",
+    help=f"With --hardware {HERE}: samples of the largest micro-batch to time layers with, at most the batch size; the "
+    f"more, the less is drawn out to larger ones, and the longer it takes. Default: {PROFILED}.",
 )
 @click.option(
     "--largest",

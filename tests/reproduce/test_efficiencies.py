@@ -57,7 +57,7 @@ def test_each_part_of_the_model_earns_its_place() -> None:
 
 
 def test_a_card_differs_from_a_p40_only_in_what_its_data_sheet_says() -> None:
-    timings = SOURCES["Torch7"]
+    timings = SOURCES["Torch7, Titan X"]
     card = on_card(P40, timings, linear=0.3)
     assert card.peak["float32"] == pytest.approx(10.97e12, rel=1e-3)
     assert (card.processors, card.memory_bandwidth, card.memory_efficiency["matmul"]) == (28, 480e9, 0.3)

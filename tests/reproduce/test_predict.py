@@ -62,10 +62,10 @@ def test_every_row_is_labelled(experiment: str) -> None:
 
 
 def test_how_far_the_speed_ups_are_from_the_publication() -> None:
-    """Missed: the targets are a median of 3% and nine in ten within 10%. It should not get worse unnoticed."""
+    """A median of 3% is the target. The other, nine in ten within 10%, is missed; not by more, unnoticed."""
     errors = all_errors([committed(name) for name in SPEED])
     assert len(errors) == 16
-    assert (errors[7] + errors[8]) / 2 < 0.04
+    assert (errors[7] + errors[8]) / 2 <= 0.03
     assert sum(error <= 0.1 for error in errors) >= 14
 
 

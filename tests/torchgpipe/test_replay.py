@@ -55,9 +55,8 @@ def any_costs(draw: st.DrawFn) -> Costs:
     copy = draw(st.one_of(cell, st.lists(cell, min_size=n - 1, max_size=n - 1)))
     routes = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.dictionaries(st.sampled_from(routes), cell, max_size=4)) if routes else {}
-    blocking, ahead = draw(st.booleans()), draw(st.booleans())
-    together = not blocking and draw(st.booleans())
-    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, blocking, ahead, together)
+    switches = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, *switches)
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
@@ -95,7 +94,8 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
                 continue
             arrival = e.end + seconds
             if costs.blocking and seconds:  # both sides are busy until it is done
-                arrival = free[source] = free[target] = max(free[source], free[target]) + seconds
+                arrival = max(free[source], free[target]) + seconds
+                free = [arrival if costs.together or k in (source, target) else x for k, x in enumerate(free)]
             there[i, target] = max(there[i, target], arrival)
     assert timeline.seconds == max(free)
     for j in range(n):
@@ -117,6 +117,8 @@ def test_together_nothing_overlaps() -> None:
     assert timeline.seconds == costs.total
     assert [timeline.busy(j) for j in range(3)] == [16.0] * 3
     assert timeline.bubble == pytest.approx(2 / 3)
+    blocked = replay(replace(costs, together=True, blocking=True, copy=0.5))
+    assert blocked.seconds == costs.total + 0.5 * 4 * 2 * 2, "the one thread makes every copy, too"
 
 
 def test_blocking_copies_keep_both_sides_from_work() -> None:

@@ -72,8 +72,20 @@ class Plan:
         return [device.peak for device in self.candidates[0].devices]
 
     def gpipe(self, *, devices: Iterable[int | str | torch.device] | None = None) -> GPipe:
-        """Return the `GPipe` that the plan describes; it moves the model's layers to the devices."""
-        return GPipe(self.module, self.balance, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint)
+        """Return the `GPipe` that the plan describes; it moves the model's layers to the devices.
+
+        Raises:
+            ValueError: the model is on `meta`, so that there is nothing to move; or as `GPipe`.
+        """
+        given = None if devices is None else list(devices)
+        elsewhere = given is None or any(torch.empty(0, device=device).device.type != "meta" for device in given)
+        if elsewhere and any(x.is_meta for x in (*self.module.parameters(), *self.module.buffers())):
+            raise ValueError(
+                "the model is on device 'meta' and has no values to move: build it on a real device, and give that "
+                f"GPipe(model, {self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}); "
+                "or give gpipe() devices that are 'meta', too"
+            )
+        return GPipe(self.module, self.balance, devices=given, chunks=self.chunks, checkpoint=self.checkpoint)
 
     def __str__(self) -> str:
         return describe(self.candidates, self.memory, self.source)

@@ -170,9 +170,11 @@ class Predictor:
         if not setup.optimizer.updates:
             return Step(replay(self.costs(setup)), 0.0)
         layers = self.layers(setup.sizes[0]).layers
-        heaviest = max(sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts)
+        weights = [sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts]
+        # GPUs update theirs at the same time; on a CPU one thread updates all, one after another.
+        updated = sum(weights) if self.hardware.cpu else max(weights)
         # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.
-        optimizer = Operator("elementwise", "float32", 0.0, (3.0 + 2.0 * setup.optimizer.state) * heaviest)
+        optimizer = Operator("elementwise", "float32", 0.0, (3.0 + 2.0 * setup.optimizer.state) * updated)
         return Step(replay(self.costs(setup)), self.hardware.seconds(optimizer))
 
 

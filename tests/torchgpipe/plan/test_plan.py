@@ -189,3 +189,13 @@ def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], mes
 def test_amounts(text: str | float, nbytes: float) -> None:
     assert parse_amount(text) == nbytes
     assert parse_amount(amount(nbytes)) == pytest.approx(nbytes, rel=0.05)
+
+
+def test_a_model_on_meta_cannot_be_moved() -> None:
+    with torch.device("meta"):
+        layers = model()
+    found = plan(layers, X, batch_size=64, devices=2, hardware="h100x8")
+    for devices in (None, ["cpu"] * len(found.balance)):
+        with pytest.raises(ValueError, match="on device 'meta' and has no values to move: build it on a real device"):
+            found.gpipe(devices=devices)
+    assert found.gpipe(devices=["meta"] * len(found.balance)).balance == found.balance

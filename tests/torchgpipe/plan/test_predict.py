@@ -13,6 +13,7 @@ from torchgpipe import GPipe
 from torchgpipe.observe import Task
 from torchgpipe.plan.count import count
 from torchgpipe.plan.hardware import load_hardware
+from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
 
 GPU = replace(load_hardware("p40x8"), link_latency=0.0)
@@ -64,3 +65,13 @@ def test_partitions_overlap_on_a_cpu_where_tasks_are_long(slower: float, overlap
     costs = predictor.costs(setup)
     assert (costs.ahead, costs.together) == (overlap, not overlap)
     assert (predictor.step(setup).timeline.seconds < 0.9 * costs.total) == overlap
+
+
+def test_on_a_cpu_one_thread_updates_the_parameters_of_all_partitions() -> None:
+    counts = count(model(), X)
+    for node, shared in ((replace(CPU, launch=0.0), 1.0), (replace(GPU, launch=0.0), 0.5)):
+        one, two = (
+            Predictor(counts, node).step(Setup(len(X), balance, 1, "never", optimizer_named("adam", foreach=False)))
+            for balance in ((4,), (2, 2))
+        )
+        assert two.optimizer == pytest.approx(shared * one.optimizer)
