@@ -3,9 +3,9 @@
 None of it is from the papers whose tables are predicted, nor of their models. Left out of what the sources have:
 evaluation, for the tables are of training; ResNet-101, which a table is of; models that torchvision has in another
 form, or whose convolutions are grouped; runs without cuDNN, or with one that the source has a newer one beside. Where
-every step was published, `unsteady` has the models of which, on either machine, the first and the last of the nine deciles
-(`statistics.quantiles`, n=10) are a twentieth of the median apart or more. What such steps wait for we do not know, the
-host perhaps. docs/prediction.md shows what they would make of the efficiencies.
+every step was published, `unsteady` has the models of which, on either machine, the first and the last of the nine
+deciles (`statistics.quantiles`, n=10) are a twentieth of the median apart or more. What such steps wait for we do not
+know, the host perhaps. docs/prediction.md shows what they would make of the efficiencies.
 """
 
 from __future__ import annotations
