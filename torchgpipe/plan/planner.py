@@ -78,7 +78,7 @@ class Plan:
             ValueError: the model is on `meta`, so that there is nothing to move; or as `GPipe`.
         """
         given = None if devices is None else list(devices)
-        elsewhere = given is None or any(torch.empty(0, device=device).device.type != "meta" for device in given)
+        elsewhere = given is None or any(torch.device(device).type != "meta" for device in given)
         if elsewhere and any(x.is_meta for x in (*self.module.parameters(), *self.module.buffers())):
             raise ValueError(
                 "the model is on device 'meta' and has no values to move: build it on a real device, and give that "
