@@ -45,6 +45,7 @@ def variants() -> dict[str, Hardware]:
     }
 
 
+@functools.cache
 def timings() -> str:
     """Return the errors of the published timings, by source and model, for each variant."""
     found = {name: errors(node) for name, node in variants().items()}
@@ -57,6 +58,7 @@ def timings() -> str:
     return "\n".join([*lines, _row("root mean square", "", "", *roots)])
 
 
+@functools.cache
 def choices() -> str:
     """Return the efficiencies, had they been worked out otherwise, and what they would make of the speed tables."""
     node = load_hardware("p40x8")
@@ -98,6 +100,7 @@ def _with_unsteady(kind: str) -> dict[str, Timings]:
     }
 
 
+@functools.cache
 def held_out() -> str:
     """Return each source's errors with efficiencies from the others, without and with memory's share."""
     node = load_hardware("p40x8")
@@ -112,6 +115,7 @@ def held_out() -> str:
     return "\n".join(lines)
 
 
+@functools.cache
 def effects() -> str:
     """Return the efficiencies of each variant, and its errors in the rows of the speed tables."""
     nodes = variants()
