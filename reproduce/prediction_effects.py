@@ -30,7 +30,7 @@ LONGER = (0.0, 0.1, 0.2, 0.3)
 def variants() -> dict[str, Hardware]:
     """Return the P40's description without what is said, and as it is; each with efficiencies worked out alike."""
     node = load_hardware("p40x8")
-    copying = replace(node, memory_efficiency=dict.fromkeys(node.memory_efficiency, node.memory_efficiency["conv"]))
+    copying = _copying(node)
     untiled = replace(copying, processors=0)
     plain = replace(
         untiled,
@@ -63,9 +63,7 @@ def choices() -> str:
     """Return the efficiencies, had they been worked out otherwise, and what they would make of the speed tables."""
     node = load_hardware("p40x8")
     found = {"as in the description": node}
-    for name in SOURCES:
-        others = {other: timings for other, timings in SOURCES.items() if other != name}
-        found[f"without {name}"] = fitted(node, sources=others)
+    found |= {f"without {name}": fitted(node, sources=_without(name)) for name in SOURCES}
     for kind in ("resnet", "densenet", "squeezenet"):
         found[f"with unsteady {kind}s, too"] = fitted(node, sources=_with_unsteady(kind))
     found["with all that is unsteady, too"] = fitted(node, sources=_with_unsteady(""))
@@ -90,6 +88,16 @@ def choices() -> str:
     return "\n".join(lines)
 
 
+def _copying(node: Hardware) -> Hardware:
+    """Return the node if all that is bound by memory reached what a copy on the device does."""
+    return replace(node, memory_efficiency=dict.fromkeys(node.memory_efficiency, node.memory_efficiency["conv"]))
+
+
+def _without(name: str) -> dict[str, Timings]:
+    """Return all sources but one."""
+    return {other: timings for other, timings in SOURCES.items() if other != name}
+
+
 def _with_unsteady(kind: str) -> dict[str, Timings]:
     """Return the sources with what was left out of them because it is unsteady: those models whose names start so."""
     return {
@@ -104,12 +112,11 @@ def _with_unsteady(kind: str) -> dict[str, Timings]:
 def held_out() -> str:
     """Return each source's errors with efficiencies from the others, without and with memory's share."""
     node = load_hardware("p40x8")
-    copying = replace(node, memory_efficiency=dict.fromkeys(node.memory_efficiency, node.memory_efficiency["conv"]))
+    copying = _copying(node)
     lines = [_row("root mean square", *list(variants())[-2:]), _rule(2)]
     for name in SOURCES:
-        others = {other: timings for other, timings in SOURCES.items() if other != name}
         cells = []
-        for found in (fitted(copying, (), others), fitted(node, sources=others)):
+        for found in (fitted(copying, (), _without(name)), fitted(node, sources=_without(name))):
             cells.append(_root([error for (source, *_), error in errors(found).items() if source == name]))
         lines.append(_row(name, *(f"{cell:.1%}" for cell in cells)))
     return "\n".join(lines)

@@ -45,6 +45,7 @@ def test_no_other_share_of_memory_comes_closer(factor: float) -> None:
 def test_the_timings_come_out_as_the_docs_say() -> None:
     found = errors(P40)
     assert len(found) == sum(len(steps) for source in SOURCES.values() for steps in source.steps.values())
+    assert f"{len(found)} published timings" in P40.sources["compute_efficiency.conv"]
     assert square(P40) ** 0.5 < 0.06
     # The worst is ResNet-34 on one of two machines that differ by 8%.
     assert max(abs(error) for error in found.values()) < 0.17
