@@ -4,9 +4,9 @@
     errors(node)                              # predicted over measured - 1, of every timing
 
 Best is where the mean square of the logarithm of predicted over measured is least, over all timings alike. An
-efficiency each is found for convolutions, for Winograd kernels, and for what only reads and writes memory. How fast
-linear layers are is left to each source, for with one model they differ by 13 ms between two of them, and the tables'
-models have next to none.
+efficiency each is found for convolutions, for Winograd kernels, and for what only reads and writes memory. That of
+fused Winograd kernels is not found here (single_convolutions.py). How fast linear layers are is left to each source,
+for with one model they differ by 13 ms between two of them, and the tables' models have next to none.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from dataclasses import replace
 
 import torch
 
-from reproduce.timings import SOURCES, Timings
+from reproduce.timings import SOURCES, Card, Timings
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
 
-__all__ = ["LAUNCH", "MEMORY", "TOGETHER", "errors", "fitted", "on_card"]
+__all__ = ["COMPUTE", "LAUNCH", "MEMORY", "TOGETHER", "errors", "fitted", "least", "on_card"]
 
 LAUNCH = 5e-6
 """Seconds to issue an operator on the cards' machines, assumed: half of what the P40's description assumes."""
 
+COMPUTE = (("matmul", "conv", "conv3x3"), ("winograd",))
+"""The classes that compute whose efficiencies the timings decide on, and which of them share one."""
 MEMORY = ("norm", "pool", "elementwise")
 TOGETHER = (MEMORY,)
 """The classes that are bound by memory, and how they share efficiencies: all one."""
@@ -41,26 +43,30 @@ Halves = tuple[Mapping[Operator, int], Mapping[Operator, int]]
 
 
 def fitted(
-    node: Hardware, groups: Groups = TOGETHER, sources: Mapping[str, Timings] = SOURCES, launch: float = LAUNCH
+    node: Hardware,
+    memory: Groups = TOGETHER,
+    sources: Mapping[str, Timings] = SOURCES,
+    launch: float = LAUNCH,
+    compute: Groups = COMPUTE,
 ) -> Hardware:
     """Return the node with the efficiencies that give the timings of `sources` best.
 
-    `conv3x3` is that of other convolutions if the node has Winograd kernels; if not, 3 x 3 convolutions have one
-    efficiency for everything. Each of `groups` is of classes that share an efficiency of memory; what is in none keeps
-    that of the node.
+    Each of `compute` and of `memory` is of classes that share an efficiency; what is in none keeps that of the node.
     """
     chosen = list(sources.values())
-    shares = 2 + len(groups)
+    shares = len(compute) + len(memory)
     # A convolution may be above 1, where an efficiency for all that are 3 x 3 stands for Winograd kernels, too.
-    most = [2.0] * 2 + [1.0] * (len(groups) + len(chosen))
+    most = [2.0] * len(compute) + [1.0] * (len(memory) + len(chosen))
+
+    def with_shares(x: Sequence[float]) -> Hardware:
+        return _with(node, _by_class(compute, x[: len(compute)]), _by_class(memory, x[len(compute) : shares]))
 
     def residuals(x: Sequence[float]) -> list[float]:
-        found = _with(node, x[:2], groups, x[2:shares])
+        found = with_shares(x)
         each = (_logarithms(found, timings, x[shares + i], launch) for i, timings in enumerate(chosen))
         return [value for values in each for value in values.values()]
 
-    x = _least(residuals, most)
-    return _with(node, x[:2], groups, x[2:shares])
+    return with_shares(least(residuals, most))
 
 
 def errors(node: Hardware, launch: float = LAUNCH) -> dict[tuple[str, str, int], float]:
@@ -71,38 +77,40 @@ def errors(node: Hardware, launch: float = LAUNCH) -> dict[tuple[str, str, int],
         def residuals(x: Sequence[float], timings: Timings = timings) -> list[float]:
             return list(_logarithms(node, timings, x[0], launch).values())
 
-        (linear,) = _least(residuals, [1.0])
+        (linear,) = least(residuals, [1.0])
         for (model, k), value in _logarithms(node, timings, linear, launch).items():
             found[name, model, k] = math.expm1(value)
     return found
 
 
-def on_card(node: Hardware, timings: Timings, linear: float, launch: float = LAUNCH) -> Hardware:
-    """Return the timings' card with the node's efficiencies, but for linear layers.
+def on_card(node: Hardware, card: Card, linear: float, launch: float = LAUNCH) -> Hardware:
+    """Return the card with the node's efficiencies, but for linear layers.
 
     Assumed, without a source: its memory gives the same share of its bandwidth as the P40's, and `launch`.
     """
     return replace(
         node,
-        peak={"float32": timings.card.peak},
-        memory_bandwidth=timings.card.bandwidth,
-        processors=28 if node.processors else 0,
+        peak={"float32": card.peak},
+        memory_bandwidth=card.bandwidth,
+        processors=card.processors if node.processors else 0,
         launch=launch,
         memory_efficiency={**node.memory_efficiency, "matmul": linear},
     )
 
 
-def _with(node: Hardware, compute: Sequence[float], groups: Groups, memory: Sequence[float]) -> Hardware:
-    plain, fast = compute
-    winograd = "winograd" in node.compute_efficiency
-    rates = {"matmul": plain, "conv": plain, "conv3x3": plain if winograd else fast}
-    if winograd:
-        rates["winograd"] = fast
-    shared = {kind: share for kinds, share in zip(groups, memory, strict=True) for kind in kinds}
-    return replace(node, compute_efficiency=rates, memory_efficiency={**node.memory_efficiency, **shared})
+def _by_class(groups: Groups, shares: Sequence[float]) -> dict[str, float]:
+    return {kind: share for kinds, share in zip(groups, shares, strict=True) for kind in kinds}
 
 
-def _least(residuals: Callable[[Sequence[float]], list[float]], most: Sequence[float]) -> list[float]:
+def _with(node: Hardware, compute: Mapping[str, float], memory: Mapping[str, float]) -> Hardware:
+    return replace(
+        node,
+        compute_efficiency={**node.compute_efficiency, **compute},
+        memory_efficiency={**node.memory_efficiency, **memory},
+    )
+
+
+def least(residuals: Callable[[Sequence[float]], list[float]], most: Sequence[float]) -> list[float]:
     """Return the shares, each up to its most, at which the sum of squares is least."""
     from scipy.optimize import least_squares  # which nothing else of predictions needs
 
@@ -113,7 +121,7 @@ def _least(residuals: Callable[[Sequence[float]], list[float]], most: Sequence[f
 
 def _logarithms(node: Hardware, timings: Timings, linear: float, launch: float) -> dict[tuple[str, int], float]:
     """Return the logarithms of predicted over measured, by model and number of the figure."""
-    card = on_card(node, timings, linear, launch)
+    card = on_card(node, timings.card, linear, launch)
     found = {}
     for model, measured in timings.steps.items():
         halves = [1e3 * sum(times * card.seconds(x) for x, times in half.items()) for half in _counted(model, timings)]

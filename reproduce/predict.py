@@ -23,7 +23,17 @@ from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
 
-__all__ = ["BUILDERS", "UNITS", "predict_row", "predict_table", "predictable", "predictor_of", "setup_of", "speed"]
+__all__ = [
+    "BUILDERS",
+    "SPEED_TABLES",
+    "UNITS",
+    "predict_row",
+    "predict_table",
+    "predictable",
+    "predictor_of",
+    "setup_of",
+    "speed",
+]
 
 # experiment -> the published table that it repeats; those that can also be run say so themselves
 TABLES = {
@@ -34,6 +44,9 @@ TABLES = {
     "unet-ablation": "tg-unet-ablation",
     "resnet101-speed": "tg-resnet101-speed",
 }
+
+SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
+"""Those whose speed-ups the targets are about."""
 
 UNITS = {
     "throughput": "samples/s, over an epoch where the published one is",

@@ -5,6 +5,7 @@
     <!-- predicted: efficiencies p40x8 -->        a description's figures and their sources
     <!-- predicted: gains -->                     AmoebaNet-D's m = 4 over m = 1, by n, and its share of the ideal
     <!-- predicted: choices -->                   the efficiencies, had they been worked out from less, or otherwise
+    <!-- predicted: convolutions -->              the errors of convolutions that others timed by themselves
     <!-- predicted: held out -->                  the errors of each source, predicted from the others
     <!-- predicted: effects -->                   the model without what was added to it, against all published figures
     <!-- predicted: timings -->                   the errors of what the efficiencies were worked out from, and of more
@@ -22,17 +23,20 @@ from statistics import median
 
 from reproduce.machine import ROOT
 from reproduce.paper import published
+from reproduce.predict import SPEED_TABLES
 from reproduce.predicted_table import predicted_tables, speed_up_errors
-from reproduce.prediction_effects import choices, effects, held_out, resources, slower_layers, timings
+from reproduce.prediction_effects import choices, convolutions, effects, held_out, timings
+from reproduce.prediction_limits import resources, slower_layers
 from reproduce.record import load
 from torchgpipe.plan.hardware import load_hardware
 
 __all__ = ["DOCS", "SPEED", "rendered"]
 
 DOCS = ROOT / "docs" / "prediction.md"
-SPEED = ("amoebanet-speed-p40x8", "unet-speed-p40x8", "resnet101-speed-p40x8")
+SPEED = tuple(f"{name}-p40x8" for name in SPEED_TABLES)
 BLOCKS: dict[str, Callable[[], str]] = {
     "choices": choices,
+    "convolutions": convolutions,
     "effects": effects,
     "held out": held_out,
     "timings": timings,

@@ -62,16 +62,16 @@ def test_every_row_is_labelled(experiment: str) -> None:
 
 
 def test_how_far_the_speed_ups_are_from_the_publication() -> None:
-    """A median of 3% is the target. The other, nine in ten within 10%, is missed; not by more, unnoticed."""
+    """The targets are a median of 3%, and nine in ten within 10%."""
     errors = all_errors([committed(name) for name in SPEED])
     assert len(errors) == 16
     assert (errors[7] + errors[8]) / 2 <= 0.03
-    assert sum(error <= 0.1 for error in errors) >= 14
+    assert sum(error <= 0.1 for error in errors) >= 0.9 * len(errors)
 
 
 def test_the_rows_that_are_far_off_are_those_explained() -> None:
     far = [(name, row) for name in SPEED for row, e in speed_up_errors(committed(name)).items() if abs(e) > 0.1]
-    assert far == [("amoebanet-speed-p40x8", "n4m4"), ("unet-speed-p40x8", "pipeline-8")]
+    assert far == [("amoebanet-speed-p40x8", "n4m4")]
     assert all(row in DOCS.read_text() for _, row in far)
 
 

@@ -4,8 +4,9 @@ A 3 x 3 convolution at stride 1 need not multiply as often as its formula says. 
 of m x m results from (m + 2) x (m + 2) values, with one multiplication for each of those instead of nine for each
 result (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). Images are padded to
 whole tiles, and images and weights are transformed, which costs traffic: with few tiles to a weight it does not pay.
-cuDNN has two kinds of such kernels: fused ones, with m = 2, whose transformed images stay on the chip; and others,
-with m = 4, which write them to memory. Gradients of weights have the latter only.
+cuDNN has two kinds of such kernels: some with m = 4, which write transformed images to memory (class `winograd`); and
+fused ones, taken as m = 2, in which they stay on the chip (`winograd_fused`). Gradients of weights have the former
+only.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class Convolution(NamedTuple):
         weights, tiles = self._weights, _tiles(tiled, 2)
         moved = bytes_of(self.image) + bytes_of(self.result) + 16.0 * weights * self.weight.element_size()
         return (
-            self._winograd(0.0, (9.0 + 16.0) * weights * self.weight.element_size(), None),
-            self._winograd(2.0 * 16 * weights * tiles, moved, Grid(grid.rows, 4 * tiles)),
+            self._kernel("winograd_fused", 0.0, (9.0 + 16.0) * weights * self.weight.element_size(), None),
+            self._kernel("winograd_fused", 2.0 * 16 * weights * tiles, moved, Grid(grid.rows, 4 * tiles)),
         )
 
     def _unfused(self, grid: Grid, tiled: Tensor) -> tuple[Operator, ...]:
@@ -96,14 +97,14 @@ class Convolution(NamedTuple):
         weights, tiles = self._weights, _tiles(tiled, 4)
         plain = sum(map(bytes_of, (self.image, self.weight, self.result)))
         transformed = 36.0 * (tiles * sum(self.weight.shape[:2]) + weights) * self.weight.element_size()
-        columns = self.weight.shape[1] if grid.divisible else tiles
+        products = Grid(grid.rows, self.weight.shape[1] if grid.divisible else tiles, 36, grid.divisible)
         return (
-            self._winograd(0.0, plain + transformed, None),
-            self._winograd(2.0 * 36 * weights * tiles, transformed, Grid(grid.rows, columns, 36, grid.divisible)),
+            self._kernel("winograd", 0.0, plain + transformed, None),
+            self._kernel("winograd", 2.0 * 36 * weights * tiles, transformed, products),
         )
 
-    def _winograd(self, flops: float, moved: float, grid: Grid | None) -> Operator:
-        return Operator("winograd", dtype_of(self.weight), flops, moved, (), grid)
+    def _kernel(self, kind: OperatorClass, flops: float, moved: float, grid: Grid | None) -> Operator:
+        return Operator(kind, dtype_of(self.weight), flops, moved, (), grid)
 
     @property
     def _weights(self) -> int:

@@ -46,6 +46,7 @@ def test_winograd_forms() -> None:
     assert {x.kind for x in (*forward, image, weight)} == {"conv3x3"}
     assert ways(forward[0]) == ways(image) == [UNFUSED, FUSED]
     assert ways(weight) == [UNFUSED]
+    assert [{x.kind for x in way} for way in image.others] == [{"winograd"}, {"winograd_fused"}]
     assert all(x.bytes == 4 * (IMAGES + 9 * WEIGHTS) for x in (*forward, image, weight))
 
 
