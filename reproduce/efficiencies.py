@@ -24,7 +24,7 @@ from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
 
-__all__ = ["COMPUTE", "LAUNCH", "MEMORY", "TOGETHER", "errors", "fitted", "least", "on_card"]
+__all__ = ["COMPUTE", "LAUNCH", "LEAST", "MEMORY", "TOGETHER", "errors", "fitted", "least", "on_card"]
 
 LAUNCH = 5e-6
 """Seconds to issue an operator on the cards' machines, assumed: half of what the P40's description assumes."""
@@ -36,6 +36,7 @@ TOGETHER = (MEMORY,)
 """The classes that are bound by memory, and how they share efficiencies: all one."""
 
 LEAST = 0.01
+"""No share is smaller."""
 START = 0.5
 
 Groups = Sequence[Collection[str]]

@@ -130,10 +130,11 @@ def setup_of(config: dict[str, Json], layers: int) -> Setup:
         balance=tuple(config["balance"] or (layers,)),
         chunks=config["chunks"] or 1,
         checkpoint=config["checkpoint"] or "never",
-        # PyTorch of that time updated one parameter after another, on GPUs too.
+        # PyTorch of that time updated one parameter after another, on GPUs too, and set gradients to zero.
         optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,
+        zeroed=True,
     )
 
 
@@ -150,8 +151,8 @@ def speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
 
 
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
-    """Predict every device's peak; a row whose skips travel through every partition is left out."""
-    setup = setup_of(config, len(counts))
+    """Predict every device's peak, with PyTorch of today; without portals, nothing."""
+    setup = replace(setup_of(config, len(counts)), zeroed=False)
     if not setup.portals:
         return {}
     devices = setup_memory(counts, setup)

@@ -14,7 +14,7 @@ from reproduce.efficiencies import COMPUTE, LAUNCH, MEMORY, errors, fitted
 from reproduce.markdown import row_of, rule_of
 from reproduce.predict import SPEED_TABLES, predict_table
 from reproduce.predicted_table import speed_up_errors
-from reproduce.single_convolutions import FIGURES, predicted_rate
+from reproduce.single_convolutions import FIGURES, predicted
 from reproduce.timings import SOURCES, Timings
 from torchgpipe.plan.hardware import Hardware, load_hardware
 
@@ -22,11 +22,13 @@ __all__ = ["choices", "convolutions", "effects", "held_out", "timings", "variant
 
 RATE = "compute_efficiency."
 
-PLAIN, WINOGRAD = COMPUTE
+PLAIN, UNFUSED = COMPUTE
 ALL_THREE_BY_THREE = (("matmul", "conv"), ("conv3x3",))
 FUSED = "winograd_fused"
-FUSED_ALIKE = (PLAIN, (*WINOGRAD, FUSED))
+FUSED_ALIKE = (PLAIN, (*UNFUSED, FUSED))
 FUSED_BY_TIMINGS = (*COMPUTE, (FUSED,))
+SHOWN = ("conv", *UNFUSED, FUSED)
+FUSED_SHARES = (0.3, 0.4, 0.5)
 
 
 @functools.cache
@@ -36,7 +38,7 @@ def variants() -> dict[str, Hardware]:
     copying = _copying(node)
     untiled = replace(copying, processors=0)
     return {
-        "one efficiency for 3 x 3": fitted(_lacking(untiled, *WINOGRAD, FUSED), (), compute=ALL_THREE_BY_THREE),
+        "one efficiency for 3 x 3": fitted(_lacking(untiled, *UNFUSED, FUSED), (), compute=ALL_THREE_BY_THREE),
         "Winograd kernels": fitted(untiled, (), compute=FUSED_ALIKE),
         "and whole tiles": fitted(copying, (), compute=FUSED_ALIKE),
         "and memory's share": fitted(node, compute=FUSED_ALIKE),
@@ -67,14 +69,16 @@ def choices() -> str:
         found[f"with unsteady {kind}s, too"] = fitted(node, sources=_with_unsteady(kind))
     found["with all that is unsteady, too"] = fitted(node, sources=_with_unsteady(""))
     found["one each for norm, pool and elementwise"] = fitted(node, [[kind] for kind in MEMORY])
-    found["fused Winograd kernels at the efficiency of the others"] = variants()["and memory's share"]
-    found["fused ones at what the timings give them"] = fitted(node, compute=FUSED_BY_TIMINGS)
-    found["no fused ones"] = fitted(_lacking(node, FUSED))
+    found["fused Winograd kernels as fast as the timings have them"] = fitted(node, compute=FUSED_BY_TIMINGS)
+    for share in FUSED_SHARES:
+        rates = {**node.compute_efficiency, FUSED: share}
+        found[f"fused ones at {share:.2f}"] = fitted(replace(node, compute_efficiency=rates))
+    found["fused ones at the efficiency of the others"] = variants()["and memory's share"]
     slow = "issuing an operator takes as long as on the P40's machine"
     found[slow] = fitted(node, launch=node.launch)
     lines = [
-        row_of("", "`conv`", "`winograd`", "memory", "timings", "median error", "rows within 10%", "U-Net pipeline-8"),
-        rule_of(7),
+        row_of("", *(f"`{kind}`" for kind in SHOWN), "memory", "timings", "median", "within 10%", "U-Net pipeline-8"),
+        rule_of(len(SHOWN) + 5),
     ]
     for name, other in found.items():
         of_timings = errors(other, node.launch if name == slow else LAUNCH)
@@ -82,7 +86,7 @@ def choices() -> str:
         sizes = [abs(error) for error in speed_ups.values()]
         memory = sorted({f"{other.memory_efficiency[kind]:.2f}" for kind in MEMORY})
         cells = (
-            *(f"{other.compute_efficiency[kind]:.2f}" for kind in ("conv", "winograd")),
+            *(f"{other.compute_efficiency[kind]:.2f}" for kind in SHOWN),
             " to ".join(dict.fromkeys((memory[0], memory[-1]))),
             f"{_root(list(of_timings.values())):.1%}",
             f"{median(sizes):.1%}",
@@ -149,7 +153,7 @@ def effects() -> str:
     lines = [row_of("", *nodes), rule_of(len(nodes))]
     lines.append(row_of("efficiency of `conv`", *(f"{x.compute_efficiency['conv']:.2f}" for x in nodes.values())))
     lines.append(row_of("of `conv3x3`", *(f"{x.compute_efficiency['conv3x3']:.2f}" for x in nodes.values())))
-    lines.extend(row_of(f"of `{kind}`", *(_share(x, kind) for x in nodes.values())) for kind in (*WINOGRAD, FUSED))
+    lines.extend(row_of(f"of `{kind}`", *(_share(x, kind) for x in nodes.values())) for kind in (*UNFUSED, FUSED))
     lines.append(row_of("share of memory's bandwidth", *(f"{x.memory_efficiency['norm']:.2f}" for x in nodes.values())))
     for row in next(iter(errors.values())):
         lines.append(row_of(row, *(f"{errors[name][row]:+.1%}" for name in nodes)))
@@ -163,14 +167,18 @@ def effects() -> str:
 
 
 def convolutions() -> str:
-    """Return the rates of convolutions that were timed by themselves, with fused kernels as the others and apart."""
-    found = {name: variants()[name] for name in list(variants())[-2:]}
-    lines = [row_of("card", "images", "kernel", "filters", "TFLOP/s, published", *found), rule_of(4 + len(found))]
+    """Return the errors of convolutions that were timed by themselves, with fused kernels as the others and apart."""
+    nodes = list(variants().values())[-2:]
+    each = ("fused alike", "fused apart")
+    titles = ("card", "images", "kernel", "filters", "forward, us", *each, "with both gradients, us", *each)
+    lines = [row_of(*titles), rule_of(len(titles) - 1)]
     for figure in FIGURES:
-        shape = figure.shape
-        cells = (" x ".join(map(str, shape.images)), " x ".join(map(str, shape.kernel)), str(shape.filters))
-        errors = (f"{predicted_rate(figure, node) / figure.rate - 1:+.0%}" for node in found.values())
-        lines.append(row_of(figure.card.name, *cells, f"{figure.rate / 1e12:.2f}", *errors))
+        images, filters, kernel, *_ = figure.shape
+        cells = [" x ".join(map(str, images)), " x ".join(map(str, kernel)), str(filters)]
+        for k, published in enumerate((figure.seconds, figure.total)):
+            errors = (predicted(figure, node)[k] / published - 1 for node in nodes)
+            cells += [f"{1e6 * published:.0f}", *(f"{error:+.0%}" for error in errors)]
+        lines.append(row_of(figure.card.name, *cells))
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Convolutions that others timed by themselves on cards with the P40's chip: what its fused Winograd kernels reach.
 
-Whole models do not tell that from what the other kernels reach, for in each there are both. Of these convolutions the
-fused kernels are the fastest way for one; its figures decide, and the others are shown beside it.
+By the model fused kernels are the fastest way forward for one of these convolutions, that of 64 channels; its rates
+decide. Everything else is only compared with what is predicted of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.hardware import WORK, Hardware
 from torchgpipe.plan.operators import Operator
 
-__all__ = ["FIGURES", "Figure", "fused_share", "predicted_rate"]
+__all__ = ["FACES", "FIGURES", "SMALL", "SPEECH", "Figure", "Shape", "fused_share", "predicted"]
 
 
 class Shape(NamedTuple):
@@ -32,27 +32,35 @@ class Shape(NamedTuple):
     stride: int
     padding: int
 
-    def operator(self) -> Operator:
-        """Count it, forward."""
+    def operators(self) -> tuple[Operator, list[Operator]]:
+        """Count it: forward, and the gradients of the images and of the weight."""
         with torch.device("meta"):
             layer = nn.Conv2d(self.images[1], self.filters, self.kernel, self.stride, self.padding, bias=False)
-            with Counter() as counter:
-                layer(torch.empty(self.images))
-        operator: Operator = counter.operators[0]
-        return operator
+            with Counter() as forward:
+                result = layer(torch.empty(self.images, requires_grad=True))
+            with Counter() as backward:
+                result.backward(torch.empty_like(result))
+        return forward.operators[0], backward.operators
 
 
 class Figure(NamedTuple):
-    """What a version of DeepBench's README says of forward in float32: the fastest card of those that it knew."""
+    """What a version of DeepBench's README says of a convolution in float32, on the fastest card that it knew."""
 
     shape: Shape
     card: Card
     rate: float
-    """Operations per second, by the formula, whichever way it was computed."""
+    """Operations per second forward, by the formula, whichever way it was computed."""
+    total: float
+    """Seconds of forward and of both gradients."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds forward."""
+        return self.shape.operators()[0].flops / self.rate
 
 
-# As the columns there go, but for width before height: W, H, C, N; R, S; filters.
-SPEECH = Shape((32, 1, 161, 700), 32, (20, 5), 2, 0)
+# There it is W, H, C, N, and R, S, the kernel's height and width: the next layer, among inference, has W = 341, H = 79.
+SPEECH = Shape((32, 1, 161, 700), 32, (5, 20), 2, 0)
 FACES = Shape((8, 64, 54, 54), 64, (3, 3), 1, 1)
 FIRST = Shape((16, 3, 224, 224), 64, (3, 3), 1, 1)
 SMALL = Shape((16, 512, 7, 7), 512, (3, 3), 1, 1)
@@ -60,16 +68,16 @@ LARGE_KERNEL = Shape((16, 192, 28, 28), 32, (5, 5), 1, 2)
 
 FIGURES = (
     # baidu-research/DeepBench, README at commit 86e6e14b
-    Figure(SPEECH, TITAN_X, 6.63e12),
-    Figure(FACES, TITAN_X, 10.55e12),
-    Figure(FIRST, TITAN_X, 3.60e12),
-    Figure(SMALL, TITAN_X, 5.88e12),
-    Figure(LARGE_KERNEL, TITAN_X, 6.59e12),
+    Figure(SPEECH, TITAN_X, 6.63e12, 2.98e-3),
+    Figure(FACES, TITAN_X, 10.55e12, 0.63e-3),
+    Figure(FIRST, TITAN_X, 3.60e12, 3.99e-3),
+    Figure(SMALL, TITAN_X, 5.88e12, 2.93e-3),
+    Figure(LARGE_KERNEL, TITAN_X, 6.59e12, 1.57e-3),
     # the same at commit 106e5236
-    Figure(SPEECH, TITAN_XP, 6.74e12),
-    Figure(FACES, TITAN_XP, 10.68e12),
-    Figure(SMALL, GTX_1080_TI, 7.68e12),
-    Figure(LARGE_KERNEL, TITAN_X, 6.45e12),
+    Figure(SPEECH, TITAN_XP, 6.74e12, 2.64e-3),
+    Figure(FACES, TITAN_XP, 10.68e12, 0.64e-3),
+    Figure(SMALL, GTX_1080_TI, 7.68e12, 1.37e-3),
+    Figure(LARGE_KERNEL, TITAN_X, 6.45e12, 1.57e-3),
 )
 
 
@@ -79,13 +87,13 @@ def fused_share(node: Hardware) -> float:
 
     def residuals(x: Sequence[float]) -> list[float]:
         only = replace(node, compute_efficiency={**dict.fromkeys(WORK, LEAST), "winograd_fused": x[0]})
-        return [log(figure.rate / predicted_rate(figure, only)) for figure in figures]
+        return [log(predicted(figure, only)[0] / figure.seconds) for figure in figures]
 
     return least(residuals, [1.0])[0]
 
 
-def predicted_rate(figure: Figure, node: Hardware) -> float:
-    """Return the operations per second of the figure's convolution, on its card with the node's efficiencies."""
-    operator = figure.shape.operator()
+def predicted(figure: Figure, node: Hardware) -> tuple[float, float]:
+    """Return the seconds of the figure's convolution on its card with the node's efficiencies: forward, and in all."""
+    forward, backward = figure.shape.operators()
     card = on_card(node, figure.card, node.memory_efficiency["matmul"])
-    return operator.flops / card.seconds(operator)
+    return card.seconds(forward), card.seconds(forward) + card.total(backward)

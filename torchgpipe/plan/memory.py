@@ -7,7 +7,7 @@ What lives on the device of partition j while it runs micro-batch i (of m, each 
 - the task's working set, by the traces of its layers;
 - copies under way: the next input in forward, the gradient of the output and that of the last input in backward;
 - skips on their way to a later partition, and their gradients on the way back;
-- the gradients, from the end of the first backward on;
+- the gradients: all the time, or, where they are dropped after a step, from the end of the first backward on;
 - in the optimizer's step, after the last backward, what it makes for itself (`optimizer`).
 
 Bytes are those of tensors; what an allocator reserves beyond them, and libraries' workspaces, come on top.
@@ -71,18 +71,21 @@ def device_memory(
     state: float,
     update: float,
     mini_batch: float,
+    zeroed: bool,
 ) -> Device:
     """Return the peak of device `j` of `n` in a step of `m` equal micro-batches, every step after the first.
 
     `parameters` and `frozen` are the partition's bytes, `state` the optimizer's for each of the former, `update` what
-    its step makes, `mini_batch` the model's input's. On the last device the user holds the gathered output and its
-    gradient throughout backward, and the output in the optimizer's step; gathering takes the pieces and the whole at
-    once.
+    its step makes, `mini_batch` the model's input's; `zeroed` as in `Setup`. On the last device the user holds the
+    gathered output and its gradient throughout backward, and the output in the optimizer's step; gathering takes the
+    pieces and the whole at once.
     """
     first_partition, last_partition = j == 0, j == n - 1
     output, output_grad = task.output, task.output_grad
     recomputed = checkpointed(checkpoint, m)
+    alone = m - recomputed == 1  # one micro-batch has a graph from forward on, and it shares it with no other
     leaving = [c for c in crossings if c.source == j]
+    before = parameters if zeroed else 0.0  # gradients, until the first backward has ended
     best: Device | None = None
 
     def consider(
@@ -112,7 +115,7 @@ def device_memory(
         coming = task.inputs - task.arrivals if not first_partition and i + 1 < m else 0.0
         peak = task.forward if i < recomputed else task.graph
         consider(
-            gradients=0.0,
+            gradients=before,
             stashed=stash(i) + pieces,
             working=task.inputs + peak,
             skips=under_way,
@@ -121,11 +124,13 @@ def device_memory(
     outputs = m * output if last_partition else 0.0
     if last_partition:
         gathered = outputs if m > 1 else 0.0
-        consider(gradients=0.0, stashed=stash(m) + outputs, working=gathered, skips=0.0, copies=0.0)
+        consider(gradients=before, stashed=stash(m) + outputs, working=gathered, skips=0.0, copies=0.0)
         outputs += m * output_grad
     for i in reversed(range(m)):
         first = i == m - 1
-        grads = 0.0 if first else parameters
+        grads = before if first else parameters
+        if zeroed and not first and i >= recomputed:
+            grads += parameters  # their sum so far, in the graph that all share
         arrived = 0.0 if last_partition else output_grad
         own = sum(c.grad for c in leaving)
         under_way = own + sum(min(i, c.target - j) * c.grad for c in leaving)
@@ -134,9 +139,10 @@ def device_memory(
         if i < recomputed:
             consider(gradients=grads, stashed=held, working=task.inputs + task.graph, skips=under_way,
                      copies=arrived + waiting)  # fmt: skip
-            peak = task.recomputed + (task.first if first else task.later)
+            peak = task.recomputed + (task.later if grads else task.first)
         else:
-            peak = task.kept + (task.first_alone if first else task.later_alone)
+            adding = task.first_alone if first else task.later_alone
+            peak = task.kept + (task.added_alone if zeroed and alone else adding)
         consider(gradients=grads, stashed=held, working=peak, skips=under_way, copies=arrived + waiting)
     held = m * output if last_partition else 0.0
     consider(gradients=parameters, stashed=held, working=0.0, skips=0.0, copies=0.0, update=update)
@@ -165,6 +171,7 @@ def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
                 state=setup.optimizer.state,
                 update=setup.optimizer.temporaries([x for layer in layers[start:stop] for x in layer.parameter_sizes]),
                 mini_batch=counts.input * setup.batch_size,
+                zeroed=setup.zeroed,
             )
         )
     return found

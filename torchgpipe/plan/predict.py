@@ -28,7 +28,8 @@ class Setup:
     """A way to train: a mini-batch's samples, the layers per partition, micro-batches, and what is recomputed.
 
     Without `portals`, skips go through every partition between; without `streams`, copies run among the tasks, on both
-    sides.
+    sides. With `zeroed`, gradients stay between steps and are set to zero, so that every micro-batch adds to them:
+    PyTorch's way before 2.0.
     """
 
     batch_size: int
@@ -38,6 +39,7 @@ class Setup:
     optimizer: Optimizer = STATELESS
     portals: bool = True
     streams: bool = True
+    zeroed: bool = False
 
     @property
     def sizes(self) -> list[int]:
@@ -52,7 +54,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step: its timeline, and the seconds that the optimizer takes after it."""
+    """A predicted step: its timeline, and the seconds that the optimizer takes after it, with setting to zero."""
 
     timeline: Timeline
     optimizer: float
@@ -126,7 +128,8 @@ class Predictor:
         forward, backward, recompute = [], [], []
         for i, size in enumerate(sizes):
             layers = self.layers(size)
-            first = i == len(sizes) - 1  # to go backward, so that there is nothing to add gradients to
+            # The last goes backward first, so that there is nothing to add gradients to.
+            first = i == len(sizes) - 1 and not setup.zeroed
             graph = [sum(layers.graph[a:b]) for a, b in cuts]
             again = i < recomputed
             forward.append([sum(layers.forward[a:b]) for a, b in cuts] if again else graph)
@@ -174,7 +177,8 @@ class Predictor:
         # GPUs update theirs at the same time; on a CPU one thread updates all, one after another.
         updated = sum(weights) if self.hardware.cpu else max(weights)
         # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.
-        optimizer = Operator("elementwise", "float32", 0.0, (3.0 + 2.0 * setup.optimizer.state) * updated)
+        moved = 3.0 + 2.0 * setup.optimizer.state + (1.0 if setup.zeroed else 0.0)
+        optimizer = Operator("elementwise", "float32", 0.0, moved * updated)
         return Step(replay(self.costs(setup)), self.hardware.seconds(optimizer))
 
 

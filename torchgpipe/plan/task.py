@@ -35,6 +35,8 @@ class Task:
     first_alone: float
     """Peak of backward of a task that is not checkpointed: its graph alone holds its inputs."""
     later_alone: float
+    added_alone: float
+    """As `later`, of a task that is not checkpointed and shares its graph with no other that is not."""
     arrivals: float
     """Of its inputs, the skips."""
 
@@ -75,11 +77,10 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
     # Like `Segment.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
     leaf = inputs if len(footprints[start].inputs) + len(arrivals) == 1 else own
 
-    def backward(trace: str, *, checkpoint: bool) -> float:
+    def backward(trace: str, *, checkpoint: bool, apart: bool | None = None) -> float:
         kept = leaf if checkpoint else own
-        return _backward(
-            footprints, start, stop, saver, kept, trace, held=checkpoint or last, apart=checkpoint
-        )
+        apart = checkpoint if apart is None else apart
+        return _backward(footprints, start, stop, saver, kept, trace, held=checkpoint or last, apart=apart)
 
     return Task(
         inputs=_total(inputs, size),
@@ -94,6 +95,7 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
         later=backward("later", checkpoint=True),
         first_alone=backward("first", checkpoint=False),
         later_alone=backward("later", checkpoint=False),
+        added_alone=backward("later", checkpoint=False, apart=True),
         arrivals=_total(arrivals, size),
     )
 

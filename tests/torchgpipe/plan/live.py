@@ -63,6 +63,8 @@ def real_peaks(
     chunks: int,
     checkpoint: Any,
     make: Callable[[Any], torch.optim.Optimizer] = sgd,
+    *,
+    zeroed: bool = False,
 ) -> list[int]:
     """Return each device's peak in the second of two steps, the optimizer's included.
 
@@ -93,6 +95,6 @@ def real_peaks(
                 output.backward(gradient)
                 del gradient
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad(set_to_none=not zeroed)
                 del output
     return list(live.peak)

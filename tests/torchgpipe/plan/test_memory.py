@@ -67,6 +67,7 @@ def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Count
     return count(build(), torch.empty(shape))
 
 
+@pytest.mark.parametrize("zeroed", [False, True], ids=["dropped", "zeroed"])
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize(
@@ -74,11 +75,16 @@ def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Count
     [(build, shape, balance) for build, shape, balances in CASES for balance in balances],
 )
 def test_as_counted_on_a_real_run(
-    build: Callable[[], nn.Sequential], shape: tuple[int, ...], balance: list[int], chunks: int, checkpoint: Any
+    build: Callable[[], nn.Sequential],
+    shape: tuple[int, ...],
+    balance: list[int],
+    chunks: int,
+    checkpoint: Any,
+    zeroed: bool,
 ) -> None:
-    setup = Setup(shape[0], tuple(balance), chunks, checkpoint, MOMENTUM)
+    setup = Setup(shape[0], tuple(balance), chunks, checkpoint, MOMENTUM, zeroed=zeroed)
     predicted = [device.peak for device in setup_memory(counted(build, shape), setup)]
-    assert predicted == real_peaks(build(), torch.empty(shape), balance, chunks, checkpoint)
+    assert predicted == real_peaks(build(), torch.empty(shape), balance, chunks, checkpoint, zeroed=zeroed)
 
 
 @pytest.mark.parametrize(("balance", "chunks", "checkpoint"), [([9], 1, "never"), ([4, 5], 2, "except_last")])
@@ -101,7 +107,7 @@ LAYERS: tuple[Callable[[], nn.Module], ...] = (
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_sequence_of_layers(data: st.DataObject) -> None:
     made = data.draw(st.lists(st.sampled_from(LAYERS), min_size=1, max_size=7))
@@ -109,9 +115,11 @@ def test_any_sequence_of_layers(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, len(layers) - 1), max_size=2)))
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
     chunks, checkpoint = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.sampled_from(MODES))
+    zeroed = data.draw(st.booleans())
     model, x = nn.Sequential(*layers), torch.empty(12, 6)
-    predicted = setup_memory(count(model, x), Setup(12, tuple(balance), chunks, checkpoint, MOMENTUM))
-    assert [device.peak for device in predicted] == real_peaks(model, x, balance, chunks, checkpoint)
+    setup = Setup(12, tuple(balance), chunks, checkpoint, MOMENTUM, zeroed=zeroed)
+    predicted = setup_memory(count(model, x), setup)
+    assert [device.peak for device in predicted] == real_peaks(model, x, balance, chunks, checkpoint, zeroed=zeroed)
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:

@@ -75,3 +75,13 @@ def test_on_a_cpu_one_thread_updates_the_parameters_of_all_partitions() -> None:
             for balance in ((4,), (2, 2))
         )
         assert two.optimizer == pytest.approx(shared * one.optimizer)
+
+
+def test_gradients_that_are_set_to_zero_are_added_to_by_every_micro_batch() -> None:
+    """Adding reads both and writes the sum; setting to zero only writes."""
+    counts, node = count(model(), X), replace(GPU, launch=0.0)
+    plain = Setup(len(X), (4,), 2, "never", optimizer_named("sgd", foreach=False))
+    dropped, zeroed = (Predictor(counts, node).step(setup) for setup in (plain, replace(plain, zeroed=True)))
+    once = sum(p.nbytes for p in model().parameters()) / node.memory_bandwidth / node.memory_efficiency["elementwise"]
+    assert zeroed.timeline.seconds - dropped.timeline.seconds == pytest.approx(3 * once)
+    assert zeroed.optimizer - dropped.optimizer == pytest.approx(once)
