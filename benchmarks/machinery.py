@@ -23,9 +23,7 @@ from benchmarks.child import ROOT, Child, folder_with_torchgpipe
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.machinery_child import PLAIN, Sample
 
-CASES = [
-    (n, m, checkpoint) for checkpoint in ("never", "always") for n in (1, 2, 4, 8) for m in (1, 8, 32)
-]
+CASES = [(n, m, checkpoint) for checkpoint in ("never", "always") for n in (1, 2, 4, 8) for m in (1, 8, 32)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

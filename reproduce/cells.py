@@ -78,9 +78,7 @@ def three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def without_empty(
-    headings: Sequence[str], rows: Sequence[Sequence[str]]
-) -> tuple[list[str], list[list[str]]]:
+def without_empty(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     """Leave out the columns that are empty in every row."""
     kept = [i for i in range(len(headings)) if any(row[i] for row in rows)]
     return [headings[i] for i in kept], [[row[i] for i in kept] for row in rows]

@@ -279,12 +279,7 @@ def _tracer(trace: Path, experiments: Sequence[Experiment], scale: str, devices:
     if trace.is_dir():
         raise click.UsageError(f"--trace {trace}: is a folder; name a file, such as {trace / 'trace.json'}")
     prepare_folder(trace.absolute().parent, "--trace")
-    rows = [
-        row
-        for experiment in timed
-        for row in experiment.scale(scale).rows
-        if row.devices <= devices.count
-    ]
+    rows = [row for experiment in timed for row in experiment.scale(scale).rows if row.devices <= devices.count]
     draw = matplotlib_problem() is None
     return Tracer(trace, several=len(rows) > 1, experiments=len(timed) > 1, draw=draw)
 

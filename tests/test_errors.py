@@ -303,9 +303,7 @@ def test_any_type_of_error(
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_modes_are_as_before(
-    engine: str, training: bool, grad: bool, new_journal: Callable[[Mode], Journal]
-) -> None:
+def test_modes_are_as_before(engine: str, training: bool, grad: bool, new_journal: Callable[[Mode], Journal]) -> None:
     journal = new_journal("always")
     journal.fail_at, journal.error = Task("forward", 1, 1), Boom(1, reason="once")
     model = pipeline(journal, engine, "always").train(training)

@@ -39,9 +39,7 @@ def check_engine(name: str, devices: Sequence[torch.device]) -> None:
 class Engines:
     """The engines that may serve a pipeline; `name` asks for one of them, or for the best ("auto")."""
 
-    def __init__(
-        self, name: EngineName, stages: Sequence[Stage], *, dependency: bool, copy_streams: bool
-    ) -> None:
+    def __init__(self, name: EngineName, stages: Sequence[Stage], *, dependency: bool, copy_streams: bool) -> None:
         on_cpu = all(stage.device.type == "cpu" for stage in stages)
         self._stages = stages
         # In training or not: elements of the micro-batch that was counted, and of the last one that was timed, and how

@@ -42,9 +42,7 @@ class GraphEngine:
     copies: CopyStreams
     dependency: bool = True
 
-    def run(
-        self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
-    ) -> list[TensorOrTensors]:
+    def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, micro_batches, mode, observer)
         for cycle in clock_cycles(len(micro_batches), len(self.stages)):

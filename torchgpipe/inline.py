@@ -42,9 +42,7 @@ class InlineEngine:
     task_seconds: dict[bool, float] = field(default_factory=dict)
     """As of `WorkersEngine`, but of a first mini-batch of training, or of evaluation, only."""
 
-    def run(
-        self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
-    ) -> list[TensorOrTensors]:
+    def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         m, n = len(micro_batches), len(self.stages)
         # Where workers could run the mini-batch as well, random numbers must not tell which engine did.

@@ -63,9 +63,7 @@ class _Segment(torch.autograd.Function):
         with observed(node.observer, "forward", node.i, node.j):
             outputs, node.atomic, needs = node.segment.forward(inputs, node.atomic, ctx.needs_input_grad[2:])
         if False in needs:
-            ctx.mark_non_differentiable(
-                *(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n)
-            )
+            ctx.mark_non_differentiable(*(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n))
         return outputs
 
     @staticmethod

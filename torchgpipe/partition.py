@@ -66,9 +66,9 @@ def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -
     return [_indexed(device) for device in found[:n]]
 
 
-def split(module: nn.Sequential, balance: Iterable[int] | None, devices: Any) -> tuple[
-    list[int], list[nn.Sequential], list[torch.device]
-]:
+def split(
+    module: nn.Sequential, balance: Iterable[int] | None, devices: Any
+) -> tuple[list[int], list[nn.Sequential], list[torch.device]]:
     """Split `module` into partitions of `balance[j]` consecutive layers and move each to its device.
 
     Returns the balance as a list, the partitions and their devices. Layers keep their names.

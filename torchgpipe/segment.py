@@ -176,9 +176,7 @@ class _Entrance(torch.autograd.Function):
         ctx.input_grads = input_grads
         ctx.set_materialize_grads(False)
         outputs = detached(inputs)
-        ctx.mark_non_differentiable(
-            *(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n)
-        )
+        ctx.mark_non_differentiable(*(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n))
         return outputs
 
     @staticmethod

@@ -58,9 +58,7 @@ class WorkersEngine:
     def __post_init__(self) -> None:
         self.workers = Workers(max(0, len(self.stages) - 1))
 
-    def run(
-        self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
-    ) -> list[TensorOrTensors]:
+    def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, len(micro_batches), mode, observer)
         with Seeds(self.stages, len(micro_batches)) as seeds:
@@ -72,8 +70,7 @@ class WorkersEngine:
         inputs = [x for mb in micro_batches for x in ((mb,) if isinstance(mb, Tensor) else mb)]
         flat_outputs = iter(_Pipeline.apply(batch, _token, [o[0] for o in outputs], [o[2] for o in outputs], *inputs))
         return [
-            next(flat_outputs) if atomic else tuple(next(flat_outputs) for _ in flat)
-            for flat, atomic, _ in outputs
+            next(flat_outputs) if atomic else tuple(next(flat_outputs) for _ in flat) for flat, atomic, _ in outputs
         ]
 
 
@@ -97,9 +94,7 @@ class _MiniBatch:
         relay = Relay(self._n)
         portals: Portals[tuple[Tensor | None, bool]] = Portals()
         results: list[tuple[Any, bool, Needs]] = []
-        self._run(
-            relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)]
-        )
+        self._run(relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)])
         self._engine.task_seconds[self.seeds.training] = sum(self._quickest) / self._n
         return results
 

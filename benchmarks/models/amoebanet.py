@@ -168,9 +168,7 @@ class Cell(nn.Module):
     reduction cell; the output is (N, out_channels, H / stride, W / stride).
     """
 
-    def __init__(
-        self, genotype: Genotype, inputs: tuple[int, int], channels: int, *, after_reduction: bool
-    ) -> None:
+    def __init__(self, genotype: Genotype, inputs: tuple[int, int], channels: int, *, after_reduction: bool) -> None:
         super().__init__()
         self.output = genotype.output
         self.out_channels = channels * len(genotype.output)

@@ -65,9 +65,7 @@ SMALL = replace(
     input_shape=(3, MADE.image_size, MADE.image_size),
     batch_size=128,  # micro-batches of 32 at m = 4: with fewer, normalization by micro-batch costs accuracy here
     num_classes=MADE.classes,
-    recipe=Recipe(
-        epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1
-    ),
+    recipe=Recipe(epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1),
     data=(
         ("dataset", "gratings"),
         ("train_crop", "random"),

@@ -51,9 +51,7 @@ def prove(
         began = time.perf_counter()
         judged = measured(Settings(settings.cases, settings.restarts, settings.rounds, delay, seed=number))
         cases = {
-            each.case: {
-                **_kept(each.decision), "base": _digits(each.samples.base), "head": _digits(each.samples.head)
-            }
+            each.case: {**_kept(each.decision), "base": _digits(each.samples.base), "head": _digits(each.samples.head)}
             for each in judged.cases
         }
         runs.append({

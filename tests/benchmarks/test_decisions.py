@@ -21,9 +21,7 @@ def test_every_way_gives_the_gradients_of_plain_layers(way: Way) -> None:
     layers(x).sum().backward()
     expected = [p.grad for p in layers.parameters()]
     layers.zero_grad()
-    model = GPipe(
-        layers, [1, 2], devices=["cpu"] * 2, chunks=way.m, checkpoint=way.checkpoint, engine=way.engine
-    )
+    model = GPipe(layers, [1, 2], devices=["cpu"] * 2, chunks=way.m, checkpoint=way.checkpoint, engine=way.engine)
     with way.undone():
         model(x).sum().backward()
     torch.testing.assert_close([p.grad for p in layers.parameters()], expected)

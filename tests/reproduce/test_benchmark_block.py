@@ -52,7 +52,9 @@ RESULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
             },
         },
         [
-            "| a, always", "0.500 to 0.500, once 2.000", "0.500 to 2.000 ",
+            "| a, always",
+            "0.500 to 0.500, once 2.000",
+            "0.500 to 2.000 ",
             "| a, n=1 m=1 always | workers | 2.0000 ",
             "| a, n=2 m=4 always | auto    | 0.5000   | 2.0000    | 4.000 of 2.000 ",
         ],

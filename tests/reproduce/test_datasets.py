@@ -114,9 +114,7 @@ def empty_class(root: Path) -> None:
         (empty_class, 2, "train/ cannot be used (Found no valid file for the classes n02); put ImageNet"),
     ],
 )
-def test_a_folder_that_is_no_imagenet(
-    make: Callable[[Path], None], classes: int, said: str, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_no_imagenet(make: Callable[[Path], None], classes: int, said: str, tmp_path: Path) -> None:
     root = tmp_path / "data"
     root.mkdir()
     make(root)

@@ -54,9 +54,7 @@ def test_the_newest_finished_run_is_shown(root: Path) -> None:
     assert page.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
     assert page.endswith("<!-- end -->\nafter\n") and "old\n" not in page
     assert "machine: new, 2 core(s)" in page and "(results/measured/new.md)" in page
-    assert sorted(path.name for path in files) == sorted(
-        ["README.md", "new.md", "old.md", "broken off.md", "empty.md"]
-    )
+    assert sorted(path.name for path in files) == sorted(["README.md", "new.md", "old.md", "broken off.md", "empty.md"])
     assert len(stale(files)) == 5
     for path, text in files.items():
         path.write_text(text)

@@ -229,9 +229,7 @@ def other_record(name: str, scale: str, **values: object) -> Record:
          ["1.00", "100%", "2.00"]),
     ],
 )  # fmt: skip
-def test_rows_of_every_experiment(
-    name: str, scale: str, title: str, row: tuple[str, ...], expected: list[str]
-) -> None:
+def test_rows_of_every_experiment(name: str, scale: str, title: str, row: tuple[str, ...], expected: list[str]) -> None:
     assert cells(other_record(name, scale), title)[row] == expected
 
 

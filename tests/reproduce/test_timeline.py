@@ -15,9 +15,7 @@ from reproduce.timeline import Span, StepTimeline, watch_step
 from reproduce.training import Balancer, FakeData, Training
 from torchgpipe.observe import Task
 
-ROW = replace(
-    EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4
-)
+ROW = replace(EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4)
 PIPELINE = {"partitions": 2, "chunks": 4, "balance": (30, 35), "checkpoint": "except_last"}
 
 

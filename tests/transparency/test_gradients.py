@@ -78,9 +78,7 @@ def test_frozen_parameters(
             parameter.requires_grad_(not any(name.startswith(prefix) for prefix in prefixes))
 
     backward = {} if grad or prefixes != [""] else {"backward": None}
-    outcome = equals_plain(
-        layers, torch.randn(7, 5).requires_grad_(grad), BALANCE, prepare=freeze, **backward, **way
-    )
+    outcome = equals_plain(layers, torch.randn(7, 5).requires_grad_(grad), BALANCE, prepare=freeze, **backward, **way)
     assert outcome.takes_grad["output 0"] == (not backward)
 
 
@@ -254,9 +252,7 @@ def test_one_pipeline_after_itself(way: dict[str, Any], plainly: Any) -> None:
 
 
 @pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 2]], ids=str)
-def test_a_parameter_in_two_layers(
-    balance: list[int], way: dict[str, Any], equals_plain: Callable[..., Any]
-) -> None:
+def test_a_parameter_in_two_layers(balance: list[int], way: dict[str, Any], equals_plain: Callable[..., Any]) -> None:
     def tied() -> nn.Sequential:
         module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
         module[3].weight = module[0].weight

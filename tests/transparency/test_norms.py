@@ -80,9 +80,7 @@ def test_deferred_statistics_are_those_of_the_mini_batch(
 ) -> None:
     module = nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
     whole = nn.BatchNorm2d(4)
-    model = GPipe(
-        module, balance, devices=["cpu"] * len(balance), chunks=chunks, deferred_batch_norm=True, **way
-    )
+    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=chunks, deferred_batch_norm=True, **way)
     for step in range(1, 4):
         x = torch.randn(batch, 2, 3, 3) * step + 5
         y = model(x)

@@ -15,9 +15,7 @@ from torchgpipe import GPipe
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 4)
-    )
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 4))
 
 
 def piped(module: nn.Sequential, way: dict[str, Any], **options: Any) -> GPipe:

@@ -237,9 +237,7 @@ def _between(a: LayerCount, b: LayerCount, share: float, known: _Known) -> Layer
         backward=operators(a.backward, b.backward),
         accumulate=a.accumulate,
         output=line(a.output, b.output),
-        stashes=tuple(
-            Stashed(x.skip, line(x.bytes, y.bytes)) for x, y in zip(a.stashes, b.stashes, strict=True)
-        ),
+        stashes=tuple(Stashed(x.skip, line(x.bytes, y.bytes)) for x, y in zip(a.stashes, b.stashes, strict=True)),
         pops=a.pops,
         parameters=a.parameters,
         parameter_sizes=a.parameter_sizes,

@@ -1,7 +1,7 @@
 """Predict a training step: seconds and bubble from the layers' counts and a hardware description, by replay.
 
-    setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
-    step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
+setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
+step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
 """
 
 from __future__ import annotations

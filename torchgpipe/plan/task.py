@@ -123,9 +123,7 @@ def _backward(
     """
     live = most = 0.0
     for index in reversed(range(start, stop)):
-        changes: Sequence[Change] = getattr(
-            footprints[index], trace + ("_held" if held and index == stop - 1 else "")
-        )
+        changes: Sequence[Change] = getattr(footprints[index], trace + ("_held" if held and index == stop - 1 else ""))
         for change in changes:
             number = change.storage
             if number is not None and (number in inputs or saver.get(number, index) < index):

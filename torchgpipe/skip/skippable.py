@@ -159,8 +159,7 @@ def _drive(layer: nn.Module, steps: Generator[object, Tensor | None, Any]) -> An
                 ) from None
         else:
             raise TypeError(
-                f"{type(layer).__name__}.forward may yield stash(…) or pop(…), but it yielded "
-                f"{type(step).__name__}"
+                f"{type(layer).__name__}.forward may yield stash(…) or pop(…), but it yielded {type(step).__name__}"
             )
         used.add(step.name)
 

@@ -32,9 +32,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                 faults.append(f"layer {name!r} pops {key}, which no earlier layer stashes")
             popped.setdefault(key, name)
     faults += [
-        f"layer {name!r} stashes {key}, which no later layer pops"
-        for key, name in stashed.items()
-        if key not in popped
+        f"layer {name!r} stashes {key}, which no later layer pops" for key, name in stashed.items() if key not in popped
     ]
     if faults:
         raise TypeError(

@@ -80,7 +80,7 @@ def test_a_new_parent_for_every_few_restarts(cases: list[str], stand_in: Callabl
 
 @pytest.mark.parametrize(
     ("printed", "shown"),
-    [("hello", "'hello'"), ("[1]", "'\\[1\\]'"), ("7", "'7'"), ('{"case": "x"}', "'{\"case\": \"x\"}'")],
+    [("hello", "'hello'"), ("[1]", "'\\[1\\]'"), ("7", "'7'"), ('{"case": "x"}', '\'{"case": "x"}\'')],
 )
 def test_what_is_no_sample_is_one_line(printed: str, shown: str, stand_in: Callable[[str], Tree]) -> None:
     tree = stand_in(f"print({printed!r})")

@@ -77,9 +77,7 @@ def predicted_from(table: Record, experiment: str) -> Record:
     return Record(f"{experiment}-p", f"{experiment}, predicted", "predicted", {}, results, hardware={"name": "a<b"})
 
 
-TABLES = {
-    experiment.name: experiment.table for experiment in EXPERIMENTS.values()
-}
+TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values()}
 
 
 @pytest.fixture(scope="session")
