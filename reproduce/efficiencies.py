@@ -19,7 +19,8 @@ from dataclasses import replace
 
 import torch
 
-from reproduce.timings import SOURCES, Card, Timings
+from reproduce.cards import Card
+from reproduce.timings import SOURCES, Timings
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from reproduce.cards import GTX_1080_TI, TITAN_X, TITAN_XP, Card
 from reproduce.efficiencies import LEAST, least, on_card
-from reproduce.timings import GTX_1080_TI, TITAN_X, TITAN_XP, Card
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.hardware import WORK, Hardware
 from torchgpipe.plan.operators import Operator

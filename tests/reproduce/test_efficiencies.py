@@ -7,9 +7,10 @@ from statistics import mean
 
 import pytest
 
+from reproduce.cards import TITAN_X
 from reproduce.efficiencies import MEMORY, errors, fitted, on_card
 from reproduce.prediction_effects import FUSED_BY_TIMINGS, variants
-from reproduce.timings import SOURCES, TITAN_X
+from reproduce.timings import SOURCES
 from torchgpipe.plan.hardware import Hardware, load_hardware
 
 P40 = load_hardware("p40x8")
