@@ -103,4 +103,5 @@ def _parameters(asked: Asked, sizes: tuple[int, ...]) -> int:
 def _counts(model: str, sizes: Sequence[int]) -> Counts:
     name, _, _, _, shape = MODELS[model]
     with torch.device("meta"):
-        return count(BUILDERS[name](*sizes), torch.empty(1, *shape))
+        module, sample = BUILDERS[name](*sizes), torch.empty(1, *shape)
+    return count(module, sample)

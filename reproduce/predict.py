@@ -194,7 +194,8 @@ BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
 @functools.lru_cache(maxsize=8)
 def _counts(model: str, sizes: tuple[int, ...], shape: tuple[int, ...], memory: bool) -> Counts:
     with torch.device("meta"):
-        return count(BUILDERS[model](*sizes), torch.empty(1, *shape), memory=memory)
+        module, sample = BUILDERS[model](*sizes), torch.empty(1, *shape)
+    return count(module, sample, memory=memory)
 
 
 def _rounded(value: Json) -> Json:

@@ -277,14 +277,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+def test_the_copy_is_made_once_and_before_the_clock_is_read(calls: list[str]) -> None:
+    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, name="a"))[1])
+    for _ in range(2):
+        profile.time_forward(rehearsal, torch.device("cuda"))
+    assert calls[0] == "copy"
+    assert calls.count("copy") == 1
+
+
 def test_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
-    rehearsal = profile.Rehearsal(Spend(0, name="a"), X, {})
+    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: Spend(0, name="a"))
     profile.time_run(rehearsal, torch.device("cuda"))
     read = ["synchronize", "clock"]
     assert calls == [*read, "a forward", *read, *read, "a backward", *read]
 
 
 def test_peak_is_that_of_forward_after_a_warm_up(calls: list[str]) -> None:
-    rehearsal = profile.Rehearsal(Spend(0, name="a"), X, {})
+    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: Spend(0, name="a"))
     assert profile._peak_bytes(rehearsal, torch.device("cuda")) == 72 - 30
     assert calls == ["a forward", "reset", "allocated", "a forward", "peak"]

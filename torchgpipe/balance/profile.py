@@ -8,6 +8,7 @@ And a layer runs as a copy, one at a time, so that the module stays untouched an
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -73,15 +74,23 @@ def profile_sizes(
 
 
 class Rehearsal:
-    """A layer's copy and what enters it, to be run as often as needed."""
+    """A layer and what enters it; its copy, made when it is first needed, runs as often as needed."""
 
-    def __init__(self, layer: nn.Module, value: TensorOrTensors, skips: Scope) -> None:
-        self.layer = layer
+    def __init__(
+        self, original: nn.Module, value: TensorOrTensors, skips: Scope, make: Callable[[], nn.Module]
+    ) -> None:
+        self.original = original
+        self._make = make
         self._value = value
         self._skips = skips
         self.output: TensorOrTensors = ()
         self.scope: Scope = {}
         """What the last run stashed."""
+
+    @functools.cached_property
+    def layer(self) -> nn.Module:
+        """The copy."""
+        return self._make()
 
     def prepare(self) -> TensorOrTensors:
         """Forget the last run, and return the input for the next."""
@@ -94,6 +103,11 @@ class Rehearsal:
         """Run the layer on what `prepare` returned."""
         with skip_scope(self.scope):
             self.output = self.layer(value)
+
+    def ready(self) -> Callable[[TensorOrTensors], None]:
+        """Return `forward` with the copy made, which is not to be timed."""
+        _ = self.layer
+        return self.forward
 
     def results(self) -> list[Tensor]:
         """Return the tensors that the last run put out or stashed."""
@@ -108,14 +122,13 @@ def rehearse(
     waiting: Scope = {}
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
-        duplicate = placed_copy(module, index, device)
-        rehearsal = Rehearsal(duplicate, value, skips)
+        rehearsal = Rehearsal(layer, value, skips, functools.partial(placed_copy, module, index, device))
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
         value = _cut_off(rehearsal.output, device)
         waiting.update({key: None if x is None else _detach(x, device) for key, x in rehearsal.scope.items()})
         # The device may have room for only one layer.
-        del rehearsal, duplicate, skips
+        del rehearsal, skips
         yield measurement
 
 
@@ -128,10 +141,10 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
 
 def time_forward(rehearsal: Rehearsal, device: torch.device) -> float:
     """Run forward once; return its seconds."""
-    value = rehearsal.prepare()
+    value, run = rehearsal.prepare(), rehearsal.ready()
     synchronize(device)
     start = perf_counter()
-    rehearsal.forward(value)
+    run(value)
     synchronize(device)
     return perf_counter() - start
 

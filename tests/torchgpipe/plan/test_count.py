@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +32,24 @@ def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) 
     line = count(model, x).at(size)
     monkeypatch.setattr("torchgpipe.plan.count.SIZES", (size, size + 1))
     assert line == count(model, x).at(size)
+
+
+class Copied(nn.Linear):
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        Copied.copies += 1
+        return Copied(self.in_features, self.out_features, device=self.weight.device)
+
+
+@pytest.mark.parametrize(("widths", "different"), [([8] * 41, 1), ([8, 4] * 20 + [8], 2)])
+def test_layers_that_behave_alike_are_copied_once(
+    widths: list[int], different: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copied, "copies", 0)
+    model = nn.Sequential(*(Copied(a, b) for a, b in pairwise(widths)))
+    assert len(count(model, torch.empty(1, 8), memory=False)) == 40
+    assert Copied.copies == 2 * (different + 1)  # for two sizes; to the model's input goes no gradient
 
 
 def test_leaves_the_model_alone() -> None:
