@@ -1,17 +1,19 @@
 """Keep the numbers in docs/prediction.md: blocks between marks are made from records, and by nobody's hand.
 
-<!-- predicted: amoebanet-speed-p40x8 -->     the tables of that record of predictions
-<!-- predicted: errors -->                    the errors of all speed tables' rows together
-<!-- predicted: efficiencies p40x8 -->        a description's figures and their sources
-<!-- predicted: gains -->                     AmoebaNet-D's m = 4 over m = 1, by n, and its share of the ideal
-<!-- predicted: choices -->                   the efficiencies, had they been worked out from less, or otherwise
-<!-- predicted: convolutions -->              the errors of convolutions that others timed by themselves
-<!-- predicted: held out -->                  the errors of each source, predicted from the others
-<!-- predicted: effects -->                   the model without what was added to it, against all published figures
-<!-- predicted: timings -->                   the errors of what the efficiencies were worked out from, and of more
-<!-- predicted: resources -->                 how busy devices, links and host are in the rows of the speed tables
-<!-- predicted: slower layers -->             U-Net's rows, did some of its layers take longer
-<!-- end -->
+    <!-- predicted: amoebanet-speed-p40x8 -->     the tables of that record of predictions
+    <!-- predicted: errors -->                    the errors of all speed tables' rows together
+    <!-- predicted: efficiencies p40x8 -->        a description's figures and their sources
+    <!-- predicted: gains -->                     AmoebaNet-D's m = 4 over m = 1, by n, and its share of the ideal
+    <!-- predicted: choices -->                   the efficiencies, had they been worked out from less, or otherwise
+    <!-- predicted: convolutions -->              the errors of convolutions that others timed by themselves
+    <!-- predicted: held out -->                  the errors of each source, predicted from the others
+    <!-- predicted: effects -->                   the model without what was added to it, against all published figures
+    <!-- predicted: timings -->                   the errors of what the efficiencies were worked out from, and of more
+    <!-- predicted: resources -->                 how busy devices, links and host are in the rows of the speed tables
+    <!-- predicted: slower layers -->             U-Net's rows, did some of its layers take longer
+    <!-- end -->
+
+What is between them is replaced as a whole.
 """
 
 from __future__ import annotations

@@ -27,6 +27,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def cells() -> Callable[[str], dict[str, list[str]]]:
+    """Read a table in Markdown: its rows by their first cell."""
+
+    def read(block: str) -> dict[str, list[str]]:
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        assert len({len(row) for row in rows}) == 1
+        return {row[0]: row[1:] for row in rows[2:]}
+
+    return read
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Experiment]:
     """Offer experiments of seconds beside the real ones, on a machine of two cores."""

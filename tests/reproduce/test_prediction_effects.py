@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,34 +15,29 @@ from reproduce.timings import SOURCES
 from torchgpipe.plan.hardware import load_hardware
 
 pytest.importorskip("torchvision", reason="the measured models are torchvision's")
+Cells = Callable[[str], dict[str, list[str]]]
 PREDICTED = Path(__file__).resolve().parents[2] / "results" / "predicted"
-
-
-def cells(block: str) -> dict[str, list[str]]:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-    assert len({len(row) for row in rows}) == 1
-    return {row[0]: row[1:] for row in rows[2:]}
 
 
 def test_the_last_variant_is_the_description() -> None:
     assert list(variants().values())[-1] == load_hardware("p40x8")
 
 
-def test_effects_end_with_the_errors_of_the_records() -> None:
+def test_effects_end_with_the_errors_of_the_records(cells: Cells) -> None:
     table = cells(effects())
     for name in ("amoebanet", "unet", "resnet101"):
         for row, error in speed_up_errors(load(PREDICTED / f"{name}-speed-p40x8.json")).items():
             assert abs(float(table[f"{name} {row}"][-1].rstrip("%")) / 100 - error) < 0.002
 
 
-def test_choices_begin_with_the_description_and_no_source_decides_on_the_target() -> None:
+def test_choices_begin_with_the_description_and_no_source_decides_on_the_target(cells: Cells) -> None:
     table = cells(choices())
     shares = load_hardware("p40x8")
     kinds = ("conv", "winograd", "winograd_fused")
     assert next(iter(table.values()))[:3] == [f"{shares.compute_efficiency[kind]:.2f}" for kind in kinds]
     assert [row for row in table if row.startswith("without")] == [f"without {name}" for name in SOURCES]
-    errors = {row: float(cells[5].rstrip("%")) for row, cells in table.items()}
-    within = {row: int(cells[6].removesuffix(" of 16")) for row, cells in table.items()}
+    errors = {row: float(line[5].rstrip("%")) for row, line in table.items()}
+    within = {row: int(line[6].removesuffix(" of 16")) for row, line in table.items()}
     assert all(error <= 3 for row, error in errors.items() if row.startswith(("as", "without")))
     assert all(rows >= 0.9 * 16 for row, rows in within.items() if row.startswith(("as", "without")))
     assert errors["with all that is unsteady, too"] > 3, "as docs/prediction.md says"
@@ -52,7 +48,7 @@ def test_choices_begin_with_the_description_and_no_source_decides_on_the_target(
 
 
 @pytest.mark.parametrize("part", [1, 2], ids=["memory's share", "fused kernels apart"])
-def test_of_sources_that_were_held_out_more_gain_than_lose_by(part: int) -> None:
+def test_of_sources_that_were_held_out_more_gain_than_lose_by(part: int, cells: Cells) -> None:
     table = {name: [float(cell.rstrip("%")) for cell in row] for name, row in cells(held_out()).items()}
     assert list(table) == list(SOURCES)
     gained = [row[part - 1] - row[part] for row in table.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,11 @@ from reproduce.predicted_table import speed_up_errors
 from reproduce.prediction_limits import resources, slower_layers
 from reproduce.record import load
 
+Cells = Callable[[str], dict[str, list[str]]]
 PREDICTED = Path(__file__).resolve().parents[2] / "results" / "predicted"
 
 
-def cells(block: str) -> dict[str, list[str]]:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-    assert len({len(row) for row in rows}) == 1
-    return {row[0]: row[1:] for row in rows[2:]}
-
-
-def test_resources_leave_out_what_has_one_device() -> None:
+def test_resources_leave_out_what_has_one_device(cells: Cells) -> None:
     table = cells(resources())
     assert len(table) == 15
     assert not any(row.endswith(("baseline", "pipeline-1")) for row in table)
@@ -27,7 +23,7 @@ def test_resources_leave_out_what_has_one_device() -> None:
     assert all(0 <= share <= 100 for row in shares for share in row)
 
 
-def test_slower_layers_matter_most_where_they_are_a_partition() -> None:
+def test_slower_layers_matter_most_where_they_are_a_partition(cells: Cells) -> None:
     """A row's first column is its error in the records, and the baseline's own slowness is in all of them."""
     table = {row: [float(cell.rstrip("%")) for cell in line] for row, line in cells(slower_layers()).items()}
     errors = speed_up_errors(load(PREDICTED / "unet-speed-p40x8.json"))

@@ -1,7 +1,9 @@
 """Predict a training step: seconds and bubble from the layers' counts and a hardware description, by replay.
 
-setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
-step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
+    setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
+    step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
+
+Layers' seconds are worked out once for each size of micro-batches.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
 
 
 class Predictor:
-    """Predict steps of one model on one node; layers' seconds are worked out once per micro-batch size."""
+    """Predict steps of one model on one node."""
 
     def __init__(self, counts: Counts, hardware: Hardware) -> None:
         self.counts = counts

@@ -77,9 +77,8 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
     # Like `Segment.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
     leaf = inputs if len(footprints[start].inputs) + len(arrivals) == 1 else own
 
-    def backward(trace: str, *, checkpoint: bool, apart: bool | None = None) -> float:
+    def backward(trace: str, *, checkpoint: bool, apart: bool) -> float:
         kept = leaf if checkpoint else own
-        apart = checkpoint if apart is None else apart
         return _backward(footprints, start, stop, saver, kept, trace, held=checkpoint or last, apart=apart)
 
     return Task(
@@ -91,10 +90,10 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
         output=_total(set(footprints[stop - 1].outputs), size),
         output_grad=footprints[stop - 1].output_grad,
         input_grad=footprints[start].input_grad,
-        first=backward("first", checkpoint=True),
-        later=backward("later", checkpoint=True),
-        first_alone=backward("first", checkpoint=False),
-        later_alone=backward("later", checkpoint=False),
+        first=backward("first", checkpoint=True, apart=True),
+        later=backward("later", checkpoint=True, apart=True),
+        first_alone=backward("first", checkpoint=False, apart=False),
+        later_alone=backward("later", checkpoint=False, apart=False),
         added_alone=backward("later", checkpoint=False, apart=True),
         arrivals=_total(arrivals, size),
     )
