@@ -28,13 +28,13 @@ __all__ = ["MARK", "render", "render_blocks", "stale"]
 MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n)(?P<old>.*?)(?P<end><!-- end -->)", re.DOTALL)
 
 
-def render(root: Path) -> dict[Path, str]:
+def render(root: Path, known: Callable[[Path], bool] = Path.is_file) -> dict[Path, str]:
     """Return every file below `root` that is made from records, or has such a block, with its whole new text.
 
     Raises:
         RecordError: a record is broken, or a block names no experiment.
     """
-    records = {path: load(path) for path in sorted((root / "results" / "measured").rglob("*.json"))}
+    records = {path: load(path) for path in sorted((root / "results" / "measured").rglob("*.json")) if known(path)}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
     for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
