@@ -28,7 +28,7 @@ from torchgpipe.relay import Relay
 from torchgpipe.skip import pop, skippable, stash
 
 PATIENCE = 300  # seconds; only a hang takes as long
-ENGINES = ["graph", "inline", "workers"]
+ENGINES = ["graph", "workers"]
 MODES: list[Mode] = ["always", "except_last", "never"]
 M, N = 4, 3
 
@@ -436,24 +436,6 @@ def test_a_checkpointed_partition_that_changes_its_input(engine: str, j: int) ->
     message = rf"partition {j} changed its input in place.*make its first layer out-of-place.*checkpoint='never'"
     with pytest.raises(RuntimeError, match=message):
         model(torch.rand(4, 2))
-
-
-# What is asked of autograd, and why it is refused.
-REFUSED = {
-    "autograd.grad": (lambda y, x: torch.autograd.grad(y.sum(), x), r"call loss.backward\(\) and read .grad"),
-    "backward(inputs=)": (lambda y, x: y.sum().backward(inputs=[x]), r"call loss.backward\(\) and read .grad"),
-    "create_graph": (lambda y, x: y.sum().backward(create_graph=True), "cannot be differentiated again"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # PyTorch's own, on create_graph
-@pytest.mark.parametrize(("ask", "message"), REFUSED.values(), ids=REFUSED.keys())
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_backward_of_another_kind(engine: str, ask: Any, message: str) -> None:
-    model = pipeline(Journal("always"), engine, "always")
-    x = torch.rand(M, 3, requires_grad=True)
-    with pytest.raises(RuntimeError, match=message):
-        ask(model(x), x)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -22,7 +22,7 @@ from torchgpipe.skip import pop, skippable, stash
 
 WAYS = [
     {"engine": engine, "checkpoint": checkpoint}
-    for engine in ("graph", "inline", "workers")
+    for engine in ("graph", "workers")
     for checkpoint in ("always", "except_last", "never")
 ]
 # Many samples of few features, so that activations outweigh the gradients of weights.
@@ -128,7 +128,7 @@ ACTIVATIONS = 2 * UNIT
 
 
 @pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: way["checkpoint"])
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
 def test_only_inputs_of_tasks_are_kept_for_backward(engine: str, way: dict[str, Any]) -> None:
     checkpointed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[way["checkpoint"]]
     model = piped(layers(), {**way, "engine": engine})
@@ -142,7 +142,7 @@ def test_only_inputs_of_tasks_are_kept_for_backward(engine: str, way: dict[str, 
     assert eventually(lambda: ledger.alive == 0), f"{ledger.alive} bytes are left after backward"
 
 
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
 def test_backward_takes_one_tasks_working_set_more(engine: str) -> None:
     def peak_of_one_task() -> int:
         ledger, module = Ledger(), layers()[:3]
@@ -167,7 +167,7 @@ def test_backward_takes_one_tasks_working_set_more(engine: str) -> None:
     assert bound < CHUNKS * 3 * ACTIVATIONS
 
 
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
 @pytest.mark.parametrize("portals", [True, False])
 def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None:
     @skippable(stash=["skip"])
@@ -309,12 +309,14 @@ def backward_retained(model: GPipe, x: Tensor) -> None:
     model(x).sum().backward(retain_graph=True)
 
 
-def backward_refused(model: GPipe, x: Tensor) -> None:
+def backward_of_the_input(model: GPipe, x: Tensor) -> None:
     x = x.clone().requires_grad_()
-    try:
-        torch.autograd.grad(model(x).sum(), x)
-    except RuntimeError as error:
-        assert "torch.autograd.grad" in str(error)
+    torch.autograd.grad(model(x).sum(), x)
+
+
+def backward_refused(model: GPipe, x: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        model(x).sum().backward(create_graph=True)
 
 
 def failing(when: str, partition: int, error: type[BaseException]) -> Callable[[GPipe, Tensor], None]:
@@ -339,6 +341,7 @@ USES: dict[str, Callable[[GPipe, Tensor], None]] = {
     "without gradients": without_gradients,
     "backward too": backward_too,
     "backward retained": backward_retained,
+    "backward of the input": backward_of_the_input,
     "backward refused": backward_refused,
     **{
         f"{error.__name__} in {when} of partition {partition}": failing(when, partition, error)
@@ -349,12 +352,13 @@ USES: dict[str, Callable[[GPipe, Tensor], None]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # PyTorch's own, on create_graph
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_dropping_a_pipeline_frees_all_of_it(use: Callable[[GPipe, Tensor], None], way: dict[str, Any]) -> None:
     threads = set(threading.enumerate())
     model = piped(nn.Sequential(Trouble(), Trouble(), Trouble()), way, (1, 1, 1))
     ledger = model.observer = Ledger()
-    refs = [weakref.ref(x) for x in (model, *model, *model.partitions, model._engines)]
+    refs = [weakref.ref(x) for x in (model, *model, *model.partitions, model._engine)]
     storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     use(model, torch.randn(BATCH, WIDTH))
     model.zero_grad()

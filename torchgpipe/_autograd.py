@@ -6,12 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn.utils import parametrize
 
-__all__ = ["accumulates", "keeps_graph", "run_backward"]
+__all__ = [
+    "backward_id",
+    "caches_parametrizations",
+    "default_device",
+    "keeps_graph",
+    "run_backward",
+    "storage_of",
+    "torch_function_enabled",
+    "with_torch_function",
+]
 
 _engine = torch.autograd.Variable._execution_engine
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -33,9 +44,41 @@ def keeps_graph() -> bool:
     return bool(_keeps_graph())
 
 
-def accumulates() -> bool:
-    """Return whether the backward in progress accumulates into every leaf.
+def backward_id() -> int:
+    """Return the number of the backward in progress; a later backward has a higher one."""
+    return int(torch._C._current_graph_task_id())
 
-    It does not under `torch.autograd.grad(…)` and `backward(inputs=…)`.
+
+def caches_parametrizations() -> bool:
+    """Return whether `torch.nn.utils.parametrize.cached()` is in effect."""
+    return bool(parametrize._cache_enabled)
+
+
+def default_device() -> torch.device | None:
+    """Return the device on which this thread makes tensors by default, `None` if nobody has set one.
+
+    The same as `torch.get_default_device()`, which takes longer than a small layer.
     """
-    return bool(_engine.is_checkpoint_valid())
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def torch_function_enabled() -> bool:
+    """Return whether tensor subclasses see the functions that are called on them.
+
+    The backward of a loss that is such a subclass runs with this switched off.
+    """
+    return bool(torch._C._is_torch_function_enabled())
+
+
+def with_torch_function() -> AbstractContextManager[object]:
+    """Let tensor subclasses see the functions that are called on them."""
+    context: AbstractContextManager[object] = torch._C._EnableTorchFunction()
+    return context
+
+
+def storage_of(x: Tensor) -> int:
+    """Return a number that tensors have in common if and only if they share memory."""
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return id(x)

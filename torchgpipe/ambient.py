@@ -1,4 +1,7 @@
-"""The modes around the caller's code, which threads do not share: grad mode, inference mode, autocast."""
+"""The modes around the caller's code, which PyTorch keeps for each thread apart.
+
+Worker threads enter all of them; a recomputation enters those that may have changed since the first pass.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from torchgpipe._autograd import default_device, torch_function_enabled, with_torch_function
+from torchgpipe.checkpoint import Passing, is_checkpointing, is_recomputing
+
 __all__ = ["Ambient"]
 
 # Devices that have an autocast of their own; others, such as meta, follow no autocast state.
@@ -14,37 +20,55 @@ _AUTOCAST = ("cpu", "cuda", "xpu")
 
 
 class Ambient:
-    """Remember the modes of the thread that makes it, to enter them in another thread or at a later time."""
+    """Remember the modes of the thread that makes it, to enter them in another thread or at a later time.
+
+    They are grad mode, inference mode, autocast, the default device, and the pass of an outer pipeline.
+    """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         types = {"cpu", *(d.type for d in devices)}.intersection(_AUTOCAST)
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
+        self._types = [*types]
+        self._cast = any(enabled for _, enabled, _ in self._autocast)
+        self._device = default_device()
+        self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
+        self._torch_function = torch_function_enabled()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter all of the modes."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocast():
+        """Enter all of the modes, in a worker thread."""
+        passing = Passing(checkpointing=self._checkpointing, recomputing=self._recomputing)
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), passing, self.again():
             yield
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return what enters, in this thread, the autocast state alone, on or off, without its cache of weights.
+    def for_first_pass(self) -> AbstractContextManager[object]:
+        """Return what to enter around a first pass, which runs without a graph, in a thread that has the modes.
 
-        A weight that a task without a graph casts must not serve one with a graph: its gradient would be lost.
+        Autocast keeps no copies of weights then: a copy that was made without a graph would lose the gradient in a
+        task that has one.
         """
-        for state in self._autocast:
-            if state[1] or torch.is_autocast_enabled(state[0]):
-                return _cast([s for s in self._autocast if s[1] or torch.is_autocast_enabled(s[0])])
-        return _NOTHING
+        return self._changed(False, False) if self._cast else _NOTHING
+
+    def again(self) -> AbstractContextManager[object]:
+        """Return what enters, in this thread, the modes that a first pass met: autocast, on or off, and the others."""
+        cast = self._cast or True in map(torch.is_autocast_enabled, self._types)
+        moved = default_device() != self._device
+        hidden = self._torch_function and not torch_function_enabled()
+        return self._changed(moved, hidden) if cast or moved or hidden else _NOTHING
+
+    @contextmanager
+    def _changed(self, moved: bool, hidden: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if hidden:
+                stack.enter_context(with_torch_function())
+            if moved:
+                stack.enter_context(self._device or torch.device("cpu"))
+            for device_type, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
+            yield
 
 
 _NOTHING = nullcontext()
-
-
-@contextmanager
-def _cast(states: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for device_type, enabled, dtype in states:
-            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
-        yield

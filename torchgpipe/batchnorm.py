@@ -7,11 +7,13 @@ kept for the undivided mini-batch: updated once per mini-batch, from its mean an
 A micro-batch leaves its count, mean and variance behind. They are combined when the mini-batch ends, by the
 formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983) for many parts at
 once: squared distances to a mean add up, sums of squares are never subtracted from each other. So a mean far
-from zero costs no digits.
+from zero costs no digits. All layers of a model are combined at once: a few operators, however many layers.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from copy import copy
 from typing import Any, TypeVar, cast
 
@@ -23,10 +25,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.checkpoint import is_recomputing
 
-__all__ = ["DeferredBatchNorm"]
+__all__ = ["DeferredBatchNorm", "commit"]
 
 Module = TypeVar("Module", bound=nn.Module)
-Statistics = tuple[int, Tensor, Tensor]
+Statistics = tuple[int, Tensor]
+"""Of a micro-batch: values per channel; their means and unbiased variances, of shape ``(2, channels)``."""
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -76,8 +79,8 @@ class DeferredBatchNorm(_BatchNorm):
 
         Parameters, buffers, hooks and mode are the replaced layer's own, so that an optimizer made before
         goes on and ``state_dict`` keeps its keys. A layer that occurs twice is replaced by one.
-        `nn.SyncBatchNorm` is left alone. If the module is a batch normalization itself, its replacement is
-        returned.
+        `nn.SyncBatchNorm` is left alone, and so is a layer that tracks no statistics. If the module is a batch
+        normalization itself, its replacement is returned.
 
         Raises:
             ValueError: ``chunks`` is below 1, or a layer is lazy and has not seen an input.
@@ -88,7 +91,7 @@ class DeferredBatchNorm(_BatchNorm):
         replacements: dict[nn.Module, nn.Module] = {
             layer: cls._replacement(layer, chunks)
             for layer in module.modules()
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and _tracks(layer)
         }
         for name, layer in list(module.named_modules(remove_duplicate=False)):
             if name and layer in replacements:
@@ -130,37 +133,22 @@ class DeferredBatchNorm(_BatchNorm):
                 "batch normalization needs more than 1 value per channel in every micro-batch, "
                 f"got an input of shape {tuple(input.shape)}: use fewer chunks or a larger mini-batch"
             )
-        if not self._tracks() or is_recomputing():
+        if not _tracks(self) or is_recomputing():
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        assert self.running_mean is not None and self.running_var is not None
+        assert self.running_mean is not None
         # With a momentum of 1 the kernel hands out the statistics that it computes anyway.
-        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        statistics = self.running_mean.new_zeros(2, self.running_mean.numel())
+        mean, var = statistics
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
         if count:
-            self._tracked.append((count, mean, var))
+            self._tracked.append((count, statistics))
         if len(self._tracked) == self.chunks:
             self.commit()
         return output
 
-    def _tracks(self) -> bool:
-        return self.track_running_stats and self.running_mean is not None and self.running_var is not None
-
-    @torch.no_grad()
     def commit(self) -> None:
         """End the mini-batch: update the running statistics from what was tracked, if anything was."""
-        tracked, self._tracked = self._tracked, []
-        if not tracked or self.running_mean is None or self.running_var is None:
-            return
-        mean, var = _combine(tracked, like=self.running_mean)
-        momentum = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
-        if momentum is None:
-            momentum = 0.0
-        for running, new in ((self.running_mean, mean), (self.running_var, var)):
-            running.copy_((1 - momentum) * running.to(new.dtype) + momentum * new)
+        commit([self])
 
     def discard(self) -> None:
         """Forget what was tracked since the last commit, because the mini-batch failed."""
@@ -184,26 +172,60 @@ class DeferredBatchNorm(_BatchNorm):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _combine(tracked: list[Statistics], *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance of all parts together, on ``like``'s device, in float32 or better.
+def _tracks(layer: _BatchNorm) -> bool:
+    return layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None
 
-    N    = sum of n
-    mean = sum of n / N * mean_i
-    var  = (sum of (n - 1) * var_i + sum of n * (mean_i - mean)**2) / (N - 1)
+
+@torch.no_grad()
+def commit(layers: Iterable[DeferredBatchNorm]) -> None:
+    """End the mini-batch of all layers at once: update their running statistics from what they tracked.
+
+    Layers with the same device, dtype and number of micro-batches are updated together. The host never waits
+    for the device.
     """
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    counts = [count for count, _, _ in tracked]
-    total = sum(counts)
-    means = torch.stack([mean.to(like.device, dtype) for _, mean, _ in tracked])
-    variances = torch.stack([var.to(like.device, dtype) for _, _, var in tracked])
+    groups: dict[tuple[object, ...], list[tuple[DeferredBatchNorm, list[Statistics]]]] = defaultdict(list)
+    sharing: Counter[Tensor] = Counter()
+    for layer in layers:
+        tracked, layer._tracked = layer._tracked, []
+        mean, cumulative, uncounted = layer.running_mean, layer.momentum is None, layer.num_batches_tracked is None
+        if tracked and mean is not None and layer.running_var is not None:
+            sharing[mean] += 1  # Layers that share running statistics update them one after the other.
+            key = (mean.device, mean.dtype, len(tracked), cumulative, uncounted, sharing[mean])
+            groups[key].append((layer, tracked))
+    for group in groups.values():
+        _update(*zip(*group, strict=True))
 
-    def weights(parts: list[float]) -> Tensor:
-        return torch.tensor(parts, dtype=dtype).to(like.device, non_blocking=True).unsqueeze(1)
 
-    mean = (weights([n / total for n in counts]) * means).sum(0)
-    within = (weights([(n - 1) / (total - 1) for n in counts]) * variances).sum(0)
-    between = (weights([n / (total - 1) for n in counts]) * (means - mean).square()).sum(0)
-    return mean, within + between
+def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistics], ...]) -> None:
+    """Update layers of one group, in float32 or better. The channels of all layers stand in one row."""
+    running = cast(list[Tensor], [*(x.running_mean for x in layers), *(x.running_var for x in layers)])
+    device, dtype = running[0].device, torch.promote_types(running[0].dtype, torch.float32)
+    channels = [mean.numel() for mean in running[: len(layers)]]
+    batches = [x.num_batches_tracked for x in layers if x.num_batches_tracked is not None]
+    if batches:
+        torch._foreach_add_(batches, 1)
+
+    rows = [
+        [width, layer.momentum or 0.0, *(count for count, _ in parts)]
+        for layer, width, parts in zip(layers, channels, tracked, strict=True)
+    ]
+    # One copy takes the numbers of all layers to the device. From pinned memory, the host need not wait for it.
+    table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    table = table.to(device, non_blocking=True).t()
+    if batches and layers[0].momentum is None:
+        table[1] = 1 / torch.stack(batches).to(dtype)
+    # From a column per layer to a column per channel.
+    table = table.repeat_interleave(table[0].long(), dim=1, output_size=sum(channels))
+    momenta, counts = table[1], table[2:]
+
+    statistics = [x.to(device) for micro_batch in zip(*tracked, strict=True) for _, x in micro_batch]
+    means, variances = torch.cat(statistics, 1).to(dtype).unflatten(1, counts.shape)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total
+    var = (counts * (means - mean).square() + (counts - 1) * variances).sum(0) / (total - 1)
+    old = torch.cat(running).to(dtype).unflatten(0, (2, -1))
+    new = old.lerp(torch.stack([mean, var]), momenta).to(running[0].dtype)
+    torch._foreach_copy_(running, new.flatten().split(channels * 2))
 
 
 def _checked(chunks: int | None) -> int | None:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import threading
 from typing import Literal, get_args
 
-__all__ = ["Mode", "checkpointed", "checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
+__all__ = [
+    "MODES",
+    "Mode",
+    "Passing",
+    "checkpointed",
+    "checkpointing",
+    "is_checkpointing",
+    "is_recomputing",
+    "recomputing",
+]
 
 Mode = Literal["always", "except_last", "never"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-class _Pass(threading.local):
+class _Thread(threading.local):
     checkpointing = False
     recomputing = False
 
 
-_pass = _Pass()
+_thread = _Thread()
 
 
 def checkpointed(mode: Mode, m: int) -> int:
@@ -30,7 +39,7 @@ def checkpointed(mode: Mode, m: int) -> int:
 
 def is_checkpointing() -> bool:
     """Return whether the running layer is in the first pass of a checkpointed task, which keeps no activations."""
-    return _pass.checkpointing
+    return _thread.checkpointing
 
 
 def is_recomputing() -> bool:
@@ -38,24 +47,28 @@ def is_recomputing() -> bool:
 
     A layer with an effect beside its output should have that effect in one of the two passes only.
     """
-    return _pass.recomputing
+    return _thread.recomputing
 
 
-class checkpointing:
+class Passing:
+    """Mark what this thread runs: a first pass of a checkpointed task, a recomputation, or neither."""
+
+    def __init__(self, *, checkpointing: bool, recomputing: bool) -> None:
+        self._inner = checkpointing, recomputing
+
+    def __enter__(self) -> None:
+        self._outer = _thread.checkpointing, _thread.recomputing
+        _thread.checkpointing, _thread.recomputing = self._inner
+
+    def __exit__(self, *_: object) -> None:
+        _thread.checkpointing, _thread.recomputing = self._outer
+
+
+def checkpointing() -> Passing:
     """Mark this thread as running the first pass of a checkpointed task."""
-
-    def __enter__(self) -> None:
-        self._outer, _pass.checkpointing = _pass.checkpointing, True
-
-    def __exit__(self, *_: object) -> None:
-        _pass.checkpointing = self._outer
+    return Passing(checkpointing=True, recomputing=_thread.recomputing)
 
 
-class recomputing:
+def recomputing() -> Passing:
     """Mark this thread as running the second pass of a checkpointed task."""
-
-    def __enter__(self) -> None:
-        self._outer, _pass.recomputing = _pass.recomputing, True
-
-    def __exit__(self, *_: object) -> None:
-        _pass.recomputing = self._outer
+    return Passing(checkpointing=_thread.checkpointing, recomputing=True)

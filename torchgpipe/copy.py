@@ -1,23 +1,21 @@
 """Copies between devices, on CUDA streams of their own (torchgpipe paper, section 3.2.4).
 
-A tensor that goes from one device to another passes three nodes of the autograd graph:
+The tensors that go from one task to another device are copied together, by one node of the autograd graph. Around it:
 
-    depart   once its task is issued: the source's compute stream is marked by an event
-    copy     on the streams of this way, which wait for that event
-    arrive   before the task that needs it is issued: the target's compute stream waits for the copy
+    the task ends      the source's compute stream is marked by an event
+    copy               on the two streams of this route, which wait for that event
+    the next begins    the target's compute stream waits for the copy
 
-Backward mirrors them: arrive, copy, depart. So a copy overlaps the computation of both devices, and what comes
-between departure and copy in the graph (a recomputation) is launched before the source's compute stream has to
-wait for the gradient. Memory that is used on another stream than the one it was allocated on is recorded there.
+Backward mirrors them. So a copy overlaps the computation of both devices. Memory that is used on another stream than the one
+it was allocated on is recorded there.
 
 A stream works in the order in which it was given work, so one that waits holds up all that comes later. Nothing may
-therefore wait for more than it needs: every wait is for an event, all tensors of a task depart and arrive together, and
-no two ways share a stream.
+therefore wait for more than it needs: every wait is for an event, and no two routes share a stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -39,76 +37,66 @@ class CopyStreams:
     def __init__(self, devices: Sequence[torch.device], *, enabled: bool = True) -> None:
         self.devices = list(devices)
         self._enabled = enabled
-        self._made: dict[tuple[int, ...], torch.cuda.Stream | None] = {}
+        self.needed = len(set(self.devices)) > 1
+        self._made: dict[tuple[int, int, int], torch.cuda.Stream | None] = {}
 
     def between(self, source: int, target: int) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-        """Return the streams at both ends of the way from partition `source` to `target`."""
+        """Return the streams at both ends of the route from partition `source` to `target`."""
         return self._stream(source, source, target), self._stream(target, source, target)
 
-    def aside(self, partition: int) -> torch.cuda.Stream | None:
-        """Return the stream for nodes of a partition that only order: it has no work, and so keeps none waiting."""
-        return self._stream(partition)
-
-    def _stream(self, partition: int, *way: int) -> torch.cuda.Stream | None:
-        key = (partition, *way)
+    def _stream(self, partition: int, source: int, target: int) -> torch.cuda.Stream | None:
+        key = (partition, source, target)
         if self._enabled and key not in self._made:
             self._made[key] = new_stream(self.devices[partition])
         return self._made.get(key)
 
 
 class Dock:
-    """Where the tensors of one task leave for other devices, or arrive from them; their gradients the other way.
+    """One side of a task, where tensors leave for other devices or arrive from them.
 
-    The compute stream is the one that is current when it is made.
+    What a task takes in arrives in forward, and its gradients leave in backward; what it gives out, the other way
+    round. The compute stream is the one that is current when the dock is made. `in_use` says whether copy streams come
+    here; `expect` finds that out for arrivals.
     """
 
-    __slots__ = ("_compute", "_expected", "_left")
+    __slots__ = ("_compute", "_expected", "_in_use", "_left")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, in_use: bool = False) -> None:
         self._compute = current_stream(device)
+        self._in_use = in_use
         self._left: torch.cuda.Event | None = None
         self._expected: list[torch.cuda.Event] = []
 
-    def depart(self, outputs: Flat, routes: Sequence[Route]) -> Flat:
-        """Let the copies of a task's outputs wait for what is issued by now."""
-        away = next((r for x, r in zip(outputs, routes, strict=True) if x is not None and r.streamed), None)
-        if away is None:
-            return outputs
-        self._leave()
-        with away.departing():
-            return _pass(outputs, self._meet)
-
-    def arrive(self, inputs: Flat) -> Flat:
-        """Let what is issued from now on wait for the copies that were made of a task's inputs."""
-        if not self._expected:
-            return inputs
-        self._meet(inputs)
-        return _pass(inputs, lambda _: self._leave())
-
-    def hold(self, stream: torch.cuda.Stream | None, x: Tensor) -> None:
-        """Let a copy stream wait for `x`, which left."""
-        if stream is not None and self._left is not None:
-            stream.wait_event(self._left)
-            x.record_stream(stream)
-
-    def expect(self, stream: torch.cuda.Stream | None) -> None:
-        """Expect what a copy stream was given to do."""
-        if stream is not None and self._compute is not None:
-            self._expected.append(stream.record_event())
-
-    def _leave(self) -> None:
-        if self._compute is not None:
+    def leave(self) -> None:
+        """Mark what the compute stream has been given by now: copies that leave will wait for that."""
+        if self._compute is not None and self._in_use:
             self._left = self._compute.record_event()
 
-    def _meet(self, tensors: Flat) -> None:
+    def arrive(self, tensors: Flat) -> None:
+        """Let the compute stream wait for the copies that `tensors` are, from now on."""
         if self._compute is None:
             return
         for event in self._expected:
             self._compute.wait_event(event)
+        if self._expected:
+            for x in tensors:
+                if x is not None:
+                    x.record_stream(self._compute)
         self._expected.clear()
-        for x in tensors:
-            if x is not None:
-                x.record_stream(self._compute)
+
+    def hold(self, stream: torch.cuda.Stream | None, tensors: Flat) -> None:
+        """Let a copy stream wait for `tensors`, which leave."""
+        if stream is not None and self._left is not None:
+            stream.wait_event(self._left)
+            for x in tensors:
+                if x is not None:
+                    x.record_stream(stream)
+
+    def expect(self, stream: torch.cuda.Stream | None) -> None:
+        """Expect what a copy stream was given to do."""
+        if stream is not None and self._compute is not None:
+            self._in_use = True
+            self._expected.append(stream.record_event())
 
 
 class Route:
@@ -125,70 +113,49 @@ class Route:
         self.elsewhere = self.source != self.target
         self._outbound, self._inbound = streams.between(source, target) if self.elsewhere else (None, None)
         self.streamed = self._outbound is not None or self._inbound is not None
-        self._aside = streams.aside(source) if self.streamed else None
         self._current = self._outbound or current_stream(self.source), self._inbound or current_stream(self.target)
 
-    def departing(self) -> AbstractContextManager[object]:
-        """Create autograd nodes that belong between departure and copy."""
-        # Autograd lets the stream of a node wait for the streams of those that it gets gradients from. Here that must
-        # be neither the compute stream, which would wait before the recomputation, nor a copy stream, which may have
-        # been given later copies.
-        return using(self._aside)
-
-    def copy(self, x: Tensor, i: int, departure: Dock, arrival: Dock) -> Tensor:
-        """Copy `x`, of micro-batch `i`, to the target."""
+    def copy(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, tie: Tensor | None = None) -> Flat:
+        """Copy `tensors`, of micro-batch `i`, to the target. Whoever made `tie` goes backward after the copy."""
         if not self.elsewhere:
-            return x
+            return tensors
         with using(*self._current):
-            y: Tensor = _Copy.apply(self, i, departure, arrival, x)
-        return y
+            copies: Flat = _Copy.apply(self, i, departure, arrival, tie, *tensors)
+        return copies
 
-    def move(self, x: Tensor, i: int, departure: Dock, arrival: Dock, *, back: bool = False) -> Tensor:
-        """Copy `x` to the target, or `back`, on the copy streams; a copy to the host is complete when this returns."""
+    def move(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, *, back: bool = False) -> Flat:
+        """Copy to the target, or `back`, on the streams that are current; a copy to the host is complete at return."""
         sender, device = self._ends[back], self.source if back else self.target
         here, there = (self._inbound, self._outbound) if back else (self._outbound, self._inbound)
-        departure.hold(here, x)
-        with using(*self._current), observed(self._observer, "copy", i, sender):
-            y = x.to(device, non_blocking=device.type == "cuda")
+        departure.hold(here, tensors)
+        to_device = device.type == "cuda"
+        with observed(self._observer, "copy", i, sender):
+            moved = tuple([None if x is None else x.to(device, non_blocking=to_device) for x in tensors])
         arrival.expect(there)
-        return y
+        return moved
+
+    def using_streams(self) -> AbstractContextManager[object]:
+        """Make the streams that copies run on the current ones."""
+        return using(*self._current)
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, i: int, departure: Dock, arrival: Dock, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, route: Route, i: int, departure: Dock, arrival: Dock, tie: Tensor | None, *tensors: Tensor | None
+    ) -> Flat:
         ctx.set_materialize_grads(False)
         ctx.route, ctx.i, ctx.departure, ctx.arrival = route, i, departure, arrival
-        return route.move(x, i, departure, arrival)
+        copies = route.move(tensors, i, departure, arrival)
+        needs = ctx.needs_input_grad[5:]
+        ctx.mark_non_differentiable(*(y for y, n in zip(copies, needs, strict=True) if y is not None and not n))
+        return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        if grad is not None:
-            grad = ctx.route.move(grad, ctx.i, ctx.arrival, ctx.departure, back=True)
-        return None, None, None, None, grad
-
-
-def _pass(tensors: Flat, backward: Callable[[Flat], None]) -> Flat:
-    """Return `tensors` such that all their gradients come together, and `backward` is called on them."""
-    taking = [x for x in tensors if x is not None and x.requires_grad]
-    if not taking or not torch.is_grad_enabled():
-        return tensors
-    passed = iter(_Pass.apply(backward, *taking))
-    return tuple(next(passed) if x is not None and x.requires_grad else x for x in tensors)
-
-
-class _Pass(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, backward: Callable[[Flat], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.backward_of_all = backward
-        return tuple(x.detach() for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.backward_of_all(grads)
-        return None, *grads
+        with ctx.route.using_streams():
+            back = ctx.route.move(grads, ctx.i, ctx.arrival, ctx.departure, back=True)
+        return None, None, None, None, None, *back
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:

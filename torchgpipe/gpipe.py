@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.checkpoint import MODES, Mode
-from torchgpipe.engines import EngineName, Engines, check_engine
+from torchgpipe.engines import Engine, EngineName, check_engine, make_engine
 from torchgpipe.microbatch import TensorOrTensors, check, gather, scatter
 from torchgpipe.observe import Observer
 from torchgpipe.partition import check_module, split, translate_old_state
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.stage import Stage
+from torchgpipe.workers import WorkersEngine
 
 __all__ = ["GPipe"]
 
@@ -42,12 +43,10 @@ class GPipe(nn.Module):
         checkpoint: keep only the inputs of tasks, and recompute the rest in backward, for `"always"` all,
             `"except_last"` all but the last, or `"never"` any of the micro-batches.
         deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches.
-        engine: `"graph"` issues every task from the calling thread and leaves backward's order to autograd;
-            `"workers"` runs each partition in a thread of its own, and `"inline"` all of them in the calling one,
-            both on the CPU only. `"auto"` takes the graph for devices; on the CPU it takes workers, or inline
-            where they have nothing to gain: one partition, one micro-batch, or tasks of less than a fraction of
-            a millisecond. A first mini-batch of training, or of evaluation, shows how long tasks are, and runs inline.
-        dependency: tie micro-batches so that backward has one order (graph engine; workers keep it always).
+        engine: `"workers"` runs each partition in a thread of its own, on the CPU only; `"graph"` issues every task from
+            the calling thread. `"auto"` takes workers where several CPU partitions compute, and else the graph. Where
+            CPU tasks take less than a fraction of a millisecond, the graph is quicker.
+        dependency: tie micro-batches so that backward has one order (on CUDA; elsewhere it has only one).
         copy_streams: copy between CUDA devices on streams of their own.
         portals: send skips straight to the partition that pops them, not through those in between.
 
@@ -68,7 +67,7 @@ class GPipe(nn.Module):
     checkpoint: Mode
     observer: Observer | None
     _stages: list[Stage]
-    _engines: Engines
+    _engine: Engine
 
     def __init__(
         self,
@@ -111,17 +110,21 @@ class GPipe(nn.Module):
         """Make what cannot be copied or pickled: streams, threads, and what refers to them."""
         engine, dependency, copy_streams, portals = self._switches
         partitions = [_as_sequential(partition) for partition in self.partitions]
-        skips = skip_layout(partitions, portals=portals)
-        stages = [
-            Stage(j, partition, device, skips[j])
-            for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
-        ]
+        stages = [Stage(j, p, device) for j, (p, device) in enumerate(zip(partitions, self.devices, strict=True))]
         self.__dict__["_stages"] = stages
-        engines = Engines(engine, stages, dependency=dependency, copy_streams=copy_streams)
-        self.__dict__["_engines"] = engines
-        if engines.workers is not None:
+        self.__dict__["_engine"] = made = make_engine(engine, stages, dependency=dependency, copy_streams=copy_streams)
+        self._look(portals)
+        if isinstance(made, WorkersEngine):
             # Not of the engine: it holds the layers, and those may refer to this module.
-            weakref.finalize(self, engines.workers.workers.close)
+            weakref.finalize(self, made.workers.close)
+
+    def _look(self, portals: bool) -> None:
+        """Find out what the partitions consist of now: a layer may have been replaced inside of another."""
+        if [stage.look() for stage in self._stages].count(True):
+            for stage, skips in zip(
+                self._stages, skip_layout([stage.partition for stage in self._stages], portals=portals), strict=True
+            ):
+                stage.connect(skips)
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -142,24 +145,34 @@ class GPipe(nn.Module):
             TypeError: `input`, or the output of a partition, is something else.
             ValueError: the tensors of `input` have no batch dimension, or disagree on it.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.
+            disabled: Callable[[TensorOrTensors], TensorOrTensors] = torch.compiler.disable(self._run)
+            return disabled(input)
+        return self._run(input)
+
+    def _run(self, input: TensorOrTensors) -> TensorOrTensors:
         check(input)
         _check_settings(self.chunks, self.checkpoint)
         if not self._stages:
             return input
-        if [layer for stage in self._stages for layer in stage.partition] != [*self._modules.values()]:
+        if [layer for partition in self.partitions for layer in partition] != [*self._modules.values()] or [
+            *self.partitions
+        ] != [stage.partition for stage in self._stages]:
             raise RuntimeError(
-                "a layer was replaced after the pipeline was made; change the layers first, then wrap them in a GPipe"
+                "a layer or partition was replaced after the pipeline was made; change the layers first, then wrap "
+                "them in a GPipe (what is inside of a layer may be replaced at any time between steps)"
             )
+        self._look(self._switches[-1])
         micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         try:
-            outputs = self._engines.choose(micro_batches).run(micro_batches, self.checkpoint, self.observer)
+            outputs = self._engine.run(micro_batches, self.checkpoint, self.observer)
         except BaseException:
             for norm in norms:
                 norm.discard()
             raise
-        for norm in norms:
-            norm.commit()
+        commit(norms)
         return gather(outputs)
 
     def train(self, mode: bool = True) -> GPipe:
@@ -207,7 +220,7 @@ class GPipe(nn.Module):
 
 
 # What `_build` makes anew in a copy.
-_BUILT = ("_engines", "_stages")
+_BUILT = ("_engine", "_stages")
 
 _MOVING = (
     "a GPipe keeps each partition on the device that it was made with, and cannot be moved; "

@@ -1,11 +1,22 @@
 """The graph engine: one thread issues every task, and one autograd graph goes backward through them.
 
-It serves devices whose work runs on by itself, or at once: CUDA streams, `meta`. The autograd engine decides the
-order of backward, so the graph has to leave it one choice: `dependency` ties the micro-batches, and each checkpointed
-task is two nodes, its segment and its recomputation, in this order:
+It serves devices whose work runs on by itself (CUDA streams), and one CPU or `meta` device, where nothing can overlap.
+Where nothing is recomputed and nothing copied, the graph that the layers make is all there is. Otherwise each task is one
+node of the caller's graph, with a graph of its own behind it. All tensors that go to another device are one node, too:
 
-    inputs → segment → depart → fork ─────────→ join → fork → copy → …
-    phony  ↗                          ╰ _Recompute ╯         ╰ phony of the next micro-batch
+    gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
+
+In one thread autograd runs the latest node first. So tasks go backward in exactly the reverse order of the clock
+cycles, each with its recomputation.
+
+But autograd has a thread for each CUDA device, and then its order is no longer ours. So the graph leaves it only one
+choice (torchgpipe paper, section 3.2.2): a task gives out one more tensor, an empty one, its tie.
+
+    task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)        micro-batch i goes backward after i + 1
+                               ╰────────▶ copy to j + 1          and is recomputed when its gradient is on its way
+
+Ties live on the CPU whatever the device of the data, as autograd lets streams wait for the tensors that it passes on;
+and ties have no gradient but `None`. What only orders work must not make a stream wait.
 """
 
 from __future__ import annotations
@@ -17,30 +28,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe._autograd import backward_id, keeps_graph
+from torchgpipe.alias import Shared, shared_by
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.copy import CopyStreams, Dock, Route, current_stream
-from torchgpipe.dependency import fork, join
+from torchgpipe.copy import CopyStreams, Dock, Route, current_stream, using
 from torchgpipe.microbatch import TensorOrTensors
-from torchgpipe.node import TaskNode, guarded
 from torchgpipe.observe import Observer, observed
-from torchgpipe.randomness import SavedState
+from torchgpipe.parameters import gate
+from torchgpipe.randomness import Randomness, default_generators, own_generators
 from torchgpipe.schedule import clock_cycles
-from torchgpipe.segment import Segment
-from torchgpipe.skip.layout import Arrival
 from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
+from torchgpipe.task_graph import Needs, TaskGraph, all_none, refuse_create_graph
 
 __all__ = ["GraphEngine"]
 
 
-@dataclass
 class GraphEngine:
     """Run mini-batches through `stages` from the calling thread."""
 
-    stages: Sequence[Stage]
-    copies: CopyStreams
-    dependency: bool = True
+    def __init__(self, stages: Sequence[Stage], *, dependency: bool = True, copy_streams: bool = True) -> None:
+        devices = [stage.device for stage in stages]
+        self.stages = stages
+        self.copies = CopyStreams(devices, enabled=copy_streams)
+        # Otherwise no gradient is waited for, and the latest node first is the order that is wanted.
+        self.tied = self.copies.needed and any(current_stream(device) is not None for device in devices)
+        self.dependency = dependency
 
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
@@ -48,134 +62,216 @@ class GraphEngine:
         for cycle in clock_cycles(len(micro_batches), len(self.stages)):
             for i, j in cycle:
                 batch.task(i, j)
-        values = batch.values
-        if batch.nodes:
-            values[batch.nodes :] = guarded(values[batch.nodes :])
-        return [v[0] if atomic else v for v, atomic in zip(values, batch.atomic, strict=True)]
+        return [flat[0] if atomic else flat for flat, atomic in zip(batch.values, batch.atomic, strict=True)]
 
 
 class _MiniBatch:
     def __init__(
-        self,
-        engine: GraphEngine,
-        micro_batches: list[TensorOrTensors],
-        mode: Mode,
-        observer: Observer | None,
+        self, engine: GraphEngine, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> None:
         self.atomic = [isinstance(x, Tensor) for x in micro_batches]
         self.values: list[Any] = [(x,) if isinstance(x, Tensor) else x for x in micro_batches]
         self._stages = engine.stages
-        self._copies = engine.copies
+        self._engine = engine
         self._observer = observer
         self._ambient = Ambient(stage.device for stage in engine.stages)
-        self._m = len(micro_batches)
-        self._checkpointed = checkpointed(mode, self._m) if torch.is_grad_enabled() else 0
-        # In one partition autograd's own order, latest node first, is the one that is wanted; but recomputations
-        # are nodes of the CPU, and those of a device do not wait for them.
-        self._dependency = engine.dependency and (len(engine.stages) > 1 or self._checkpointed > 0)
-        self._phonies: list[Tensor | None] = [None] * len(engine.stages)
-        # Beside a skip, where it left; of a micro-batch, where its next task takes it in.
-        self._portals: Portals[tuple[Tensor | None, Dock]] = Portals()
-        self._docks = [Dock(engine.stages[0].device) for _ in micro_batches]
+        self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
+        # Where nothing is recomputed, copied or observed, the layers' own graph is the pipeline's.
+        self._one_graph = not (self._checkpointed or engine.copies.needed or observer)
+        self._apart = self._ambient.grad and not self._one_graph
+        self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
+        self._portals: Portals[_Parcel] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}
-        self.nodes = self._m if observer is not None and torch.is_grad_enabled() else self._checkpointed
-        """How many micro-batches' tasks are nodes, each with a graph of its own."""
+        self._streamed = [self._sends_on_streams(j) for j in range(len(self._stages))]
+        # Of each micro-batch: where its next task takes it in, what of it shares memory, and the tie that comes with it.
+        self._docks = [self._dock(0) for _ in micro_batches]
+        self._shared = [() if self._one_graph else shared_by(flat) for flat in self.values]
+        self._ties: list[Tensor | None] = [None] * len(micro_batches)
+        # Of each partition: the tie of its latest task.
+        self._latest: list[Tensor | None] = [None] * len(self._stages)
 
     def task(self, i: int, j: int) -> None:
-        stage, dock = self._stages[j], self._docks[i]
+        stage, arrival = self._stages[j], self._docks[i]
+        departure = self._dock(j, sends=self._streamed[j])
         # Only now: what this partition did before must not wait for what this task needs.
-        inputs = dock.arrive((*self.values[i], *(self._take(i, j, a, dock) for a in stage.arrivals)))
-        phony = self._phonies[j]
-        task: TaskNode | None = None
-        if i < self.nodes:
-            task = self._new_task(i, j)
-            outputs = task.run(inputs, phony)
-            self.atomic[i] = task.atomic
+        inputs, shared = self._take_skips(i, j, arrival)
+        tie: Tensor | None = None
+        if self._apart:
+            work = _Work(
+                self._partitions[j], self._task_graph(i, j), self._observer, i, j, self.atomic[i], shared,
+                arrival, departure, self._engine.tied,
+            )  # fmt: skip
+            outputs, tie = work.run(self._latest[j], self._ties[i], inputs)
+            self.atomic[i] = work.atomic
         else:
+            arrival.arrive(inputs)
             with observed(self._observer, "forward", i, j):
-                outputs, self.atomic[i] = stage.run(_tied(inputs, phony), self.atomic[i])
+                outputs, self.atomic[i] = stage.run(inputs, self.atomic[i], shared)
+            departure.leave()
+        shared = () if self._one_graph else shared_by(outputs, inputs, shared)
+        self._hand_over(i, j, outputs, shared, departure, tie)
 
-        self._hand_over(i, j, outputs, task)
+    def _take_skips(self, i: int, j: int, dock: Dock) -> tuple[Flat, Shared]:
+        arrivals = self._stages[j].arrivals
+        if not arrivals:
+            return self.values[i], self._shared[i]
+        inputs, shared = self.values[i], self._shared[i] or (False,) * len(self.values[i])
+        for arrival in arrivals:
+            parcel = self._portals.take(i, arrival.key)
+            skip: Flat = (parcel.skip,)
+            if parcel.skip is not None:
+                skip = self._route(arrival.source, j).copy(skip, i, parcel.dock, dock)
+            inputs, shared = (*inputs, *skip), (*shared, parcel.shared)
+        return inputs, shared if any(shared) else ()
 
-    def _take(self, i: int, j: int, arrival: Arrival, dock: Dock) -> Tensor | None:
-        x, departure = self._portals.take(i, arrival.key)
-        return None if x is None else self._route(arrival.source, j).copy(x, i, departure, dock)
-
-    def _hand_over(self, i: int, j: int, outputs: Flat, task: TaskNode | None) -> None:
+    def _hand_over(self, i: int, j: int, outputs: Flat, shared: Shared, dock: Dock, tie: Tensor | None) -> None:
         """Send the outputs on their way: the skips into portals, the rest to the next partition."""
         departures = self._stages[j].departures
         count = len(outputs) - len(departures)
+        for k, departure in enumerate(departures, count):
+            self._portals.put(i, departure.key, _Parcel(outputs[k], dock, bool(shared) and shared[k]))
         following = min(j + 1, len(self._stages) - 1)
-        onward = self._route(j, following)
-        routes = [*[onward] * count, *(self._route(j, departure.target) for departure in departures)]
-        dock = Dock(self._stages[j].device)
-        outputs = dock.depart(outputs, routes)
-        if task is not None and task.segment.checkpoint:
-            outputs = _recomputed_before(outputs, routes, task)
-        if self._dependency and i + 1 < self._m:
-            # After the recomputation, so that in backward it waits for the micro-batch after it, too.
-            outputs, self._phonies[j] = _forked(outputs, routes)
-        for departure, x in zip(departures, outputs[count:], strict=True):
-            self._portals.put(i, departure.key, (x, dock))
-        arrival = self._docks[i] = Dock(self._stages[following].device)
-        self.values[i] = tuple(onward.copy(x, i, dock, arrival) for x in outputs[:count] if x is not None)
+        route, arrival = self._route(j, following), self._dock(following)
+        self.values[i] = route.copy(outputs[:count], i, dock, arrival, tie)
+        self._docks[i], self._shared[i] = arrival, shared[:count] if any(shared[:count]) else ()
+        self._ties[i] = None if route.elsewhere else tie
+        self._latest[j] = tie if self._engine.dependency else None
 
-    def _new_task(self, i: int, j: int) -> TaskNode:
-        segment = Segment(
-            self._stages[j],
-            checkpoint=i < self._checkpointed,
-            ambient=self._ambient,
-            randomness=SavedState(_with_generator(self._stages[j].device)),
-        )
-        stream = current_stream(self._stages[j].device)
-        return TaskNode(segment, self._observer, i, j, self.atomic[i], j + 1 == len(self._stages), stream)
+    def _task_graph(self, i: int, j: int) -> TaskGraph:
+        twice, partition = i < self._checkpointed, self._partitions[j]
+        randomness = Randomness(partition.generators if twice else ())
+        return TaskGraph(self._stages[j], partition.contents, self._ambient, randomness, checkpoint=twice)
+
+    def _dock(self, j: int, *, sends: bool = False) -> Dock:
+        return Dock(self._stages[j].device, in_use=sends) if self._engine.copies.needed else _NOWHERE
+
+    def _sends_on_streams(self, j: int) -> bool:
+        targets = [departure.target for departure in self._stages[j].departures]
+        return any(self._route(j, target).streamed for target in (min(j + 1, len(self._stages) - 1), *targets))
 
     def _route(self, source: int, target: int) -> Route:
         if (source, target) not in self._routes:
-            self._routes[source, target] = Route(self._copies, source, target, self._observer)
+            self._routes[source, target] = Route(self._engine.copies, source, target, self._observer)
         return self._routes[source, target]
 
 
-class _Recompute(torch.autograd.Function):
-    """The recomputation of a task as a node of its own; an identity of the phony."""
+_NOWHERE = Dock(torch.device("cpu"))  # in one place, nothing departs or arrives
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """A skip on its way, from where it left; and whether it shares memory with another tensor under way."""
+
+    skip: Tensor | None
+    dock: Dock
+    shared: bool
+
+
+class _Partition:
+    """What the tasks of one partition have in common in a mini-batch."""
+
+    def __init__(self, stage: Stage, recomputed: bool) -> None:
+        self.contents = stage.contents(recomputed=recomputed)
+        self.gate = gate(self.contents.leaves, stage.device)
+        self.stream = current_stream(stage.device)
+        self.generators: list[torch.Generator] = []
+        if recomputed:
+            self.generators = [*default_generators(stage.device), *own_generators(self.contents.modules)]
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the node of task (i, j) does in forward and backward, with the docks at its sides.
+
+    `atomic` is as in `Stage.run`; `tied` says whether the node gives out a tie.
+    """
+
+    partition: _Partition
+    graph: TaskGraph
+    observer: Observer | None
+    i: int
+    j: int
+    atomic: bool
+    shared: Shared
+    arrival: Dock
+    departure: Dock
+    tied: bool
+
+    def run(self, before: Tensor | None, sender: Tensor | None, inputs: Flat) -> tuple[Flat, Tensor | None]:
+        """Run the task; return its outputs and its tie.
+
+        In backward it will come before what made the ties of the task `before`, and of the `sender` of its inputs.
+        """
+        opened = _token if self.partition.gate is None else self.partition.gate
+        outputs: Flat = _TaskNode.apply(self, opened, before, sender, *inputs)
+        if not self.tied:
+            return outputs, None
+        *flat, tie = outputs
+        if self.graph.checkpoint:
+            tie = _Recomputation.apply(self, tie)
+        return tuple(flat), tie
+
+    def forward(self, inputs: Flat, needs: Needs) -> tuple[Flat, Needs]:
+        self.arrival.arrive(inputs)
+        with observed(self.observer, "forward", self.i, self.j):
+            outputs, self.atomic, out_needs = self.graph.forward(inputs, self.atomic, needs, self.shared)
+        self.departure.leave()
+        return outputs, out_needs
+
+    def recompute(self) -> None:
+        if self.partition.contents.leaves.begin(backward_id()):
+            self.partition.contents.check_structure()
+        if self.graph.awaits_recomputation:
+            # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
+            with using(self.partition.stream), observed(self.observer, "recompute", self.i, self.j):
+                self.graph.recompute(keep=keeps_graph())
+
+    def backward(self, grads: Flat) -> Flat:
+        contents = self.partition.contents
+        with contents.leaves.in_place():
+            if not all_none(grads):
+                self.recompute()
+            self.departure.arrive(grads)
+            with observed(self.observer, "backward", self.i, self.j):
+                input_grads = self.graph.backward(grads, keep=keeps_graph())
+        self.arrival.leave()
+        return input_grads
+
+
+# Makes a task part of the graph also where nothing it takes has a gradient that is known: a layer may have found one.
+_token = torch.empty(0, requires_grad=True)
+
+
+class _TaskNode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, work: _Work, opened: Tensor, before: Tensor | None, sender: Tensor | None, *inputs: Tensor | None
+    ) -> Flat:
+        ctx.work = work
+        ctx.set_materialize_grads(False)
+        outputs, needs = work.forward(inputs, ctx.needs_input_grad[4:])
+        if False in needs:
+            ctx.mark_non_differentiable(*(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n))
+        return (*outputs, torch.empty(0)) if work.tied else outputs
 
     @staticmethod
-    def forward(ctx: Any, task: TaskNode, phony: Tensor) -> Tensor:
-        ctx.node = task
-        return phony.detach()
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
+        work: _Work = ctx.work
+        return None, None, None, None, *work.backward(grads[:-1] if work.tied else grads)
+
+
+class _Recomputation(torch.autograd.Function):
+    """The recomputation of a task as a node of its own, between the task's tie and those that take it."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.node.recompute()
-        return None, grads[0]
+    def forward(ctx: Any, work: _Work, tie: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.work = work
+        return tie.detach()
 
-
-def _with_generator(device: torch.device) -> torch.device | None:
-    return None if device.type in ("cpu", "meta") else device
-
-
-def _tied(inputs: Flat, phony: Tensor | None) -> Flat:
-    # Not by an input that takes no gradient: it would get one, for nothing.
-    for k, x in enumerate(inputs):
-        if phony is not None and x is not None and x.requires_grad:
-            return (*inputs[:k], join(x, phony), *inputs[k + 1 :])
-    return inputs
-
-
-def _forked(outputs: Flat, routes: Sequence[Route]) -> tuple[Flat, Tensor | None]:
-    for k, x in enumerate(outputs):
-        if x is not None and x.requires_grad:
-            with routes[k].departing():
-                y, phony = fork(x)
-            return (*outputs[:k], y, *outputs[k + 1 :]), phony
-    return outputs, None
-
-
-def _recomputed_before(outputs: Flat, routes: Sequence[Route], task: TaskNode) -> Flat:
-    """Insert the recomputation, such that its backward precedes that of the task."""
-    for k, x in enumerate(outputs):
-        if x is not None and x.requires_grad:
-            with routes[k].departing():
-                y, phony = fork(x)
-                return (*outputs[:k], join(y, _Recompute.apply(task, phony)), *outputs[k + 1 :])
-    return outputs
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
+        refuse_create_graph()
+        ctx.work.recompute()
+        return None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,15 +21,29 @@ Let the library balance the layers, by the time that they take:
 """
 
 
+# What a container may have beside its layers.
+_OWN: dict[str, Callable[[nn.Sequential], object]] = {
+    "a forward": lambda module: type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
+    "parameters": lambda module: module._parameters,
+    "buffers": lambda module: module._buffers,
+    "hooks": lambda module: any(value for name, value in vars(module).items() if name.endswith("_hooks")),
+}
+
+
 def check_module(module: object) -> None:
-    """Check that `module` is an `nn.Sequential` of distinct layers.
+    """Check that `module` is an `nn.Sequential` of distinct layers, and no more than that.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is something else, or does something of its own, which a pipeline would not do.
         ValueError: one layer stands in it twice.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"GPipe wraps an nn.Sequential, but got {type(module).__name__}")
+    if own := [what for what, has in _OWN.items() if has(module)]:
+        raise TypeError(
+            f"GPipe runs the layers of {type(module).__name__} one after another, but it has {' and '.join(own)} of "
+            "its own, which would be left out; put them into layers, and wrap an nn.Sequential of these"
+        )
     seen: dict[nn.Module, str] = {}
     # `named_children` passes over a layer's second place.
     for name, layer in module._modules.items():

@@ -1,141 +1,145 @@
-"""Random numbers of tasks: the recomputation of a task draws what its forward drew (GPipe paper, section 2.3).
+"""Random numbers of a task: its recomputation draws what its first pass drew (GPipe paper, section 2.3).
 
-Two ways. `SavedState` keeps the generators' states before the first pass and puts them back for the second. That
-needs one task at a time: the CPU's default generator is shared by all threads. Workers run tasks at once, so there
-`SeededTask` gives each task a generator of its own, seeded from the default one, the mini-batch's place in its
-sequence, and the task. A task's numbers then depend on the seed alone, and not on how threads interleave.
+Generators that one thread uses at a time are set back to the states that they had before the first pass. That serves the
+default generators in the graph engine, and generators that layers have of their own in any engine.
+
+It does not serve workers, which draw at once: the CPU's default generator is one for all threads. So a worker's task draws
+from a private generator instead, with a seed of its own (seeds.py).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.effort import Effort
-
-__all__ = ["DEFAULT_GENERATOR_LOCK", "UNSEEDED", "PrivateGenerator", "Randomness", "SavedState", "SeededTask"]
-
+__all__ = ["DEFAULT_GENERATOR_LOCK", "PrivateGenerator", "Randomness", "default_generators", "own_generators"]
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
-"""Held by whoever reads or changes the state of the CPU's default generator; twice by a pipeline in a pipeline."""
-
+"""Held by whoever sets the state of a default generator, which all threads share."""
 
 _NOTHING = nullcontext()
 
 
-class Randomness(Protocol):
-    """Wrap the two passes of a task so that both draw the same random numbers."""
-
-    def first(self) -> AbstractContextManager[object]:
-        """Enter around the first pass."""
-
-    def again(self) -> AbstractContextManager[object]:
-        """Enter around the recomputation."""
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that layers on `device` draw from by default."""
+    if device.type in ("cpu", "meta"):
+        return [torch.default_generator]
+    return [torch.default_generator, torch.get_device_module(device).default_generators[device.index]]
 
 
-class SavedState:
-    """Save the states of the CPU's and the device's generators, and restore them for recomputation."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        """Prepare for layers on `device`; `None` where it has no generator beside the CPU's."""
-        self._device = device
-        self._states: tuple[Tensor, Tensor | None] | None = None
-
-    def first(self) -> AbstractContextManager[object]:
-        """Save the states before the first pass."""
-        self._states = self._get()
-        return _NOTHING
-
-    def again(self) -> AbstractContextManager[object]:
-        """Put the saved states back for the recomputation, and the present ones after it."""
-        return self
-
-    def __enter__(self) -> None:
-        assert self._states is not None
-        if self._device is not None:
-            # Devices' recomputations may run in threads of the autograd engine at once.
-            DEFAULT_GENERATOR_LOCK.acquire()
-        self._present = self._get()
-        self._set(self._states)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(self._present)
-        if self._device is not None:
-            DEFAULT_GENERATOR_LOCK.release()
-
-    def _get(self) -> tuple[Tensor, Tensor | None]:
-        if self._device is None:
-            return torch.default_generator.get_state(), None
-        return torch.default_generator.get_state(), torch.get_device_module(self._device).get_rng_state(self._device)
-
-    def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
-        torch.default_generator.set_state(states[0])
-        if self._device is not None:
-            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
+    """Return the generators that are attributes of layers."""
+    return [value for m in modules for value in m.__dict__.values() if type(value) is torch.Generator]
 
 
-class SeededTask:
-    """Draw a task's random numbers from a generator seeded with `seed`; call `drew` at each draw.
+class Randomness:
+    """Wrap the two passes of a task so that both draw the same random numbers.
 
-    `effort`, where there is one, counts the operators of the first pass.
+    `generators` are set back for the second pass. `private` returns a context in which each pass runs, if given.
     """
 
-    def __init__(self, seed: int, drew: Callable[[], None], effort: Effort | None = None) -> None:
-        self._seed = seed
-        self._drew = drew
-        self._effort = effort
+    __slots__ = ("_generators", "_present", "_private", "_states")
+
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator] = (),
+        private: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self._generators = generators
+        self._private = private
 
     def first(self) -> AbstractContextManager[object]:
-        """Enter a generator with the task's seed around the first pass."""
-        return PrivateGenerator(self._seed, self._drew, self._effort)
+        """Return what to enter around the first pass, now."""
+        self._states = [_state(g) for g in self._generators]
+        return _NOTHING if self._private is None else self._private()
 
     def again(self) -> AbstractContextManager[object]:
-        """Enter a generator with the task's seed around the recomputation."""
-        return PrivateGenerator(self._seed, self._drew)
+        """Return what to enter around the recomputation."""
+        if self._private is None:
+            return self if self._generators else _NOTHING
+        return self._both() if self._generators else self._private()
+
+    @contextmanager
+    def _both(self) -> Iterator[None]:
+        assert self._private is not None
+        with self, self._private():
+            yield
+
+    def __enter__(self) -> None:
+        # The autograd engine may recompute for several devices in several threads.
+        DEFAULT_GENERATOR_LOCK.acquire()
+        self._present = [_state(g) for g in self._generators]
+        for g, state in zip(self._generators, self._states, strict=True):
+            _set(g, state)
+
+    def __exit__(self, *_: object) -> None:
+        for g, state in zip(self._generators, self._present, strict=True):
+            _set(g, state)
+        DEFAULT_GENERATOR_LOCK.release()
 
 
-class _Unseeded:
-    """Leave random numbers alone, in tasks that are known to draw none."""
-
-    def first(self) -> AbstractContextManager[object]:
-        return _NOTHING
-
-    again = first
+State = Tensor | tuple[int, int]
 
 
-UNSEEDED = _Unseeded()
+def _state(g: torch.Generator) -> State:
+    # A device's generator counts, so that two numbers are all of its state, and no tensor has to be made.
+    return g.get_state() if g.device.type == "cpu" else (g.initial_seed(), g.get_offset())
+
+
+def _set(g: torch.Generator, state: State) -> None:
+    if isinstance(state, Tensor):
+        g.set_state(state)
+    else:
+        g.manual_seed(state[0])
+        g.set_offset(state[1])
+
+
+class _Thread(threading.local):
+    private: PrivateGenerator | None = None
+
+
+_thread = _Thread()
 
 
 class PrivateGenerator(TorchDispatchMode):
     """Let every operator that draws random numbers draw from one generator, of this context's own.
 
     Operators that accept a generator are given it. The few that do not run, one at a time, with the default
-    generator put into the private one's state. `drew` is called at each draw.
+    generator put into the private one's state. `drew` is called at each draw. An operator to which a layer gives a
+    generator is left alone.
     """
 
     _kinds: dict[Any, str] = {}  # noqa: RUF012 (a cache that all instances share)
 
-    def __init__(self, seed: int, drew: Callable[[], None], effort: Effort | None = None) -> None:
+    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator()
         self._generator.manual_seed(seed)
         self._drew = drew
-        self._effort = effort
+
+    @staticmethod
+    def in_use() -> bool:
+        """Return whether the running thread is within such a context."""
+        return _thread.private is not None
+
+    def __enter__(self) -> PrivateGenerator:
+        self._outer, _thread.private = _thread.private, self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _thread.private = self._outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = self._run(func, args, kwargs)
-        if self._effort is not None:
-            self._effort.add(func, args, kwargs, out)
-        return out
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind = self._kinds.get(func) or self._classify(func)
         if kind == "quiet" or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -161,3 +165,14 @@ class PrivateGenerator(TorchDispatchMode):
             kind = "quiet"
         cls._kinds[func] = kind
         return kind
+
+
+def within_plain_checkpoint() -> bool:
+    """Return whether the caller is a layer within `torch.utils.checkpoint`."""
+    plain = sys.modules.get("torch.utils.checkpoint")
+    frame = sys._getframe() if plain is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == plain.__file__:  # type: ignore[union-attr]
+            return True
+        frame = frame.f_back
+    return False

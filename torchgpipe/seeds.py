@@ -1,96 +1,86 @@
-"""Which tasks get a generator of their own, and with which seed."""
+"""Seeds: which tasks of workers draw from a private generator, and with which seed.
+
+A generator that watches every operator costs time, so not every task has one. In each mini-batch a partition's first
+task has, and if that draws, the others have, too. A layer that draws in a later micro-batch only would go unseen. But then
+the default generator has changed in the end. So where it has, the recomputations of that mini-batch are watched, and refused
+if they draw. (It may also have been another thread of the program; then nothing happens.)
+"""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
 
-from torchgpipe.effort import Effort
-from torchgpipe.randomness import DEFAULT_GENERATOR_LOCK, UNSEEDED, Randomness, SeededTask
-from torchgpipe.stage import Stage, training
+from torchgpipe.randomness import (
+    DEFAULT_GENERATOR_LOCK,
+    PrivateGenerator,
+    Randomness,
+    within_plain_checkpoint,
+)
 
 __all__ = ["Seeds"]
 
-
-class _DefaultGenerator:
-    """What mini-batches that are under way at once, in several threads, know of the CPU's default generator."""
-
-    under_way = 0
-    # How the last of them left it; and how often it was found to have been changed by something else.
-    state = torch.empty(0)
-    changes = 0
+_under_way = 0  # mini-batches that draw seeds and have not ended, in all threads
 
 
 class Seeds:
-    """Seed the tasks of partitions that draw random numbers, and find out which partitions do.
+    """Seed the tasks of one mini-batch on `n` partitions. Enter it around the forward.
 
-    In a partition's first mini-batch of training, and of evaluation, every task gets a generator of its own, and
-    the first task's operators are counted; after it, only tasks of partitions in which one drew. An unexpected draw
-    later is noticed, and warned of.
+    The default generator decides the seeds, and goes on by one number if any task has drawn. `recomputed` says whether
+    some tasks will run twice.
     """
 
-    def __init__(self, stages: Sequence[Stage], m: int) -> None:
-        self._stages = stages
-        self._n = len(stages)
-        self.training = training(stages)
-        self._seeded = [stage.draws.get(self.training, True) for stage in stages]
-        self._drew = [False] * self._n
+    def __init__(self, n: int, *, recomputed: bool, grad: bool) -> None:
+        self._n = n
+        self._recomputed = recomputed
+        self._grad = grad
+        self._drew = [False] * n
+        self._watched = False
 
-    def of(self, i: int, j: int) -> Randomness:
-        """Return the source of random numbers of task (i, j)."""
-        if not self._seeded[j]:
-            return UNSEEDED
-        stage, effort = self._stages[j], None
-        if i == 0 and self.training not in stage.draws:
-            effort = stage.efforts[self.training] = Effort()
-        return SeededTask(self._base + i * self._n + j, partial(self._note, j), effort)
+    def of(self, i: int, j: int, own: Sequence[torch.Generator] = ()) -> Randomness:
+        """Return the random numbers of task (i, j), whose layers have generators of their `own`."""
+        if i == 0 or self._drew[j]:
+            seed = self._base + i * self._n + j
+            return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)))
+        return Randomness(own, self._watch if self._recomputed else None)
+
+    def __enter__(self) -> None:
+        global _under_way
+        with DEFAULT_GENERATOR_LOCK:
+            self._state = torch.default_generator.get_state()
+            if PrivateGenerator.in_use():
+                # The layers of an outer pipeline: the seed is one of the outer task's numbers.
+                self._base = int(torch.randint(2**62, ()))
+            else:
+                generator = torch.Generator()
+                generator.set_state(self._state)
+                self._base = int(torch.randint(2**62, (), generator=generator)) + (_under_way << 32)
+            _under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _under_way
+        with DEFAULT_GENERATOR_LOCK:
+            _under_way -= 1
+            self._watched = not torch.equal(self._state, torch.default_generator.get_state())
+            if any(self._drew) and not PrivateGenerator.in_use():
+                torch.randint(2**62, ())
 
     def _note(self, j: int) -> None:
         self._drew[j] = True
-
-    def __enter__(self) -> Seeds:
-        default = _DefaultGenerator
-        with DEFAULT_GENERATOR_LOCK:
-            self._before = self._look()
-            self._changes = default.changes
-            self._base = int(torch.randint(2**62, ())) if any(self._seeded) else 0
-            self._during = default.state = torch.get_rng_state()
-            default.under_way += 1
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        default = _DefaultGenerator
-        with DEFAULT_GENERATOR_LOCK:
-            present = self._look()
-            default.under_way -= 1
-            if error is not None:
-                return
-            if not any(self._drew) and torch.equal(present, self._during):
-                # Nothing drew, so the caller's random numbers go on as if nothing had been asked for.
-                torch.set_rng_state(self._before)
-                default.state = self._before
-            unexpected = default.changes != self._changes and not all(self._seeded)
-        for stage, seeded, drew in zip(self._stages, self._seeded, self._drew, strict=True):
-            if unexpected:
-                stage.draws.clear()
-            elif seeded:
-                stage.draws[self.training] = stage.draws.get(self.training, False) or drew
-        if unexpected:
-            warnings.warn(
-                "a layer drew random numbers for the first time, after mini-batches in which it did not (or another "
-                "thread drew meanwhile); where it is checkpointed, this mini-batch's recomputation draws others",
-                RuntimeWarning,
-                stacklevel=2,
+        if self._grad and within_plain_checkpoint():
+            raise RuntimeError(
+                f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "
+                "worker thread; use engine='graph', or let the pipeline checkpoint instead"
             )
 
-    def _look(self) -> Tensor:
-        """Return the default generator's state; count it if something else has changed it during a mini-batch."""
-        default, present = _DefaultGenerator, torch.get_rng_state()
-        if default.under_way and not torch.equal(present, default.state):
-            default.changes += 1
-            default.state = present
-        return present
+    def _watch(self) -> AbstractContextManager[object]:
+        return PrivateGenerator(0, _refuse) if self._watched else nullcontext()
+
+
+def _refuse() -> None:
+    raise RuntimeError(
+        "a layer drew random numbers in a later micro-batch, but not in the first one, so its recomputation would draw "
+        "others; draw in every micro-batch, or use engine='graph'"
+    )

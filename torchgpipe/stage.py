@@ -3,66 +3,89 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from torchgpipe.alias import Shared, check_unchanged, versions
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.effort import Effort
+from torchgpipe.contents import Contents, modules_of
 from torchgpipe.microbatch import check
+from torchgpipe.parameters import Lock
 from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = ["Flat", "Stage", "training"]
+__all__ = ["Flat", "Stage"]
 
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
 
-
 _ANYWHERE = nullcontext()
+
+_locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
 
 
 class Stage:
-    """Run partition `index` on a micro-batch."""
+    """Run partition `index` on a micro-batch.
 
-    def __init__(self, index: int, partition: nn.Sequential, device: torch.device, skips: PartitionSkips) -> None:
+    One thread runs a partition at a time, also where another partition or pipeline has layers in common with it: a
+    task puts its own parameters and buffers into the layers while it runs.
+    """
+
+    def __init__(self, index: int, partition: nn.Sequential, device: torch.device) -> None:
         self.index = index
         self.partition = partition
         self.device = device
+        self._modules: list[nn.Module] = []
+        self.lock: Lock
+
+    def look(self) -> bool:
+        """Find out of which modules the partition consists now; return whether that has changed since the last time."""
+        modules = modules_of(self.partition)
+        kinds = [*map(type, modules)]
+        if modules == self._modules and kinds == self._kinds:
+            return False
+        self._modules, self._kinds = modules, kinds
+        self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
+        self.lock = _lock_of(modules)
+        return True
+
+    def connect(self, skips: PartitionSkips) -> None:
+        """Take over the skips that enter and leave the partition."""
         self.arrivals = skips.arrivals
         self.departures = skips.departures
-        self.draws: dict[bool, bool] = {}
-        """Whether the partition draws random numbers in training (True) and evaluation (False), once known."""
-        self.efforts: dict[bool, Effort] = {}
-        """What a task takes in training (True) and evaluation (False), once counted."""
         self._keys = tuple(arrival.key for arrival in self.arrivals)
-        modules = list(partition.modules())
-        self._holders = [m for m in modules if m._parameters]
-        self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
-        self._norms = [m for m in modules if isinstance(m, _NormBase) and m not in set(self.deferred_norms)]
-        # A recomputation puts running statistics aside; a forward from another thread must not run meanwhile.
-        self._turns: AbstractContextManager[object] = threading.RLock() if self._norms else _ANYWHERE
-        # Most partitions need neither a device to be current, nor a scope for skips, nor turns.
-        self._special = device.type == "cuda" or bool(self._keys or self._norms) or any(skips_of(partition))
+        # Most partitions need neither a device to be current, nor a scope for skips.
+        self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
 
-    def run(self, inputs: Flat, atomic: bool) -> tuple[Flat, bool]:
+    def contents(self, *, recomputed: bool) -> Contents:
+        """Return what the layers hold now; `recomputed` says whether some task will run them twice."""
+        with self.lock:
+            return Contents(self.index, self.partition, self.lock, recomputed=recomputed)
+
+    def run(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
 
-        `atomic` says that the micro-batch is a tensor, rather than a tuple of them.
+        `atomic` says that the micro-batch is a tensor, rather than a tuple of them; `shared`, which inputs must not be
+        changed in place.
         """
-        if not self._special:
-            y = self.partition(inputs[0] if atomic else inputs)
-            skips: Flat = ()
-        else:
-            count = len(inputs) - len(self._keys)
-            arrived = dict(zip(self._keys, inputs[count:], strict=True))
-            with self._turns, self._on_device(), skip_scope(arrived) as scope:
-                y = self.partition(inputs[0] if atomic else inputs[:count])
-                skips = tuple(scope[departure.key] for departure in self.departures)
+        before = versions(inputs) if shared else []
+        with self.lock:
+            if not self._special:
+                y = self.partition(inputs[0] if atomic else inputs)
+                skips: Flat = ()
+            else:
+                count = len(inputs) - len(self._keys)
+                arrived = dict(zip(self._keys, inputs[count:], strict=True))
+                with self._on_device(), skip_scope(arrived) as scope:
+                    y = self.partition(inputs[0] if atomic else inputs[:count])
+                    skips = tuple(scope[departure.key] for departure in self.departures)
+        if shared:
+            check_unchanged(self.index, before, inputs, shared)
         if isinstance(y, Tensor):
             return (y, *skips), True
         check(y, f"output of partition {self.index}")
@@ -72,34 +95,38 @@ class Stage:
         # For layers that create tensors on "the" accelerator; operators on tensors need no help.
         return torch.cuda.device(self.device) if self.device.type == "cuda" else _ANYWHERE
 
-    def trainable(self) -> bool:
-        """Return whether any parameter of the partition takes a gradient."""
-        for layer in self._holders:  # called for every task, and `parameters()` would cost more than a small layer
-            for p in layer._parameters.values():
-                if p is not None and p.requires_grad:
-                    return True
-        return False
 
-    def running_statistics_left_alone(self) -> AbstractContextManager[object]:
-        """Keep normalization layers from updating their running statistics, for a second pass over a batch."""
-        return self._put_aside() if self._norms else _ANYWHERE
+class _Locks:
+    """Several locks as one, always taken in the same order."""
 
-    @contextmanager
-    def _put_aside(self) -> Iterator[None]:
-        with self._turns:
-            updating = [m for m in self._norms if m.training and m.track_running_stats and m.running_mean is not None]
-            kept = [(m, m._buffers["running_mean"], m._buffers["running_var"]) for m in updating]
-            for m in updating:
-                m.track_running_stats = False
-                m._buffers["running_mean"] = m._buffers["running_var"] = None
-            try:
-                yield
-            finally:
-                for m, mean, var in kept:
-                    m.track_running_stats = True
-                    m._buffers["running_mean"], m._buffers["running_var"] = mean, var
+    def __init__(self, locks: set[Lock]) -> None:
+        self._locks = sorted(locks, key=id)
+
+    def acquire(self) -> None:
+        for lock in self._locks:
+            lock.acquire()
+
+    def release(self) -> None:
+        for lock in reversed(self._locks):
+            lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
-def training(stages: Sequence[Stage]) -> bool:
-    """Return whether any layer is in training mode."""
-    return any(layer.training for stage in stages for layer in stage.partition)
+def _lock_of(modules: list[nn.Module]) -> Lock:
+    """Return what locks these modules: the locks that some of them have already, or a new one.
+
+    A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.
+    """
+    inner = {m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)}
+    own = [m for m in modules if m not in inner]
+    with _making:
+        found = {_locks[m] for m in own if m in _locks} or {threading.RLock()}
+        lock = found.pop() if len(found) == 1 else _Locks(found)
+        for module in own:
+            _locks.setdefault(module, lock)
+        return lock

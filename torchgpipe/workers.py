@@ -1,8 +1,9 @@
 """The workers engine: on CPU, each partition's tasks run in a thread of its own, forward and backward.
 
 PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called `backward()`, so in one
-graph the partitions could not overlap. Here each task is a segment with a graph of its own, and the pipeline as a
-whole is one node of the caller's graph. Its forward and backward each run one program per partition:
+graph the partitions could not overlap. Here each task has a graph of its own, and the pipeline as a whole is one node of
+the caller's graph: a function of the micro-batches and of all parameters. Its forward and backward each run one program
+per partition:
 
     forward, partition j                     backward, partition j
       for i = 0 … m-1:                         for i = m-1 … 0:
@@ -10,8 +11,8 @@ whole is one node of the caller's graph. Its forward and backward each run one p
         run task (i, j)                          take the gradient from j + 1
         give the output to j + 1                 run the backward of task (i, j), give the rest to j - 1
 
-So the order that `dependency` has to enforce on a graph holds by construction: micro-batch i before i - 1 in every
-partition, and a task's recomputation while its gradient is still on the way.
+So the order that ties enforce on a graph holds by construction: micro-batch i before i - 1 in every partition, and a
+task's recomputation while its gradient is still on the way.
 
 A recomputation fills memory, so it is not done before there is a use for it: it starts when partition j + 1 has begun
 the backward that its gradient comes from, and partition j - 1 has taken the gradient of the micro-batch before. That
@@ -20,10 +21,8 @@ costs no time unless a recomputation takes longer than the backward of the parti
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,71 +30,75 @@ import torch
 from torch import Tensor
 
 from torchgpipe._autograd import keeps_graph
+from torchgpipe.alias import Shared, shared_by
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.microbatch import TensorOrTensors
-from torchgpipe.node import check_backward
 from torchgpipe.observe import Observer, observed
+from torchgpipe.randomness import own_generators
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
-from torchgpipe.segment import Needs, Segment, detached
 from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
+from torchgpipe.task_graph import Needs, TaskGraph, refuse_create_graph
 
 __all__ = ["WorkersEngine"]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What a task gives to the next: tensors, whether the micro-batch is a single one (`atomic`), which of them take a
+    gradient, and which share memory with others under way."""
+
+    flat: Flat
+    atomic: bool
+    needs: Needs
+    shared: Shared
+
+
 class WorkersEngine:
     """Run mini-batches through `stages` with a worker for each."""
 
-    stages: Sequence[Stage]
-    task_seconds: dict[bool, float] = field(default_factory=dict)
-    """How long a task took in the last mini-batch of training (True) and of evaluation (False): the mean over
-    partitions of each one's quickest."""
-
-    def __post_init__(self) -> None:
-        self.workers = Workers(max(0, len(self.stages) - 1))
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
+        self.workers = Workers(max(0, len(stages) - 1))
 
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, len(micro_batches), mode, observer)
-        with Seeds(self.stages, len(micro_batches)) as seeds:
-            batch.seeds = seeds
+        with batch.seeds:
             outputs = batch.forward(micro_batches)
-        if not batch.ambient.grad or not any(any(needs) for _, _, needs in outputs):
-            return [flat[0] if atomic else flat for flat, atomic, _ in outputs]
-
-        inputs = [x for mb in micro_batches for x in ((mb,) if isinstance(mb, Tensor) else mb)]
-        flat_outputs = iter(_Pipeline.apply(batch, _token, [o[0] for o in outputs], [o[2] for o in outputs], *inputs))
-        return [
-            next(flat_outputs) if atomic else tuple(next(flat_outputs) for _ in flat) for flat, atomic, _ in outputs
-        ]
+        flat: Iterator[Any] = (y for item in outputs for y in item.flat)
+        if batch.contents and any(any(item.needs) for item in outputs):
+            inputs = [x for mb in micro_batches for x in ((mb,) if isinstance(mb, Tensor) else mb)]
+            parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
+            flat = iter(_Pipeline.apply(batch, _token, outputs, *inputs, *parameters))
+        return [next(flat) if item.atomic else tuple(next(flat) for _ in item.flat) for item in outputs]
 
 
 class _MiniBatch:
-    """One mini-batch on its way: the segments that its backward will need."""
+    """One mini-batch on its way: the graphs of its tasks, which its backward will need."""
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None) -> None:
         self.ambient = Ambient(())
-        self.seeds: Seeds
         self._stages = engine.stages
-        self._engine = engine
+        self._workers = engine.workers
         self._observer = observer
         self._m = m
         self._n = len(engine.stages)
-        self._checkpointed = checkpointed(mode, m)
-        self._quickest = [math.inf] * self._n
-        self._segments: list[list[Segment]] = [[] for _ in engine.stages]
+        self._checkpointed = checkpointed(mode, m) if self.ambient.grad else 0
+        self.contents = [s.contents(recomputed=self._checkpointed > 0) for s in self._stages if self.ambient.grad]
+        self._generators = [own_generators(c.modules) if self._checkpointed else [] for c in self.contents]
+        self._graphs: list[list[TaskGraph]] = [[] for _ in engine.stages]
+        self.seeds = Seeds(self._n, recomputed=self._checkpointed > 0, grad=self.ambient.grad)
 
-    def forward(self, micro_batches: list[TensorOrTensors]) -> list[tuple[Any, bool, Needs]]:
-        """Run every task's forward; return the outputs without a graph, and which of them take a gradient."""
+    def forward(self, micro_batches: list[TensorOrTensors]) -> list[_Item]:
+        """Run every task's forward; return the outputs without a graph."""
         relay = Relay(self._n)
-        portals: Portals[tuple[Tensor | None, bool]] = Portals()
-        results: list[tuple[Any, bool, Needs]] = []
+        portals: Portals[tuple[Tensor | None, bool, bool]] = Portals()
+        results: list[_Item] = []
         self._run(relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)])
-        self._engine.task_seconds[self.seeds.training] = sum(self._quickest) / self._n
         return results
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
@@ -103,6 +106,9 @@ class _MiniBatch:
         relay = Relay(self._n)
         portals: Portals[Tensor | None] = Portals()
         results: list[Flat] = [()] * self._m
+        for contents in self.contents:
+            contents.check_structure()
+            contents.leaves.take()  # what a backward that failed has left
         # As in a plain backward, operators follow the autocast state where backward() is called.
         ambient = Ambient(())
         programs = [
@@ -113,7 +119,7 @@ class _MiniBatch:
 
     def _run(self, relay: Relay, programs: Sequence[Callable[[], None]], *, backward: bool = False) -> None:
         if overlaps(self._m, self._n):
-            self._engine.workers.run(relay, programs)
+            self._workers.run(relay, programs)
         else:
             for program in reversed(programs) if backward else programs:
                 program()
@@ -122,52 +128,60 @@ class _MiniBatch:
         self,
         j: int,
         relay: Relay,
-        portals: Portals[tuple[Tensor | None, bool]],
+        portals: Portals[tuple[Tensor | None, bool, bool]],
         micro_batches: list[TensorOrTensors],
-        results: list[tuple[Any, bool, Needs]],
+        results: list[_Item],
     ) -> None:
         stage = self._stages[j]
         with self.ambient.entered():
             for i in range(self._m):
-                if j == 0:
-                    x = micro_batches[i]
-                    flat: Flat = (x,) if isinstance(x, Tensor) else x
-                    atomic, needs = isinstance(x, Tensor), tuple(t is not None and t.requires_grad for t in flat)
-                    flat = detached(flat) if self.ambient.grad else flat
-                else:
-                    flat, atomic, needs = relay.take(j)
+                item = self._enter(micro_batches[i]) if j == 0 else relay.take(j)
                 for arrival in stage.arrivals:
-                    tensor, need = portals.take(i, arrival.key)
-                    flat, needs = (*flat, tensor), (*needs, need)
+                    tensor, need, shared = portals.take(i, arrival.key)
+                    before = item.shared or (False,) * len(item.flat)
+                    item = _Item(
+                        (*item.flat, tensor), item.atomic, (*item.needs, need),
+                        (*before, shared) if shared or item.shared else (),
+                    )  # fmt: skip
 
                 relay.check()
-                began = time.perf_counter()
                 with observed(self._observer, "forward", i, j):
-                    flat, atomic, needs = self._task(i, j, flat, atomic, needs)
-                self._quickest[j] = min(self._quickest[j], time.perf_counter() - began)
+                    item = self._task(i, j, item)
 
-                for departure in reversed(stage.departures):
-                    portals.put(i, departure.key, (flat[-1], needs[-1]))
-                    flat, needs = flat[:-1], needs[:-1]
+                count = len(item.flat) - len(stage.departures)
+                shares = item.shared or (False,) * len(item.flat)
+                for k, departure in enumerate(stage.departures, count):
+                    portals.put(i, departure.key, (item.flat[k], item.needs[k], shares[k]))
+                if stage.departures:
+                    shared = shares[:count] if any(shares[:count]) else ()
+                    item = _Item(item.flat[:count], item.atomic, item.needs[:count], shared)
                 if j + 1 < self._n:
                     relay.admit(j)
-                    relay.give(j, (flat, atomic, needs))
+                    relay.give(j, item)
                 else:
-                    results.append((flat, atomic, needs))
+                    results.append(item)
                 # A tensor that was handed over is not kept alive here while waiting for the next.
-                del flat
+                del item
 
-    def _task(self, i: int, j: int, flat: Flat, atomic: bool, needs: Needs) -> tuple[Flat, bool, Needs]:
-        randomness = self.seeds.of(i, j)
+    def _enter(self, micro_batch: TensorOrTensors) -> _Item:
+        atomic = isinstance(micro_batch, Tensor)
+        flat: Flat = (micro_batch,) if isinstance(micro_batch, Tensor) else micro_batch
+        needs = tuple([x is not None and x.requires_grad for x in flat])
+        detached = tuple([x.detach() for x in flat if x is not None]) if self.ambient.grad else flat
+        return _Item(detached, atomic, needs, shared_by(flat))
+
+    def _task(self, i: int, j: int, item: _Item) -> _Item:
+        stage, flat = self._stages[j], item.flat
         if not self.ambient.grad:
-            with randomness.first():
-                outputs, atomic = self._stages[j].run(flat, atomic)
-            return outputs, atomic, (False,) * len(outputs)
-        segment = Segment(
-            self._stages[j], checkpoint=i < self._checkpointed, ambient=self.ambient, randomness=randomness
-        )
-        self._segments[j].append(segment)
-        return segment.forward(flat, atomic, needs)
+            with self.seeds.of(i, j).first():
+                outputs, atomic = stage.run(flat, item.atomic, item.shared)
+            needs: Needs = (False,) * len(outputs)
+        else:
+            randomness = self.seeds.of(i, j, self._generators[j])
+            graph = TaskGraph(stage, self.contents[j], self.ambient, randomness, checkpoint=i < self._checkpointed)
+            self._graphs[j].append(graph)
+            outputs, atomic, needs = graph.forward(flat, item.atomic, item.needs, item.shared)
+        return _Item(outputs, atomic, needs, shared_by(outputs, flat, item.shared))
 
     def _backward(
         self,
@@ -182,9 +196,9 @@ class _MiniBatch:
         stage = self._stages[j]
         # The relay runs from the last partition to the first.
         position = self._n - 1 - j
-        with ambient.autocast():
+        with ambient.again():
             for i in reversed(range(self._m)):
-                segment = self._segments[j][i]
+                graph = self._graphs[j][i]
                 last = j + 1 == self._n
                 recomputed = i < self._checkpointed
                 if recomputed and j > 0:
@@ -192,9 +206,9 @@ class _MiniBatch:
                 if recomputed and not last:
                     relay.expect(position)
                 relay.check()
-                if segment.checkpoint and not (last and all(g is None for g in output_grads[i])):
+                if graph.checkpoint and not (last and all(g is None for g in output_grads[i])):
                     with observed(self._observer, "recompute", i, j):
-                        segment.recompute(keep=keep)
+                        graph.recompute(keep=keep)
                 grads: Flat = output_grads[i] if last else relay.take(position)
                 grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
 
@@ -202,7 +216,7 @@ class _MiniBatch:
                 if recomputed and j > 0:
                     relay.announce(position)
                 with observed(self._observer, "backward", i, j):
-                    grads = segment.backward(grads, keep=keep)
+                    grads = graph.backward(grads, keep=keep)
 
                 for arrival in reversed(stage.arrivals):
                     portals.put(i, arrival.key, grads[-1])
@@ -216,7 +230,7 @@ class _MiniBatch:
                 del grads
 
 
-# Makes the pipeline part of the graph, also where only parameters take gradients.
+# Makes the pipeline part of the graph also where a layer has found something that takes a gradient by itself.
 _token = torch.empty(0, requires_grad=True)
 
 
@@ -224,21 +238,21 @@ class _Pipeline(torch.autograd.Function):
     """The whole pipeline as one node: its forward has run, its backward drives the workers."""
 
     @staticmethod
-    def forward(
-        ctx: Any, batch: _MiniBatch, token: Tensor, outputs: list[Flat], needs: list[Needs], *inputs: Tensor
-    ) -> Flat:
+    def forward(ctx: Any, batch: _MiniBatch, token: Tensor, outputs: list[_Item], *inputs: Tensor) -> Flat:
         ctx.set_materialize_grads(False)
         ctx.batch = batch
-        ctx.widths = [len(flat) for flat in outputs]
-        flat = [y for flat in outputs for y in flat]
-        take_grad = [n for flat in needs for n in flat]
+        ctx.widths = [len(item.flat) for item in outputs]
+        flat = [y for item in outputs for y in item.flat]
+        take_grad = [n for item in outputs for n in item.needs]
         ctx.mark_non_differentiable(*(y for y, n in zip(flat, take_grad, strict=True) if not n and y is not None))
         return tuple(flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_backward()
+        refuse_create_graph()
+        batch: _MiniBatch = ctx.batch
         remaining = iter(grads)
         output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
-        input_grads = ctx.batch.backward(output_grads, keep=keeps_graph())
-        return (None, None, None, None, *(g for flat in input_grads for g in flat))
+        input_grads = batch.backward(output_grads, keep=keeps_graph())
+        sums = [g for contents in batch.contents for g in contents.leaves.take()]
+        return (None, None, None, *(g for flat in input_grads for g in flat), *sums)

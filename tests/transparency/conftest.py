@@ -23,7 +23,7 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 WAYS = [
     {"engine": engine, "checkpoint": checkpoint}
-    for engine in ("graph", "inline", "workers")
+    for engine in ("graph", "workers")
     for checkpoint in ("always", "except_last", "never")
 ]
 
@@ -34,7 +34,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-@pytest.fixture(params=["graph", "inline", "workers"])
+@pytest.fixture(params=["graph", "workers"])
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -162,51 +162,71 @@ def test_twice_without_retain_graph(chunks: int, way: dict[str, Any], plainly: A
         assert all(map(torch.equal, grads(model), before))  # type: ignore[arg-type]
 
 
-REFUSALS: dict[str, tuple[Callable[[Tensor, Tensor, GPipe], object], str]] = {
-    "autograd.grad": (lambda x, y, model: torch.autograd.grad(y.sum(), x), "torch.autograd.grad"),
-    "backward(inputs=)": (lambda x, y, model: y.sum().backward(inputs=[x]), r"backward\(inputs="),
-    "of a parameter": (
-        lambda x, y, model: torch.autograd.grad(y.sum(), [x, model[4].weight], allow_unused=True),
-        "torch.autograd.grad",
+# Other ways to ask for gradients than `backward()`: what is found, of a loss, the input and the model.
+ASKED: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
+    "grad of the input": lambda loss, x, model: torch.autograd.grad(loss, x),
+    "grad of parameters": lambda loss, x, model: torch.autograd.grad(loss, [*model.parameters()]),
+    "grad of both": lambda loss, x, model: torch.autograd.grad(loss, [x, *model.parameters()]),
+    "grad of one": lambda loss, x, model: torch.autograd.grad(loss, [*model.parameters()][1]),
+    "grad twice": lambda loss, x, model: (
+        torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
+        + torch.autograd.grad(loss, [x, *model.parameters()])
     ),
-    "create_graph": (lambda x, y, model: y.sum().backward(create_graph=True), "create_graph=True"),
-}
+    "grad of the input, then backward": lambda loss, x, model: (
+        *torch.autograd.grad(loss, x, retain_graph=True), loss.backward(), *grads(model)
+    ),
+    "backward of the input": lambda loss, x, model: (loss.backward(inputs=[x]), x.grad, *grads(model)),
+    "backward of a parameter": lambda loss, x, model: (
+        loss.backward(inputs=[[*model.parameters()][2]]), x.grad, *grads(model)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_ways_to_ask_for_gradients(asked: Callable[..., Any], chunks: int, way: dict[str, Any], plainly: Any) -> None:
+    plain, model = pair(way, plainly, chunks=chunks)
+    x = torch.randn(7, 5)
+    found = []
+    for run in (plain, model):
+        given = x.clone().requires_grad_()
+        found.append(asked(run(given).square().sum(), given, run))
+    for theirs, ours in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_hooks_of_parameters_run_once_a_step(chunks: int, way: dict[str, Any], plainly: Any) -> None:
+    plain, model = pair(way, plainly, chunks=chunks)
+    seen: dict[nn.Module, list[Any]] = {plain: [], model: []}
+    for run, calls in seen.items():
+        for name, p in run.named_parameters():
+            key = name.removeprefix("layers.")
+            p.register_hook(lambda g, key=key, calls=calls: calls.append((key, g.clone())) or 2 * g)
+            p.register_post_accumulate_grad_hook(lambda p, key=key, calls=calls: calls.append((key, p.grad.clone())))
+    for x in torch.randn(3, 7, 5):
+        for run, calls in seen.items():
+            calls.clear()
+            run(x).square().sum().backward()
+        ours, theirs = (sorted(seen[run], key=lambda call: call[0]) for run in (model, plain))
+        assert [key for key, _ in ours] == [key for key, _ in theirs]
+        # Each step is added to the last one's gradients at once by both.
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-@pytest.mark.parametrize("go, message", REFUSALS.values(), ids=REFUSALS)
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_refused_where_a_task_has_a_graph_of_its_own(
-    go: Callable[..., object], message: str, chunks: int, way: dict[str, Any], plainly: Any
-) -> None:
+def test_a_backward_of_the_backward_is_refused(chunks: int, way: dict[str, Any], plainly: Any) -> None:
     _, model = pair(way, plainly, chunks=chunks)
     x = torch.randn(7, 5, requires_grad=True)
     y = model(x)
-    checkpointed = way["checkpoint"] == "always" or (way["checkpoint"] == "except_last" and chunks > 1)
-    if way["engine"] == "workers" or checkpointed or (way["engine"] == "inline" and chunks > 1):
-        with pytest.raises(RuntimeError, match=message):
-            go(x, y, model)
-        assert all(g is None for g in grads(model))
-        # It cost nothing: the graph is still there.
-        y.sum().backward()
-        assert all(g is not None for g in grads(model))
-    else:
-        go(x, y, model)
-        # The graph holds the gradients and they the graph, after create_graph=True.
-        x.grad = None
-        model.zero_grad()
-
-
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_one_graph_serves_every_kind_of_backward(plainly: Any) -> None:
-    plain, model = pair({"engine": "graph", "checkpoint": "never"}, plainly)
-    x = torch.randn(7, 5)
-    second = []
-    for run in (plain, model):
-        inputs = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad(run(inputs).square().sum(), inputs, create_graph=True)
-        second.append(torch.autograd.grad(first.square().sum(), inputs)[0])
-    assert torch.equal(*second)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        y.sum().backward(create_graph=True)
+    assert all(g is None for g in grads(model))
+    # It cost nothing: the graph is still there.
+    y.sum().backward()
+    assert all(g is not None for g in grads(model))
 
 
 def test_several_mini_batches_before_one_backward(way: dict[str, Any], plainly: Any) -> None:

@@ -12,7 +12,7 @@
 | `count`, `growth` | what every layer does and holds, counted on `meta` for two sizes, and whether others follow |
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
 | `profiled`, `timing`, `here` | in their place, a profile on the present device, and what that device is |
-| `predict` | seconds and bubble of a training step |
+| `predict`, `replay` | seconds and bubble of a training step |
 | `footprint`, `task`, `memory` | what a layer, a micro-batch on a partition, and a device hold: exact bytes |
 | `optimizer` | what an optimizer holds: its state, and what its step makes |
 | `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |

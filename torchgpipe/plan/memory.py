@@ -83,7 +83,8 @@ def device_memory(
     first_partition, last_partition = j == 0, j == n - 1
     output, output_grad = task.output, task.output_grad
     recomputed = checkpointed(checkpoint, m)
-    alone = m - recomputed == 1  # one micro-batch has a graph from forward on, and it shares it with no other
+    # Where nothing is copied or recomputed, all micro-batches have one graph; otherwise each has its own.
+    apart = n > 1 or recomputed > 0
     leaving = [c for c in crossings if c.source == j]
     before = parameters if zeroed else 0.0  # gradients, until the first backward has ended
     best: Device | None = None
@@ -128,9 +129,7 @@ def device_memory(
         outputs += m * output_grad
     for i in reversed(range(m)):
         first = i == m - 1
-        grads = before if first else parameters
-        if zeroed and not first and i >= recomputed:
-            grads += parameters  # their sum so far, in the graph that all share
+        grads = before + (0.0 if first else parameters)  # beside those of earlier steps, the sum of this one's
         arrived = 0.0 if last_partition else output_grad
         own = sum(c.grad for c in leaving)
         under_way = own + sum(min(i, c.target - j) * c.grad for c in leaving)
@@ -139,10 +138,11 @@ def device_memory(
         if i < recomputed:
             consider(gradients=grads, stashed=held, working=task.inputs + task.graph, skips=under_way,
                      copies=arrived + waiting)  # fmt: skip
-            peak = task.recomputed + (task.later if grads else task.first)
+            peak = task.recomputed + (task.first if first else task.later)
+        elif apart:
+            peak = task.kept + (task.first_alone if first else task.later_alone)
         else:
-            adding = task.first_alone if first else task.later_alone
-            peak = task.kept + (task.added_alone if zeroed and alone else adding)
+            peak = task.kept + (task.added_alone if zeroed and m == 1 else task.first_alone if first else task.summed_alone)
         consider(gradients=grads, stashed=held, working=peak, skips=under_way, copies=arrived + waiting)
     held = m * output if last_partition else 0.0
     consider(gradients=parameters, stashed=held, working=0.0, skips=0.0, copies=0.0, update=update)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.engines import SHORT_TASK
 from torchgpipe.plan.count import Counts, LayerCount
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
 from torchgpipe.plan.optimizer import STATELESS, Optimizer
-from torchgpipe.replay import Costs, Timeline, replay
+from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.schedule import overlaps
 
 __all__ = ["LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
@@ -140,20 +139,9 @@ class Predictor:
                 [sum(layers.backward[a:b]) + (0.0 if first else sum(layers.accumulate[a:b])) for a, b in cuts]
             )
         copies, skips = self.copies(setup)
-        # On a CPU, what cannot overlap, or is short, runs in one thread (torchgpipe/engines.py), where a recomputation
-        # belongs to its task's backward.
-        mean = sum(map(sum, forward)) / (len(sizes) * len(cuts))
-        together = self.hardware.cpu and (mean < SHORT_TASK or not overlaps(len(sizes), len(cuts)))
-        return Costs(
-            forward,
-            backward,
-            recompute,
-            copies,
-            skips=skips,
-            blocking=not setup.streams,
-            ahead=not together,
-            together=together,
-        )
+        # On a CPU, partitions that cannot overlap run one after another, each recomputation right before its backward.
+        ahead = not self.hardware.cpu or overlaps(len(sizes), len(cuts))
+        return Costs(forward, backward, recompute, copies, skips=skips, blocking=not setup.streams, ahead=ahead)
 
     def copies(self, setup: Setup) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy, and of the skips that go from one partition to another."""

@@ -35,6 +35,7 @@ class Task:
     first_alone: float
     """Peak of backward of a task that is not checkpointed: its graph alone holds its inputs."""
     later_alone: float
+    summed_alone: float
     added_alone: float
     """As `later`, of a task that is not checkpointed and shares its graph with no other that is not."""
     arrivals: float
@@ -79,7 +80,7 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
 
     def backward(trace: str, *, checkpoint: bool, apart: bool) -> float:
         kept = leaf if checkpoint else own
-        return _backward(footprints, start, stop, saver, kept, trace, held=checkpoint or last, apart=apart)
+        return _backward(footprints, start, stop, saver, kept, trace, held=True, apart=apart)
 
     return Task(
         inputs=_total(inputs, size),
@@ -93,7 +94,8 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
         first=backward("first", checkpoint=True, apart=True),
         later=backward("later", checkpoint=True, apart=True),
         first_alone=backward("first", checkpoint=False, apart=False),
-        later_alone=backward("later", checkpoint=False, apart=False),
+        later_alone=backward("later", checkpoint=False, apart=True),
+        summed_alone=backward("later", checkpoint=False, apart=False),
         added_alone=backward("later", checkpoint=False, apart=True),
         arrivals=_total(arrivals, size),
     )

@@ -8,8 +8,6 @@ at a time. Forward takes micro-batches in order, backward in reverse. A task's i
   workers start it somewhat later, for memory, which costs no time where partitions are balanced (workers.py);
 - backward (i, j) after its recomputation, backward (i, j + 1), and the copy between them.
 
-On a CPU, where tasks are short, one thread may do those of all partitions.
-
 Skips are copied straight from the partition that stashes them to the one that pops them, and their gradients back.
 """
 
@@ -42,7 +40,7 @@ class Costs:
     for all boundaries, or one for each. `skips` says the same of skips, by the partitions that stash and pop them.
     With streams of their own, copies delay the receiver but occupy nobody; `blocking` ones occupy both sides, and
     start when both are free. `loss` lies between forward and backward. Without `ahead`, recomputation waits for its
-    task's gradient. With `together`, one thread does the tasks of all partitions, and nothing overlaps.
+    task's gradient.
     """
 
     forward: Table
@@ -53,7 +51,6 @@ class Costs:
     skips: Mapping[tuple[int, int], float] = field(default_factory=dict)
     blocking: bool = False
     ahead: bool = True
-    together: bool = False
 
     @property
     def total(self) -> float:
@@ -96,48 +93,45 @@ def replay(costs: Costs) -> Timeline:
         up[target].append((source, seconds))
 
     events: list[Event] = []
-    lanes = [0] * n if costs.together else list(range(n))
     free = [0.0] * n
     for i, row in enumerate(costs.forward):
         arrival = [0.0] * n
         for j, seconds in enumerate(row):
-            start = max(free[lanes[j]], arrival[j])
-            free[lanes[j]] = end = start + seconds
+            start = max(free[j], arrival[j])
+            free[j] = end = start + seconds
             events.append(Event("forward", i, j, start, end))
-            _send(lanes[j], end, down[j], arrival, free, lanes, costs.blocking)
+            _send(j, end, down[j], arrival, free, costs.blocking)
 
-    begin = max(free) if costs.blocking else free[lanes[n - 1]]
+    begin = max(free) if costs.blocking else free[n - 1]
     begin += costs.loss
     free = [begin] * n
     for i in reversed(range(m)):
         arrival = [begin] * n
         for j in reversed(range(n)):
-            lane = lanes[j]
             if costs.recompute[i][j]:
-                start = free[lane] if costs.ahead else max(free[lane], arrival[j])
-                free[lane] = start + costs.recompute[i][j]
-                events.append(Event("recompute", i, j, start, free[lane]))
-            start = max(free[lane], arrival[j])
-            free[lane] = end = start + costs.backward[i][j]
+                start = free[j] if costs.ahead else max(free[j], arrival[j])
+                free[j] = start + costs.recompute[i][j]
+                events.append(Event("recompute", i, j, start, free[j]))
+            start = max(free[j], arrival[j])
+            free[j] = end = start + costs.backward[i][j]
             events.append(Event("backward", i, j, start, end))
-            _send(lane, end, up[j], arrival, free, lanes, costs.blocking)
+            _send(j, end, up[j], arrival, free, costs.blocking)
     return Timeline(events, max(free), n)
 
 
 def _send(
-    lane: int,
+    source: int,
     end: float,
     targets: Sequence[tuple[int, float]],
     arrival: list[float],
     free: list[float],
-    lanes: Sequence[int],
     blocking: bool,
 ) -> None:
-    """Copy what was made on `lane` at `end` to its targets."""
+    """Copy what `source` has made at `end` to its targets."""
     for target, seconds in targets:
         there = end + seconds
         if blocking and seconds:
-            there = max(free[lane], free[lanes[target]]) + seconds
-            free[lane] = free[lanes[target]] = there
+            there = max(free[source], free[target]) + seconds
+            free[source] = free[target] = there
         if there > arrival[target]:
             arrival[target] = there

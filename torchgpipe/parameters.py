@@ -1,0 +1,188 @@
+"""Leaves: what tasks use in place of a partition's parameters, and the gate through which their gradients leave.
+
+The tasks of a mini-batch have graphs of their own, and their backwards run one by one. If these graphs ended in the
+parameters, each task would add to `.grad` by itself: hooks would run for every task, and `autograd.grad` would find
+nothing. So tasks run on leaves: detached parameters, put into the layers for as long as a task runs. A gate is one node
+of the caller's graph for each partition and mini-batch:
+
+    parameters ─▶ gate ─▶ an empty tensor ─▶ every task of the partition ─▶ …
+
+Its backward comes after those of all tasks, and returns what they added up in the leaves. To autograd, and to whoever
+has hooks on the parameters, the partition is one function that used each of them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["InPlace", "Leaves", "Lock", "gate"]
+
+
+class Lock(Protocol):
+    """What keeps all but one thread from running some modules; the same thread may take it several times."""
+
+    def acquire(self) -> object: ...
+    def release(self) -> object: ...
+    def __enter__(self) -> object: ...
+    def __exit__(self, *_: Any) -> object: ...
+
+
+class Leaves:
+    """The leaves of the parameters of `modules` that take gradients, as they are now.
+
+    A parameter that occurs twice has one leaf. `lock` keeps others from running the modules while leaves are in them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], lock: Lock) -> None:
+        made: dict[Tensor, Tensor] = {}
+        self._lock = lock
+        self._places: list[dict[str, Any]] = []
+        self._dicts: list[dict[str, Tensor | None]] = []
+        self._all: list[tuple[str, Tensor]] = []
+        for module in modules:
+            if not module._parameters:
+                continue
+            replaced: dict[str, Tensor | None] = {}
+            for name, p in module._parameters.items():
+                replaced[name] = p
+                if p is not None:
+                    _check_initialized(module, name, p)
+                    self._all.append((name, p))
+                    if p.requires_grad:
+                        replaced[name] = made.get(p)
+                        if replaced[name] is None:
+                            replaced[name] = made[p] = _leaf(p)
+            self._places.append(module.__dict__)
+            self._dicts.append(replaced)
+        self._versions = [p._version for _, p in self._all]
+        self.parameters = list(made)
+        self._leaves = list(made.values())
+        self._backward = -1
+
+    def in_place(self) -> InPlace:
+        """Put the leaves into the modules, unless they are there."""
+        return InPlace(self._lock, "_parameters", self._places, self._dicts)
+
+    def check_unchanged(self, partition: int) -> None:
+        """Raise `RuntimeError` if a parameter was changed in place since the leaves were made."""
+        if [p._version for _, p in self._all] == self._versions:
+            return
+        for (name, p), version in zip(self._all, self._versions, strict=True):
+            if p._version != version:
+                raise RuntimeError(
+                    f"parameter {name!r} of partition {partition} was changed in place between forward and backward, so "
+                    "the recomputation of a checkpointed task would use other values; call backward() before the "
+                    "optimizer's step, or use checkpoint='never'"
+                )
+
+    def begin(self, backward: int) -> bool:
+        """Drop what an earlier backward left in the leaves, when `backward` is another one; return whether it is.
+
+        Raises:
+            RuntimeError: two backwards go through one mini-batch at the same time.
+        """
+        if backward == self._backward:
+            return False
+        if backward < self._backward:
+            raise RuntimeError(
+                "two backwards go through one mini-batch at the same time; let one end before the other begins"
+            )
+        self._backward = backward
+        self.take()
+        return True
+
+    def take(self) -> list[Tensor | None]:
+        """Return the sums of gradients, one for each of `parameters`, and keep nothing."""
+        grads = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        return grads
+
+
+def gate(leaves: Leaves, device: torch.device) -> Tensor | None:
+    """Return an empty tensor that tasks take as an input, so that they belong to the graph of the parameters.
+
+    It is made on `device`, where the gradients will be added up. `None` if no parameter takes a gradient.
+    """
+    if not leaves.parameters:
+        return None
+    opened: Tensor = _Gate.apply(leaves, device, *leaves.parameters)
+    return opened
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaves: Leaves, device: torch.device, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.leaves = leaves
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.leaves.take())
+
+
+class InPlace:
+    """Exchange one of the dictionaries that modules keep (`"_parameters"`, `"_buffers"`) for others, holding a lock.
+
+    Whole dictionaries, since a layer may add to them in its forward. An interrupt (Ctrl-C) leaves none of them exchanged.
+    """
+
+    __slots__ = ("_before", "_dicts", "_key", "_lock", "_places")
+    _before: list[Any] | None
+
+    def __init__(self, lock: Lock, key: str, places: list[dict[str, Any]], dicts: Sequence[Any]) -> None:
+        self._lock, self._key, self._places, self._dicts = lock, key, places, dicts
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        key, places, dicts = self._key, self._places, self._dicts
+        self._before = None
+        if not places or places[0][key] is dicts[0]:
+            return
+        self._before = [place[key] for place in places]
+        try:
+            for place, inner in zip(places, dicts, strict=True):
+                place[key] = inner
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._before is not None:
+                self._put_back(self._before)
+        except KeyboardInterrupt:
+            if self._before is not None:
+                self._put_back(self._before)
+            raise
+        finally:
+            self._lock.release()
+
+    def _put_back(self, before: list[Any]) -> None:
+        for place, outer in zip(self._places, before, strict=True):
+            place[self._key] = outer
+
+
+def _leaf(p: Tensor) -> Tensor:
+    leaf = p.detach()
+    if not isinstance(p, nn.Parameter):
+        return leaf.requires_grad_()
+    # Layers may look at the type, and at what users have written on a parameter.
+    if type(leaf) is Tensor and type(p) is not nn.Parameter:
+        leaf = leaf.as_subclass(type(p)).requires_grad_()
+    else:
+        leaf = nn.Parameter(leaf)
+    leaf.__dict__.update(p.__dict__)
+    return leaf
+
+
+def _check_initialized(module: nn.Module, name: str, p: Tensor) -> None:
+    if nn.parameter.is_lazy(p):
+        raise RuntimeError(
+            f"{type(module).__name__} has no shape for {name!r} before its first input: run the layers once, then train"
+        )
