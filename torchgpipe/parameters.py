@@ -19,7 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["InPlace", "Leaves", "Lock", "gate"]
+from torchgpipe._autograd import keeps_graph
+
+__all__ = ["BY_ANOTHER_WAY", "InPlace", "Leaves", "Lock", "gate"]
 
 
 class Lock(Protocol):
@@ -29,6 +31,12 @@ class Lock(Protocol):
     def release(self) -> object: ...
     def __enter__(self) -> object: ...
     def __exit__(self, *_: Any) -> object: ...
+
+
+BY_ANOTHER_WAY = (
+    "a backward reached a partition's layers by another way than its outputs: a layer keeps a tensor that has a graph, "
+    "such as an auxiliary loss; let the layer return it"
+)
 
 
 class Leaves:
@@ -62,6 +70,7 @@ class Leaves:
         self.parameters = list(made)
         self._leaves = list(made.values())
         self._backward = -1
+        self._under_way = False
 
     def in_place(self) -> InPlace:
         """Put the leaves into the modules, unless they are there."""
@@ -80,10 +89,11 @@ class Leaves:
                 )
 
     def begin(self, backward: int) -> bool:
-        """Drop what an earlier backward left in the leaves, when `backward` is another one; return whether it is.
+        """Prepare for `backward`, unless that was done; return whether it was not. Drop what one has left that failed.
 
         Raises:
-            RuntimeError: two backwards go through one mini-batch at the same time.
+            RuntimeError: two backwards go through one mini-batch at the same time, or one went through its layers
+                before it came to the pipeline.
         """
         if backward == self._backward:
             return False
@@ -91,16 +101,25 @@ class Leaves:
             raise RuntimeError(
                 "two backwards go through one mini-batch at the same time; let one end before the other begins"
             )
-        self._backward = backward
-        self.take()
+        expected = self._under_way
+        if any(grad is not None for grad in self.take()) and not expected:
+            raise RuntimeError(BY_ANOTHER_WAY)
+        self._backward, self._under_way = backward, True
         return True
 
-    def take(self) -> list[Tensor | None]:
-        """Return the sums of gradients, one for each of `parameters`, and keep nothing."""
+    def take(self, *, last: bool = False) -> list[Tensor | None]:
+        """Return the sums of gradients, one for each of `parameters`, and keep nothing; `last`: nor expect more."""
         grads = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None
+            if last:
+                leaf.register_hook(_refuse)
+        self._under_way = False
         return grads
+
+
+def _refuse(_: Tensor) -> None:
+    raise RuntimeError(BY_ANOTHER_WAY)
 
 
 def gate(leaves: Leaves, device: torch.device) -> Tensor | None:
@@ -123,7 +142,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.leaves.take())
+        return (None, None, *ctx.leaves.take(last=not keeps_graph()))
 
 
 class InPlace:

@@ -123,7 +123,8 @@ def _lock_of(modules: list[nn.Module]) -> Lock:
     A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.
     """
     inner = {m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)}
-    own = [m for m in modules if m not in inner]
+    # What has neither parameters nor buffers has nothing to exchange: one activation may serve several partitions.
+    own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:
         found = {_locks[m] for m in own if m in _locks} or {threading.RLock()}
         lock = found.pop() if len(found) == 1 else _Locks(found)

@@ -28,6 +28,7 @@ from torchgpipe.alias import Shared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import checkpointing, recomputing
 from torchgpipe.contents import Contents, Copies
+from torchgpipe.parameters import BY_ANOTHER_WAY
 from torchgpipe.randomness import Randomness
 from torchgpipe.stage import Flat, Stage
 
@@ -128,7 +129,7 @@ class TaskGraph:
                 "pass retain_graph=True to the first backward to go through it twice"
             )
         if self._input_grads:
-            self._input_grads.clear()
+            raise RuntimeError(BY_ANOTHER_WAY)
         if not all_none(grads):
             self.recompute(keep=keep)
             assert self._edges is not None

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe._autograd import keeps_graph
+from torchgpipe._autograd import backward_id, keeps_graph
 from torchgpipe.alias import Shared, shared_by
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
@@ -108,7 +108,7 @@ class _MiniBatch:
         results: list[Flat] = [()] * self._m
         for contents in self.contents:
             contents.check_structure()
-            contents.leaves.take()  # what a backward that failed has left
+            contents.leaves.begin(backward_id())
         # As in a plain backward, operators follow the autocast state where backward() is called.
         ambient = Ambient(())
         programs = [
@@ -253,6 +253,7 @@ class _Pipeline(torch.autograd.Function):
         batch: _MiniBatch = ctx.batch
         remaining = iter(grads)
         output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
-        input_grads = batch.backward(output_grads, keep=keeps_graph())
-        sums = [g for contents in batch.contents for g in contents.leaves.take()]
+        keep = keeps_graph()
+        input_grads = batch.backward(output_grads, keep=keep)
+        sums = [g for contents in batch.contents for g in contents.leaves.take(last=not keep)]
         return (None, None, None, *(g for flat in input_grads for g in flat), *sums)

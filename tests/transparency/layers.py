@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn import Parameter, utils
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import is_recomputing
@@ -19,7 +18,7 @@ WIDTH = 4
 
 
 class Do(nn.Module):
-    """Call a function of this module and its input; tensors that it holds are parameters or buffers."""
+    """Call a function of this module and its input. Tensors that it holds are parameters or buffers."""
 
     def __init__(self, function: Callable[[Any, Any], Any], **holds: Any) -> None:
         super().__init__()
@@ -62,20 +61,10 @@ class Draw(nn.Dropout):
 
 
 class Frozen(nn.BatchNorm1d):
+    """Batch norm that stays in evaluation mode."""
+
     def train(self, mode: bool = True) -> Frozen:
         return super().train(False)
-
-
-class Stop(torch.autograd.Function):
-    """Give no gradient, which is something else than zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x + 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 def linear() -> nn.Linear:
@@ -87,8 +76,13 @@ def weight() -> Parameter:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Normalize two channels of two values: a micro-batch of one sample is then enough."""
+    """Normalize two channels of two values: then a micro-batch of one sample is enough."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
+
+
+def shared_parts() -> nn.ModuleList:
+    """Return what several layers of a model may have in common."""
+    return nn.ModuleList([linear(), norm(nn.BatchNorm1d(2))])
 
 
 def frozen(*names: str) -> nn.Module:
@@ -104,9 +98,16 @@ def tied(to: nn.Linear) -> nn.Module:
     return layer
 
 
+def table(**options: Any) -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
+        return x * self.table((x > 0).long()).mean(1)
+
+    return Do(run, table=nn.Embedding(2, WIDTH, **options))
+
+
 def checkpointed(reentrant: bool) -> nn.Module:
     def run(self: Any, x: Tensor) -> Tensor:
-        # Of an input that takes no gradient, the older kind warns.
+        # The older kind warns of an input that takes no gradient.
         if reentrant and not x.requires_grad:
             return self.inner(x)
         return checkpoint(self.inner, x, use_reentrant=reentrant)
@@ -132,49 +133,40 @@ def remember(self: Any, x: Tensor) -> Tensor:
 
 
 def decay(self: Any, x: Tensor) -> Tensor:
-    y = x * self.scale  # which autograd saves
+    y = x * self.scale  # autograd saves it
     with torch.no_grad():
         self.scale.mul_(0.9)
     return y
 
 
-def with_scale(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def with_decay(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return decay(self, x), self.scale.expand(len(x), -1)
 
 
-def set_in_place(self: Any, x: Tensor) -> Tensor:
+def set_in_place(_: Any, x: Tensor) -> Tensor:
     x[:, 0] = 0.5
     return x
 
 
-def gradient_in_forward(self: Any, x: Tensor) -> Tensor:
-    if torch.is_inference_mode_enabled():
-        return x
-    differentiable = torch.is_grad_enabled()
-    with torch.enable_grad():
-        x = 1 * x if differentiable and x.requires_grad else x.detach().requires_grad_()
-        energy = (x.sin() * self.weight).sum()
-    return torch.autograd.grad(energy, x, create_graph=differentiable)[0]
-
-
-def twice_its_weights(self: Any, x: Tensor) -> Tensor:
-    weights = {name: 2 * p for name, p in self.inner.named_parameters()}
-    return torch.func.functional_call(self.inner, weights, (x,))
-
-
-def two_names(self: Any, x: Tensor) -> Tensor:
-    return x * self.a + self.b
-
-
-def with_two_names(p: Parameter) -> nn.Module:
-    return Do(two_names, a=p, b=p)
-
-
-def hooked(self: Any, x: Tensor) -> Tensor:
+def hooked(_: Any, x: Tensor) -> Tensor:
     y = 1 * x
     if y.requires_grad:
-        y.register_hook(lambda grad: None if grad is None else 2 * grad)
+        y.register_hook(lambda grad: 2 * grad)
     return y
+
+
+def differentiated(self: Any, x: Tensor) -> Tensor:
+    if torch.is_inference_mode_enabled():
+        return x
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        x = 1 * x if again and x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad((x.sin() * self.weight).sum(), x, create_graph=again)[0]
+
+
+def doubled(self: Any, x: Tensor) -> Tensor:
+    weights = {name: 2 * p for name, p in self.inner.named_parameters()}
+    return torch.func.functional_call(self.inner, weights, (x,))
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -185,13 +177,13 @@ def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return total
 
 
-def swap(self: Any, value: Any) -> Any:
+def swap(_: Any, value: Any) -> Any:
     alike = isinstance(value, tuple) and (value[0].shape, value[0].dtype) == (value[-1].shape, value[-1].dtype)
     return (value[-1], *value[1:-1], value[0]) if alike else value
 
 
-# Made of a layer that layers of a model share. Hypothesis tries to do with the first ones.
-KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+# Each is made from `shared_parts()` of its model. Hypothesis shrinks towards the first ones.
+KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "identity": lambda _: nn.Identity(),
     "linear": lambda _: linear(),
     "tanh": lambda _: nn.Tanh(),
@@ -207,64 +199,58 @@ KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "detached": lambda _: Do(lambda _, x: x.detach()),
     "half detached": lambda _: Do(lambda _, x: 0.5 * x + 0.5 * x.detach()),
     "a new leaf": lambda _: Do(lambda _, x: x.detach().requires_grad_(torch.is_grad_enabled())),
-    "no gradient": lambda _: Do(lambda _, x: Stop.apply(x)),
     "hooked": lambda _: Do(hooked),
+    "differentiated": lambda _: Do(differentiated, weight=weight()),
+    "vmap": lambda _: Do(lambda self, x: torch.vmap(lambda row: row.sin() * self.weight)(x), weight=weight()),
+    "functional_call": lambda _: Do(doubled, inner=linear()),
     "layer norm": lambda _: nn.LayerNorm(WIDTH),
     "batch norm": lambda _: norm(nn.BatchNorm1d(2)),
     "batch norm, momentum none": lambda _: norm(nn.BatchNorm1d(2, momentum=None)),
     "batch norm, no statistics": lambda _: norm(nn.BatchNorm1d(2, track_running_stats=False)),
     "batch norm, frozen": lambda _: norm(Frozen(2)),
     "instance norm": lambda _: norm(nn.InstanceNorm1d(2, affine=True, track_running_stats=True)),
-    "weight norm": lambda _: weight_norm(linear()),
-    "spectral norm": lambda _: spectral_norm(linear()),
-    "spectral norm, by a hook": lambda _: nn.utils.spectral_norm(linear()),
+    "weight norm": lambda _: parametrizations.weight_norm(linear()),
+    "spectral norm": lambda _: parametrizations.spectral_norm(linear()),
+    "spectral norm, by a hook": lambda _: utils.spectral_norm(linear()),
     "pruned": lambda _: prune.random_unstructured(linear(), "weight", 0.5),
-    "with a gradient in forward": lambda _: Do(gradient_in_forward, weight=weight()),
-    "functional_call": lambda _: Do(twice_its_weights, inner=linear()),
-    "vmap": lambda _: Do(lambda self, x: torch.vmap(lambda row: row.sin() * self.weight)(x), weight=weight()),
-    "two names": lambda _: with_two_names(weight()),
-    "tied": tied,
-    "shared": lambda shared: nn.Sequential(shared),
-    # Held where no one finds it.
-    "borrowed": lambda shared: Do(lambda self, x: x @ self.held[0].weight, held=[shared]),
+    "tied": lambda parts: tied(parts[0]),
+    "shared": lambda parts: nn.Sequential(parts[0]),
+    "shared norm": lambda parts: nn.Sequential(parts[1]),
+    "borrowed": lambda parts: Do(lambda self, x: x @ self.borrowed[0].weight, borrowed=[parts[0]]),
     "lstm": lambda _: Do(lambda self, x: self.lstm(x.unsqueeze(1))[0].squeeze(1), lstm=nn.LSTM(WIDTH, WIDTH)),
     "transformer": lambda _: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0, batch_first=True),
-    "embedding": lambda _: Do(
-        lambda self, x: x * self.table((x > 0).long()).mean(1), table=nn.Embedding(2, WIDTH, sparse=True)
-    ),
-    "embedding, changed in forward": lambda _: Do(
-        lambda self, x: x * self.table((x > 0).long()).mean(1), table=nn.Embedding(2, WIDTH, max_norm=0.5)
-    ),
+    "embedding": lambda _: table(sparse=True),
+    "embedding, rescaled": lambda _: table(max_norm=0.5),
     "count": lambda _: Do(count, calls=torch.ones(1)),
     "average": lambda _: Do(average, mean=torch.zeros(WIDTH)),
     "remember": lambda _: Do(remember, last=torch.zeros(1, WIDTH)),
-    "decaying buffer in place": lambda _: Do(decay, scale=torch.ones(WIDTH)),
-    "decaying parameter in place": lambda _: Do(decay, scale=Parameter(torch.ones(WIDTH))),
     "dropout": lambda _: Draw(),
     "dropout, own generator": lambda _: Draw(own=True),
     "dropout, checkpointed": lambda _: Draw(within=True),
-    "dropout in place": lambda _: Draw(inplace=True),
     "checkpointed": lambda _: checkpointed(False),
     "checkpointed, reentrant": lambda _: checkpointed(True),
-    "relu in place": lambda _: nn.ReLU(True),
-    "nested relu in place": lambda _: nn.Sequential(nn.ReLU(True)),
-    "add in place": lambda _: Do(lambda _, x: x.add_(1)),
-    "set in place": lambda _: Do(set_in_place),
     "twice": lambda _: Do(lambda _, x: (x, x)),
     "and a view": lambda _: Do(lambda _, x: (x, x.view_as(x))),
     "and its half": lambda _: Do(lambda _, x: (x, x[:, :2])),
     "and its input": lambda _: Do(lambda _, x: (x.tanh(), x)),
     "and integers": lambda _: Do(lambda _, x: (x, torch.arange(len(x)))),
-    "and its buffer, in place": lambda _: Do(with_scale, scale=torch.ones(WIDTH)),
     "lstm cell": lambda _: nn.LSTMCell(WIDTH, WIDTH),
     "sum": lambda _: Do(lambda _, value: merge(value, Tensor.add)),
-    "sum in place": lambda _: Do(lambda _, value: merge(value, Tensor.add_)),
     "swap": lambda _: Do(swap),
+    "relu in place": lambda _: nn.ReLU(True),
+    "nested relu in place": lambda _: nn.Sequential(nn.ReLU(True)),
+    "add in place": lambda _: Do(lambda _, x: x.add_(1)),
+    "set in place": lambda _: Do(set_in_place),
+    "dropout in place": lambda _: Draw(inplace=True),
+    "buffer in place": lambda _: Do(decay, scale=torch.ones(WIDTH)),
+    "parameter in place": lambda _: Do(decay, scale=Parameter(torch.ones(WIDTH))),
+    "and its buffer in place": lambda _: Do(with_decay, scale=torch.ones(WIDTH)),
+    "sum in place": lambda _: Do(lambda _, value: merge(value, Tensor.add_)),
 }
 TO_SEVERAL = {kind for kind in KINDS if kind.startswith("and ")} | {"twice", "lstm cell"}
 OF_SEVERAL = {"sum", "sum in place", "swap"}
 
-# What a layer stashes, of its input x and its output y; and what becomes of its output and a skip.
+# What a layer stashes of its input x and its output y, and what becomes of its output and a skip.
 STASHES: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {
     "product": lambda x, y: 2 * x,
     "input": lambda x, y: x,
@@ -284,25 +270,13 @@ POPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters, those too that no module has."""
-    borrowed = {f"{name} borrows": m.held[0].weight for name, m in model.named_modules() if hasattr(m, "held")}
-    return dict(model.named_parameters()) | borrowed
-
-
-class First(nn.Module):
+def on_first(layer: nn.Module) -> nn.Module:
     """Run a layer on the first tensor of a tuple, and let the others pass."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return _with_first(value, self.layer(value[0]))
+    return Do(lambda self, value: _with_first(value, self.layer(value[0])), layer=layer)
 
 
 def with_skips(layer: nn.Module, stashes: dict[str, str], pops: dict[str, str]) -> nn.Module:
-    """Let a layer stash and pop, too: skips by name, and how."""
+    """Let a layer stash and pop skips, given by name, and how."""
 
     @skippable(stash=stashes, pop=pops)
     class Skipping(nn.Module):
@@ -329,7 +303,6 @@ def _first(value: Any) -> Tensor:
 
 
 def _with_first(value: Any, y: Any) -> Any:
-    y = (y,) if isinstance(y, Tensor) else y
-    return (
-        y[0] if isinstance(value, Tensor) and len(y) == 1 else (*y, *(() if isinstance(value, Tensor) else value[1:]))
-    )
+    if isinstance(value, Tensor):
+        return y
+    return (*((y,) if isinstance(y, Tensor) else y), *value[1:])

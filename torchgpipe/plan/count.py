@@ -35,7 +35,7 @@ SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
 
 
-NOTHING = Footprint((), (), (), (), (), (), 0.0, 0.0, (), (), (), (), 0.0, 0.0, (), ())
+NOTHING = Footprint((), (), (), (), (), (), 0.0, 0.0, (), (), (), (), 0.0, 0.0, (), (), False)
 
 
 class Stashed(NamedTuple):

@@ -50,6 +50,8 @@ class Footprint(NamedTuple):
     """Bytes of the gradients of its output, those of stashed skips apart."""
     pop_grads: tuple[float, ...]
     stash_grads: tuple[float, ...]
+    in_place: bool
+    """Whether it changes its input."""
 
 
 def renumbered(known: Footprint, mapping: Mapping[int, int]) -> Footprint:

@@ -66,13 +66,12 @@ def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: boo
     footprints = predictor.counts.footprints(size)
     needs = []
     for i, layer in enumerate(predictor.counts.low):
-        task = task_bytes(footprints, i, i + 1)
-        checkpointed, alone = (task.later, task.later_alone) if summed else (task.first, task.first_alone)
-        backward = min(task.recomputed + checkpointed, task.kept + alone) + task.output_grad
+        tasks = [task_bytes(footprints, i, i + 1, checkpoint=checkpoint) for checkpoint in (False, True)]
+        backward = min(task.kept + (task.later if summed else task.first) for task in tasks) + tasks[0].output_grad
         backward += layer.parameters if summed else 0.0
         update = layer.parameters + optimizer.temporaries(layer.parameter_sizes)
         static = layer.parameters * (1 + optimizer.state) + layer.frozen
-        needs.append(static + max(task.inputs + task.graph, backward, update))
+        needs.append(static + max(tasks[0].inputs + tasks[0].graph, backward, update))
     return needs
 
 

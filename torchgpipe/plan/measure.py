@@ -139,6 +139,8 @@ def _describe(
             kept[id(x.untyped_storage())] = x.untyped_storage()
         return x
 
+    values = _flat(value)
+    versions = [x._version for x in values]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         rehearsal.forward(value)
     known = {id(x.untyped_storage()): number for x, number in entering}
@@ -159,7 +161,6 @@ def _describe(
     stash_numbers = {key: numbers.new() if x is None else number_of(x.untyped_storage()) for key, x in stashed}
     for key, tensor in stashed:
         sizes.setdefault(stash_numbers[key], 0.0 if tensor is None else float(tensor.nbytes))
-    values = _flat(value)
     result = Footprint(
         inputs=numbers.value,
         pops=tuple(numbers.skips[key] for key in popped),
@@ -177,6 +178,7 @@ def _describe(
         output_grad=_grad_bytes(handed, takes),
         pop_grads=tuple(float(n) if need else 0.0 for n, need in zip(pop_bytes, pop_needs, strict=True)),
         stash_grads=tuple(0.0 if x is None or not x.requires_grad else float(x.nbytes) for _, x in stashed),
+        in_place=versions != [x._version for x in values],
     )
     for key in popped:
         del numbers.skips[key]

@@ -62,7 +62,8 @@ def device_memory(
     j: int,
     n: int,
     m: int,
-    task: Task,
+    once: Task,
+    twice: Task,
     checkpoint: Mode,
     *,
     crossings: Sequence[Crossing],
@@ -75,13 +76,14 @@ def device_memory(
 ) -> Device:
     """Return the peak of device `j` of `n` in a step of `m` equal micro-batches, every step after the first.
 
+    `once` is a task that is not checkpointed, `twice` one that is.
     `parameters` and `frozen` are the partition's bytes, `state` the optimizer's for each of the former, `update` what
     its step makes, `mini_batch` the model's input's; `zeroed` as in `Setup`. On the last device the user holds the
     gathered output and its gradient throughout backward, and the output in the optimizer's step; gathering takes the
     pieces and the whole at once.
     """
     first_partition, last_partition = j == 0, j == n - 1
-    output, output_grad = task.output, task.output_grad
+    output, output_grad = once.output, once.output_grad
     recomputed = checkpointed(checkpoint, m)
     # Where nothing is copied or recomputed, all micro-batches have one graph; otherwise each has its own.
     apart = n > 1 or recomputed > 0
@@ -108,17 +110,17 @@ def device_memory(
 
     def stash(count: int) -> float:
         """Bytes held for the first `count` micro-batches."""
-        return min(count, recomputed) * task.inputs + max(0, count - recomputed) * task.kept
+        return min(count, recomputed) * twice.inputs + max(0, count - recomputed) * once.kept
 
     for i in range(m):
+        task = twice if i < recomputed else once
         under_way = sum(min(i, c.target - j) * c.bytes for c in leaving)
         pieces = i * output if last_partition else 0.0
         coming = task.inputs - task.arrivals if not first_partition and i + 1 < m else 0.0
-        peak = task.forward if i < recomputed else task.graph
         consider(
             gradients=before,
             stashed=stash(i) + pieces,
-            working=task.inputs + peak,
+            working=task.inputs + task.forward,
             skips=under_way,
             copies=coming,
         )
@@ -128,7 +130,7 @@ def device_memory(
         consider(gradients=before, stashed=stash(m) + outputs, working=gathered, skips=0.0, copies=0.0)
         outputs += m * output_grad
     for i in reversed(range(m)):
-        first = i == m - 1
+        task, first = twice if i < recomputed else once, i == m - 1
         grads = before + (0.0 if first else parameters)  # beside those of earlier steps, the sum of this one's
         arrived = 0.0 if last_partition else output_grad
         own = sum(c.grad for c in leaving)
@@ -138,12 +140,11 @@ def device_memory(
         if i < recomputed:
             consider(gradients=grads, stashed=held, working=task.inputs + task.graph, skips=under_way,
                      copies=arrived + waiting)  # fmt: skip
-            peak = task.recomputed + (task.first if first else task.later)
-        elif apart:
-            peak = task.kept + (task.first_alone if first else task.later_alone)
+        if apart:
+            peak = task.first if first else task.later
         else:
-            peak = task.kept + (task.added_alone if zeroed and m == 1 else task.first_alone if first else task.summed_alone)
-        consider(gradients=grads, stashed=held, working=peak, skips=under_way, copies=arrived + waiting)
+            peak = task.summed if not first else task.later if zeroed and m == 1 else task.first
+        consider(gradients=grads, stashed=held, working=task.kept + peak, skips=under_way, copies=arrived + waiting)
     held = m * output if last_partition else 0.0
     consider(gradients=parameters, stashed=held, working=0.0, skips=0.0, copies=0.0, update=update)
     assert best is not None
@@ -157,13 +158,13 @@ def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
     crossings = find_crossings(footprints, cuts)
     found = []
     for j, (start, stop) in enumerate(cuts):
-        task = task_bytes(footprints, start, stop)
         found.append(
             device_memory(
                 j,
                 len(cuts),
                 len(setup.sizes),
-                task,
+                task_bytes(footprints, start, stop, checkpoint=False),
+                task_bytes(footprints, start, stop, checkpoint=True),
                 setup.checkpoint,
                 crossings=crossings,
                 parameters=sum(layer.parameters for layer in layers[start:stop]),

@@ -12,45 +12,44 @@ __all__ = ["Task", "task_bytes"]
 
 @dataclass(frozen=True)
 class Task:
-    """The bytes that one micro-batch's work on one partition takes, its inputs apart unless it says so."""
+    """The bytes that one micro-batch's work on one partition takes, its inputs apart unless it says so.
+
+    Of a task that is checkpointed, or of one that is not.
+    """
 
     inputs: float
     """What the partition is given: copies, from the partition before and of skips; of the mini-batch, nothing new."""
     forward: float
-    """Peak of a checkpointed forward."""
+    """Peak of its forward."""
     graph: float
-    """Peak of a forward, or recomputation, that keeps a graph."""
+    """Peak of its forward or recomputation, whichever builds the graph."""
     kept: float
-    """What the graph keeps; inputs only where they are saved, and counted here."""
-    recomputed: float
-    """What lives after the recomputation of a checkpointed task."""
+    """What lives once the graph is there; inputs only where they are saved, and counted here."""
     output: float
     """What it hands to the next partition."""
     output_grad: float
     input_grad: float
     first: float
-    """Peak of a checkpointed task's backward beyond what lives when it begins, if parameters have no gradients yet."""
+    """Peak of its backward beyond what lives when it begins, if parameters have no gradients yet."""
     later: float
     """The same, if they have."""
-    first_alone: float
-    """Peak of backward of a task that is not checkpointed: its graph alone holds its inputs."""
-    later_alone: float
-    summed_alone: float
-    added_alone: float
-    """As `later`, of a task that is not checkpointed and shares its graph with no other that is not."""
+    summed: float
+    """The same, where all micro-batches share one graph, and autograd makes a new sum of gradients each time."""
     arrivals: float
     """Of its inputs, the skips."""
 
 
-def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
+def task_bytes(footprints: Sequence[Footprint], start: int, stop: int, *, checkpoint: bool) -> Task:
     """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1."""
     size: dict[int, float] = {}
     inputs = set(footprints[start].inputs)
+    copied = checkpoint and len(inputs) == 1 and _begins_in_place(footprints[start:stop])
     # Of the first partition they are parts of the mini-batch: they take nothing, and nobody frees them before the end.
-    own = set(inputs) if start == 0 else set()
+    own = set(inputs) if start == 0 and not copied else set()
     for number, nbytes in footprints[start].sizes:
         if number in inputs:
             size[number] = 0.0 if number in own else nbytes
+    copy = _total(inputs, size) if copied else 0.0  # beside the inputs, for as long as the layers run
     saver: dict[int, int] = {}  # storage -> the first layer that saves it
     kept_beside = 0.0
     pending: set[int] = set()
@@ -73,32 +72,34 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int) -> Task:
         pending -= set(layer.pops)
         pending |= {number for _, number in layer.stashes}
 
-    last = stop == len(footprints)
+    # Like `TaskGraph.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
+    leaf = checkpoint and len(footprints[start].inputs) + len(arrivals) == 1 and not copied
+    kept = inputs if leaf else own
 
-    # Like `Segment.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
-    leaf = inputs if len(footprints[start].inputs) + len(arrivals) == 1 else own
-
-    def backward(trace: str, *, checkpoint: bool, apart: bool) -> float:
-        kept = leaf if checkpoint else own
+    def backward(trace: str, *, apart: bool = True) -> float:
         return _backward(footprints, start, stop, saver, kept, trace, held=True, apart=apart)
 
     return Task(
-        inputs=_total(inputs, size),
-        forward=forward,
-        graph=graph,
-        kept=kept_beside + _total(inputs & saver.keys(), size),
-        recomputed=kept_beside + _total(inputs & (leaf | saver.keys()), size),
+        inputs=0.0 if start == 0 else _total(inputs, size),
+        forward=copy + (forward if checkpoint else graph),
+        graph=copy + graph,
+        kept=kept_beside + _total(inputs & (kept | saver.keys()), size),
         output=_total(set(footprints[stop - 1].outputs), size),
         output_grad=footprints[stop - 1].output_grad,
         input_grad=footprints[start].input_grad,
-        first=backward("first", checkpoint=True, apart=True),
-        later=backward("later", checkpoint=True, apart=True),
-        first_alone=backward("first", checkpoint=False, apart=False),
-        later_alone=backward("later", checkpoint=False, apart=True),
-        summed_alone=backward("later", checkpoint=False, apart=False),
-        added_alone=backward("later", checkpoint=False, apart=True),
+        first=backward("first"),
+        later=backward("later"),
+        summed=backward("later", apart=False),
         arrivals=_total(arrivals, size),
     )
+
+
+def _begins_in_place(footprints: Sequence[Footprint]) -> bool:
+    """Return whether the first layer that does more than hand on its input changes it."""
+    for layer in footprints:
+        if layer.in_place or layer.outputs != layer.inputs:
+            return layer.in_place
+    return False
 
 
 def _total(numbers: set[int], size: dict[int, float]) -> float:
