@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +18,19 @@ DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(DEVICES < 1, reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
 
-PLACES = [
+ON_GPUS = [
     pytest.param(["cuda:0"], id="1 on one"),
     pytest.param(["cuda:0"] * 2, id="2 on one"),
     pytest.param(["cuda:0"] * 4, id="4 on one"),
     pytest.param(["cuda:0", "cuda:1"], id="2 on two", marks=needs_two),
     pytest.param(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], id="4 on two, in turn", marks=needs_two),
+]
+# With the host as a second device, so that tensors cross, and streams wait, also where there is one GPU.
+PLACES = [
+    *ON_GPUS,
+    pytest.param(["cpu", "cuda:0"], id="from the host"),
+    pytest.param(["cuda:0", "cpu"], id="to the host"),
+    pytest.param(["cuda:0", "cpu", "cuda:0", "cpu"], id="to the host and back"),
 ]
 
 
@@ -37,7 +45,7 @@ class Stash(nn.Module):
 class Pop(nn.Module):
     def forward(self, x: Tensor) -> Any:
         skip = yield pop("skip")
-        return x + skip.sin()
+        return x + skip.to(x.device).sin()
 
 
 def layers() -> nn.Sequential:
@@ -51,28 +59,46 @@ def balance(n: int) -> list[int]:
     return [8 // n] * n
 
 
+def placed(devices: list[str]) -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
+    """Return the layers on these devices, and what runs them there one after another."""
+    module = layers()
+    places = [device for device in devices for _ in range(8 // len(devices))]
+    for layer, place in zip(module, places, strict=True):
+        layer.to(place)
+
+    def run(x: Tensor) -> Tensor:
+        for layer, place in zip(module, places, strict=True):
+            x = layer(x.to(place))
+        return x
+
+    return module, run
+
+
 @pytest.mark.parametrize("devices", PLACES)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 @pytest.mark.parametrize("streams", [True, False], ids=["copy streams", "no copy streams"])
 def test_equals_plain(devices: list[str], checkpoint: Any, chunks: int, streams: bool) -> None:
-    plain = layers().to("cuda:0")
+    plain, run = placed(devices)
     model = GPipe(
         layers(), balance(len(devices)), devices=devices, chunks=chunks, checkpoint=checkpoint, copy_streams=streams
     )
     x = torch.randn(13, 16, device="cuda:0")
     x_plain, x_model = x.clone().requires_grad_(), x.clone().requires_grad_()
     for _ in range(3):
-        expected = torch.cat([plain(c) for c in x_plain.chunk(chunks)])
+        expected = torch.cat([run(c) for c in x_plain.chunk(chunks)])
         found = model(x_model)
         assert found.device == model.devices[-1]
-        assert torch.equal(found.to(expected.device), expected)
+        assert torch.equal(found, expected)
         expected.square().sum().backward()
         found.square().sum().backward()
-    # Gradients of the micro-batches are summed up in another order under checkpointing.
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad.to("cuda:0"), p.grad, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(q.grad, p.grad, msg=lambda m, name=name: f"{name}: {m}")
     torch.testing.assert_close(x_model.grad, x_plain.grad)
+
+
+def random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 class RecordMask(nn.Module):
@@ -91,14 +117,20 @@ def test_recomputation_drops_the_same(devices: list[str]) -> None:
     record = RecordMask()
     module = nn.Sequential(*list(layers())[:7], record)
     model = GPipe(module, balance(len(devices)), devices=devices, chunks=4, checkpoint="always")
-    before = torch.cuda.get_rng_state(model.devices[-1])
-    model(torch.randn(8, 16)).sum().backward()
+    x = torch.randn(8, 16)
+    before = random_state(model.devices[-1])
+    model(x).sum().backward()
     assert len(record.masks[False]) == 4
     assert torch.equal(torch.stack(record.masks[False]), torch.stack(record.masks[True][::-1]))
-    assert not torch.equal(torch.cuda.get_rng_state(model.devices[-1]), before)
+    after = random_state(model.devices[-1])
+    assert not torch.equal(after, before)
+    y = model(x).sum()
+    before = random_state(model.devices[-1])
+    y.backward()
+    assert torch.equal(random_state(model.devices[-1]), before), "backward took numbers of the caller's"
 
 
-@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("devices", ON_GPUS)  # a copy to the host waits for it
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_no_host_synchronization_within_a_step(devices: list[str], checkpoint: Any) -> None:
     model = GPipe(layers(), balance(len(devices)), devices=devices, chunks=4, checkpoint=checkpoint)
@@ -114,18 +146,18 @@ def test_no_host_synchronization_within_a_step(devices: list[str], checkpoint: A
 
 @pytest.mark.parametrize("devices", PLACES)
 def test_autocast(devices: list[str]) -> None:
-    plain = layers().to("cuda:0")
+    plain, run = placed(devices)
     model = GPipe(layers(), balance(len(devices)), devices=devices, chunks=4, checkpoint="always")
     x = torch.randn(8, 16, device="cuda:0")
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        expected = torch.cat([plain(c) for c in x.chunk(4)])
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.cat([run(c) for c in x.chunk(4)])
         found = model(x)
     assert found.dtype == expected.dtype
     expected.float().sum().backward()
     found.float().sum().backward()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         # Sums of four bfloat16 gradients in another order: eight bits of mantissa.
-        torch.testing.assert_close(q.grad.to("cuda:0"), p.grad, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(q.grad, p.grad, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("devices", PLACES)

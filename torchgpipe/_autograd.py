@@ -5,20 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 __all__ = [
     "backward_id",
     "caches_parametrizations",
     "default_device",
     "keeps_graph",
+    "pop_mode",
+    "push_mode",
+    "refuse_transforms",
     "run_backward",
+    "sharded",
     "storage_of",
     "torch_function_enabled",
     "with_torch_function",
@@ -37,6 +44,45 @@ def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep
     _engine.run_backward(
         tuple(roots), tuple(grads), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def refuse_transforms(*, forward_mode: bool = True) -> None:
+    """Raise `RuntimeError` within `torch.func` transforms, and where tangents may be under way (forward-mode gradients).
+
+    Tasks that have graphs or threads of their own would lose sight of them.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, …) do not reach the tasks of a pipeline; transform the layers without "
+            "a pipeline, or use torch.autograd.grad"
+        )
+    if forward_mode and forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "forward-mode gradients (torch.autograd.forward_ad) do not reach the tasks of a pipeline; use the layers "
+            "without a pipeline for that, or torch.no_grad()"
+        )
+
+
+def sharded(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return those of `modules` whose parameters FSDP2 (`fully_shard`) exchanges by itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return set()
+    return {m for root in modules if isinstance(root, fsdp.FSDPModule) for m in root.modules()}
+
+
+def push_mode(mode: TorchDispatchMode) -> None:
+    """Let `mode` see the operators of this thread.
+
+    The mode's own `__enter__` also notes it in variables that all threads share, and that stay wrong where several
+    threads enter and leave at once.
+    """
+    _push_mode(mode)
+
+
+def pop_mode() -> None:
+    """Undo the latest `push_mode` of this thread."""
+    _pop_mode()
 
 
 def keeps_graph() -> bool:

@@ -31,7 +31,7 @@ class Ambient:
         types = {"cpu", *(d.type for d in devices)}.intersection(_AUTOCAST)
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
         self._types = [*types]
-        self._cast = any(enabled for _, enabled, _ in self._autocast)
+        self.casts = any(enabled for _, enabled, _ in self._autocast)
         self._device = default_device()
         self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
         self._torch_function = torch_function_enabled()
@@ -49,11 +49,11 @@ class Ambient:
         Autocast keeps no copies of weights then: a copy that was made without a graph would lose the gradient in a
         task that has one.
         """
-        return self._changed(False, False) if self._cast else _NOTHING
+        return self._changed(False, False) if self.casts else _NOTHING
 
     def again(self) -> AbstractContextManager[object]:
         """Return what enters, in this thread, the modes that a first pass met: autocast, on or off, and the others."""
-        cast = self._cast or True in map(torch.is_autocast_enabled, self._types)
+        cast = self.casts or True in map(torch.is_autocast_enabled, self._types)
         moved = default_device() != self._device
         hidden = self._torch_function and not torch_function_enabled()
         return self._changed(moved, hidden) if cast or moved or hidden else _NOTHING

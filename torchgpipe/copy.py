@@ -79,18 +79,14 @@ class Dock:
         for event in self._expected:
             self._compute.wait_event(event)
         if self._expected:
-            for x in tensors:
-                if x is not None:
-                    x.record_stream(self._compute)
+            _keep(tensors, self._compute)
         self._expected.clear()
 
     def hold(self, stream: torch.cuda.Stream | None, tensors: Flat) -> None:
         """Let a copy stream wait for `tensors`, which leave."""
         if stream is not None and self._left is not None:
             stream.wait_event(self._left)
-            for x in tensors:
-                if x is not None:
-                    x.record_stream(stream)
+            _keep(tensors, stream)
 
     def expect(self, stream: torch.cuda.Stream | None) -> None:
         """Expect what a copy stream was given to do."""
@@ -153,9 +149,18 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * (5 + len(grads))
         with ctx.route.using_streams():
             back = ctx.route.move(grads, ctx.i, ctx.arrival, ctx.departure, back=True)
         return None, None, None, None, None, *back
+
+
+def _keep(tensors: Flat, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of `tensors` until `stream` has done what it was given. A task may also have some on the host."""
+    for x in tensors:
+        if x is not None and x.device.type == stream.device.type:
+            x.record_stream(stream)
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:

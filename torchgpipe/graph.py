@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe._autograd import backward_id, keeps_graph
+from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms
 from torchgpipe.alias import Shared, shared_by
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
@@ -76,9 +76,12 @@ class _MiniBatch:
         self._observer = observer
         self._ambient = Ambient(stage.device for stage in engine.stages)
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
-        # Where nothing is recomputed, copied or observed, the layers' own graph is the pipeline's.
-        self._one_graph = not (self._checkpointed or engine.copies.needed or observer)
+        # Where nothing is recomputed, copied or observed, the layers' own graph is the pipeline's. Not under autocast:
+        # micro-batches would share its copies of the weights, and add up gradients in their low precision.
+        self._one_graph = not (self._checkpointed or engine.copies.needed or observer or self._ambient.casts)
         self._apart = self._ambient.grad and not self._one_graph
+        if self._apart:
+            refuse_transforms()
         self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
         self._portals: Portals[_Parcel] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._autograd import keeps_graph
+from torchgpipe._autograd import keeps_graph, sharded
 
 __all__ = ["BY_ANOTHER_WAY", "InPlace", "Leaves", "Lock", "gate"]
 
@@ -51,8 +51,10 @@ class Leaves:
         self._places: list[dict[str, Any]] = []
         self._dicts: list[dict[str, Tensor | None]] = []
         self._all: list[tuple[str, Tensor]] = []
+        modules = list(modules)
+        kept = sharded(modules)
         for module in modules:
-            if not module._parameters:
+            if not module._parameters or module in kept:
                 continue
             replaced: dict[str, Tensor | None] = {}
             for name, p in module._parameters.items():

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchgpipe._autograd import pop_mode, push_mode
+
 __all__ = ["DEFAULT_GENERATOR_LOCK", "PrivateGenerator", "Randomness", "default_generators", "own_generators"]
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
@@ -124,6 +126,11 @@ class PrivateGenerator(TorchDispatchMode):
         self._generator.manual_seed(seed)
         self._drew = drew
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let layers be compiled within this context; what is compiled still draws from it."""
+        return True
+
     @staticmethod
     def in_use() -> bool:
         """Return whether the running thread is within such a context."""
@@ -131,11 +138,11 @@ class PrivateGenerator(TorchDispatchMode):
 
     def __enter__(self) -> PrivateGenerator:
         self._outer, _thread.private = _thread.private, self
-        super().__enter__()
+        push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        pop_mode()
         _thread.private = self._outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe._autograd import backward_id, keeps_graph
+from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.alias import Shared, shared_by
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
+from torchgpipe.contents import modules_of
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.observe import Observer, observed
 from torchgpipe.randomness import own_generators
@@ -82,6 +83,8 @@ class _MiniBatch:
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None) -> None:
         self.ambient = Ambient(())
+        refuse_transforms(forward_mode=self.ambient.grad)
+        _refuse_sharded(engine.stages)
         self._stages = engine.stages
         self._workers = engine.workers
         self._observer = observer
@@ -228,6 +231,14 @@ class _MiniBatch:
                 else:
                     results[i] = grads
                 del grads
+
+
+def _refuse_sharded(stages: Sequence[Stage]) -> None:
+    if any(sharded(modules_of(stage.partition)) for stage in stages):
+        raise RuntimeError(
+            "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of them, but "
+            "workers run at once; use engine='graph'"
+        )
 
 
 # Makes the pipeline part of the graph also where a layer has found something that takes a gradient by itself.

@@ -1,0 +1,142 @@
+"""docs/works-with.md: the code of each row does with a pipeline what it does with the plain layers, or is refused."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from .page import ENGINES, MODES, PAGE, Row, read, render
+from .ranks import RANKS
+from .run import Plain, differences, left_by, names, pipeline
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 400  # seconds; only a hang takes as long
+ROWS = read(PAGE.read_text(encoding="utf-8"))
+ALONE = [row for row in ROWS if not row.ranks]
+TOGETHER = [row for row in ROWS if row.ranks]
+
+pytestmark = [
+    # Raised within torch.compile, of the plain layers, too.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    # Of a reentrant checkpoint in a first pass, which takes no gradients.
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
+    # Of torch.distributed.checkpoint: one process is what is meant here.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    # From Python 3.12: the forked process is what the row is about.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[concurrent.futures.Executor]:
+    """A spawned process, which finds what is here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        context = torch.multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            yield pool
+
+
+@pytest.fixture(scope="module")
+def left(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Row, Any], Any]]:
+    """Run a row's code; of all models that it made, and their threads, none is there in the end."""
+    models: list[weakref.ref[nn.Module]] = []
+
+    def left(row: Row, kind: Any) -> dict[str, Any]:
+        def made(*args: Any, **options: Any) -> nn.Module:
+            model: nn.Module = kind(*args, **options)
+            models.append(weakref.ref(model))
+            return model
+
+        torch.compiler.reset()
+        used = names(made, pool=pool, folder=tmp_path_factory.mktemp("saved"))
+        try:
+            found = left_by(row.code, used)
+            assert kind is Plain or eval(row.holds, used), row.holds
+            return found
+        finally:
+            used.clear()  # hooks of parameters may hold them, which Python's garbage collector cannot see
+
+    yield left
+    torch.compiler.reset()
+    gc.collect()
+    assert not any(model() is not None for model in models)
+    for thread in threading.enumerate():
+        if thread.name.startswith("gpipe-partition"):
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), f"{thread.name} outlives its pipeline"
+
+
+@pytest.fixture(scope="module")
+def plain(left: Callable[[Row, Any], Any]) -> Callable[[Row], Any]:
+    """What a row's code leaves with the plain layers."""
+    found: dict[str, Any] = {}
+    return lambda row: found[row.name] if row.name in found else found.setdefault(row.name, left(row, Plain))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
+    """What the rows for several ranks answer: by rank, row, engine and mode."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.works_with.ranks"]
+    ranks = [subprocess.Popen([*command, str(rank), folder], cwd=ROOT) for rank in range(RANKS)]
+    try:
+        assert [rank.wait(PATIENCE) for rank in ranks] == [0] * RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("row", ALONE, ids=lambda row: row.name)
+def test_in_one_process(row: Row, engine: str, mode: str, left: Any, plain: Any) -> None:
+    if '"fork"' in row.code and not hasattr(os, "fork"):
+        pytest.skip("this system does not fork")
+    refusal = row.refusal(engine, mode)
+    if refusal is not None:
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            left(row, pipeline(engine, mode))
+        assert refusal in str(caught.value)
+    else:
+        assert len(plain(row)) > 1, "there is nothing to compare"
+        assert differences(left(row, pipeline(engine, mode)), plain(row), rounded=row.rounded) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
+def test_on_several_ranks(row: Row, engine: str, mode: str, answers: list[dict[str, dict[str, str]]]) -> None:
+    refusal = row.refusal(engine, mode)
+    for answer in answers:
+        said = answer[row.name][f"{engine} {mode}"]
+        assert refusal in said if refusal else said == "right"
+
+
+def test_the_table_is_current() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == render(page), "write it anew: python -m tests.works_with.page"
