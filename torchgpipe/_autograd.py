@@ -47,14 +47,14 @@ def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep
 
 
 def refuse_transforms(*, forward_mode: bool = True) -> None:
-    """Raise `RuntimeError` within `torch.func` transforms, and where tangents may be under way (forward-mode gradients).
+    """Raise `RuntimeError` within `torch.func` transforms, and where forward-mode gradients may be under way.
 
-    Tasks that have graphs or threads of their own would lose sight of them.
+    Tasks that have graphs or threads of their own would lose them.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp, …) do not reach the tasks of a pipeline; transform the layers without "
-            "a pipeline, or use torch.autograd.grad"
+            "torch.func transforms (grad, vmap, jvp, …) do not reach the tasks of a pipeline; transform the layers "
+            "without a pipeline, or use torch.autograd.grad"
         )
     if forward_mode and forward_ad._current_level >= 0:
         raise RuntimeError(

@@ -6,12 +6,13 @@ Worker threads enter all of them; a recomputation enters those that may have cha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
 from torchgpipe._autograd import default_device, torch_function_enabled, with_torch_function
 from torchgpipe.checkpoint import Passing, is_checkpointing, is_recomputing
+from torchgpipe.observe import NOTHING
 
 __all__ = ["Ambient"]
 
@@ -49,14 +50,14 @@ class Ambient:
         Autocast keeps no copies of weights then: a copy that was made without a graph would lose the gradient in a
         task that has one.
         """
-        return self._changed(False, False) if self.casts else _NOTHING
+        return self._changed(False, False) if self.casts else NOTHING
 
     def again(self) -> AbstractContextManager[object]:
         """Return what enters, in this thread, the modes that a first pass met: autocast, on or off, and the others."""
         cast = self.casts or True in map(torch.is_autocast_enabled, self._types)
         moved = default_device() != self._device
         hidden = self._torch_function and not torch_function_enabled()
-        return self._changed(moved, hidden) if cast or moved or hidden else _NOTHING
+        return self._changed(moved, hidden) if cast or moved or hidden else NOTHING
 
     @contextmanager
     def _changed(self, moved: bool, hidden: bool) -> Iterator[None]:
@@ -69,6 +70,3 @@ class Ambient:
                 if enabled or torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
             yield
-
-
-_NOTHING = nullcontext()

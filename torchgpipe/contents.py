@@ -1,8 +1,9 @@
 """What a partition's layers hold when a mini-batch begins, so that a recomputation meets what the first pass met.
 
 A recomputation runs the layers again, perhaps long after their first pass. Meanwhile a layer may have been replaced, a
-parameter updated, or the model been set to evaluation. What can be put back for the second pass is put back: parameters,
-buffers, training mode. For the rest there is an error: recomputed activations must never be silently others.
+parameter updated, or the model been set to evaluation. What can be put back for the second pass is put back:
+parameters, buffers, training mode. For the rest there is an error: recomputed activations must never be silently
+others.
 
 Buffers need three rules. Normalization layers in training update running statistics that their output does not depend
 on: the second pass leaves them alone. Other small buffers may change with every pass (the vectors of spectral norm):
@@ -21,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import InPlace, Leaves, Lock
 
 __all__ = ["Contents", "modules_of"]
@@ -48,7 +50,6 @@ class _Slot(NamedTuple):
 
 Copies = tuple[_Slot, ...]
 
-_NOTHING = nullcontext()
 _NO_BUFFERS: nullcontext[Copies] = nullcontext(())
 
 
@@ -107,7 +108,7 @@ class Contents:
         """
         self.leaves.check_unchanged(self._index)
         as_it_is = [module.training for module in self.modules] == self._modes
-        return _NOTHING if as_it_is and not (self._norms or copies or self._constant) else self._put_back(copies)
+        return NOTHING if as_it_is and not (self._norms or copies or self._constant) else self._put_back(copies)
 
     @contextmanager
     def _watched(self) -> Iterator[Copies]:

@@ -6,8 +6,8 @@ The tensors that go from one task to another device are copied together, by one 
     copy               on the two streams of this route, which wait for that event
     the next begins    the target's compute stream waits for the copy
 
-Backward mirrors them. So a copy overlaps the computation of both devices. Memory that is used on another stream than the one
-it was allocated on is recorded there.
+Backward mirrors them. So a copy overlaps the computation of both devices. Memory that is used on another stream than
+the one it was allocated on is recorded there.
 
 A stream works in the order in which it was given work, so one that waits holds up all that comes later. Nothing may
 therefore wait for more than it needs: every wait is for an event, and no two routes share a stream.
@@ -16,13 +16,13 @@ therefore wait for more than it needs: every wait is for an event, and no two ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.observe import Observer, observed
+from torchgpipe.observe import NOTHING, Observer, observed
 from torchgpipe.stage import Flat
 
 __all__ = ["CopyStreams", "Dock", "Route", "current_stream", "using"]
@@ -176,10 +176,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 def using(*streams: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Make `streams` the current ones of their devices; pass over `None`."""
     on = [stream for stream in streams if stream is not None]
-    return _using(on) if on else _ANYWHERE
-
-
-_ANYWHERE = nullcontext()
+    return _using(on) if on else NOTHING
 
 
 @contextmanager

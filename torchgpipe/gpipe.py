@@ -42,8 +42,8 @@ class GPipe(nn.Module):
         chunks: micro-batches per mini-batch, m. Dimension 0 of every input tensor is split by ⌈batch / m⌉.
         checkpoint: keep only the inputs of tasks, and recompute the rest in backward, for `"always"` all,
             `"except_last"` all but the last, or `"never"` any of the micro-batches.
-        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches.
-        engine: `"workers"` runs each partition in a thread of its own, on the CPU only; `"graph"` issues every task from
+        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches. engine:
+        `"workers"` runs each partition in a thread of its own, on the CPU only; `"graph"` issues every task from
             the calling thread. `"auto"` takes workers where several CPU partitions compute, and else the graph. Where
             CPU tasks take less than a fraction of a millisecond, the graph is quicker.
         dependency: tie micro-batches so that backward has one order (on CUDA; elsewhere it has only one).
@@ -156,7 +156,7 @@ class GPipe(nn.Module):
         _check_settings(self.chunks, self.checkpoint)
         if not self._stages:
             return input
-        if [layer for partition in self.partitions for layer in partition] != [*self._modules.values()] or [
+        if [layer for stage in self._stages for layer in stage.partition] != [*self._modules.values()] or [
             *self.partitions
         ] != [stage.partition for stage in self._stages]:
             raise RuntimeError(
@@ -239,7 +239,7 @@ def _moved(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
     def move(x: torch.Tensor) -> torch.Tensor:
         if x.device == device:
             return x
-        # Not to the host: what is copied there without waiting may be read before it has arrived.
+        # A copy to the host must be waited for: the host could read it before it has arrived.
         return x.to(device, non_blocking=device.type == "cuda")
 
     return move(value) if isinstance(value, torch.Tensor) else tuple(move(x) for x in value)

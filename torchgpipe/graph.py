@@ -1,8 +1,9 @@
 """The graph engine: one thread issues every task, and one autograd graph goes backward through them.
 
 It serves devices whose work runs on by itself (CUDA streams), and one CPU or `meta` device, where nothing can overlap.
-Where nothing is recomputed and nothing copied, the graph that the layers make is all there is. Otherwise each task is one
-node of the caller's graph, with a graph of its own behind it. All tensors that go to another device are one node, too:
+Where nothing is recomputed and nothing copied, the graph that the layers make is all there is. Otherwise each task is
+one node of the caller's graph, with a graph of its own behind it. All tensors that go to another device are one node,
+too:
 
     gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
 
@@ -86,9 +87,10 @@ class _MiniBatch:
         self._portals: Portals[_Parcel] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}
         self._streamed = [self._sends_on_streams(j) for j in range(len(self._stages))]
-        # Of each micro-batch: where its next task takes it in, what of it shares memory, and the tie that comes with it.
+        # Of each micro-batch: where its next task takes it in, what of it shares memory, and the tie that comes with
+        # it.
         self._docks = [self._dock(0) for _ in micro_batches]
-        self._shared = [() if self._one_graph else shared_by(flat) for flat in self.values]
+        self._shared = [self._find_shared(flat) for flat in self.values]
         self._ties: list[Tensor | None] = [None] * len(micro_batches)
         # Of each partition: the tie of its latest task.
         self._latest: list[Tensor | None] = [None] * len(self._stages)
@@ -111,32 +113,32 @@ class _MiniBatch:
             with observed(self._observer, "forward", i, j):
                 outputs, self.atomic[i] = stage.run(inputs, self.atomic[i], shared)
             departure.leave()
-        shared = () if self._one_graph else shared_by(outputs, inputs, shared)
-        self._hand_over(i, j, outputs, shared, departure, tie)
+        self._hand_over(i, j, outputs, self._find_shared(outputs, inputs, shared), departure, tie)
+
+    def _find_shared(self, outputs: Flat, inputs: Flat = (), shared: Shared = ()) -> Shared:
+        # One graph takes care of that by itself.
+        return (False,) * len(outputs) if self._one_graph else shared_by(outputs, inputs, shared)
 
     def _take_skips(self, i: int, j: int, dock: Dock) -> tuple[Flat, Shared]:
-        arrivals = self._stages[j].arrivals
-        if not arrivals:
-            return self.values[i], self._shared[i]
-        inputs, shared = self.values[i], self._shared[i] or (False,) * len(self.values[i])
-        for arrival in arrivals:
+        inputs, shared = self.values[i], self._shared[i]
+        for arrival in self._stages[j].arrivals:
             parcel = self._portals.take(i, arrival.key)
             skip: Flat = (parcel.skip,)
             if parcel.skip is not None:
                 skip = self._route(arrival.source, j).copy(skip, i, parcel.dock, dock)
             inputs, shared = (*inputs, *skip), (*shared, parcel.shared)
-        return inputs, shared if any(shared) else ()
+        return inputs, shared
 
     def _hand_over(self, i: int, j: int, outputs: Flat, shared: Shared, dock: Dock, tie: Tensor | None) -> None:
         """Send the outputs on their way: the skips into portals, the rest to the next partition."""
         departures = self._stages[j].departures
         count = len(outputs) - len(departures)
         for k, departure in enumerate(departures, count):
-            self._portals.put(i, departure.key, _Parcel(outputs[k], dock, bool(shared) and shared[k]))
+            self._portals.put(i, departure.key, _Parcel(outputs[k], dock, shared[k]))
         following = min(j + 1, len(self._stages) - 1)
         route, arrival = self._route(j, following), self._dock(following)
         self.values[i] = route.copy(outputs[:count], i, dock, arrival, tie)
-        self._docks[i], self._shared[i] = arrival, shared[:count] if any(shared[:count]) else ()
+        self._docks[i], self._shared[i] = arrival, shared[:count]
         self._ties[i] = None if route.elsewhere else tie
         self._latest[j] = tie if self._engine.dependency else None
 

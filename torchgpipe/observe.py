@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
-__all__ = ["Kind", "Observer", "Task", "observed"]
+__all__ = ["NOTHING", "Kind", "Observer", "Task", "observed"]
 
 Kind = Literal["forward", "recompute", "backward", "copy"]
 
@@ -14,8 +14,8 @@ Kind = Literal["forward", "recompute", "backward", "copy"]
 class Task(NamedTuple):
     """Name one piece of work: `kind` of micro-batch `micro_batch` on partition `partition`.
 
-    A copy is one tensor's, in forward or backward, and belongs to the partition that sends it; there are copies
-    between different devices only.
+    A copy is of all tensors, or gradients, that go from one task to one other device. It belongs to the partition that
+    sends them.
     """
 
     kind: Kind
@@ -26,9 +26,10 @@ class Task(NamedTuple):
 Observer = Callable[[Task], AbstractContextManager[object]]
 """Given a task, return a context manager; it is entered around the task, in the thread that runs it."""
 
-_UNOBSERVED = nullcontext()
+NOTHING = nullcontext()
+"""A context that does nothing, made once: it is entered for every task."""
 
 
 def observed(observer: Observer | None, kind: Kind, i: int, j: int) -> AbstractContextManager[object]:
     """Return what to enter around a task: the observer's context, or nothing at next to no cost."""
-    return _UNOBSERVED if observer is None else observer(Task(kind, i, j))
+    return NOTHING if observer is None else observer(Task(kind, i, j))

@@ -85,8 +85,8 @@ class Leaves:
         for (name, p), version in zip(self._all, self._versions, strict=True):
             if p._version != version:
                 raise RuntimeError(
-                    f"parameter {name!r} of partition {partition} was changed in place between forward and backward, so "
-                    "the recomputation of a checkpointed task would use other values; call backward() before the "
+                    f"parameter {name!r} of partition {partition} was changed in place between forward and backward, "
+                    "so the recomputation of a checkpointed task would use other values; call backward() before the "
                     "optimizer's step, or use checkpoint='never'"
                 )
 
@@ -150,7 +150,8 @@ class _Gate(torch.autograd.Function):
 class InPlace:
     """Exchange one of the dictionaries that modules keep (`"_parameters"`, `"_buffers"`) for others, holding a lock.
 
-    Whole dictionaries, since a layer may add to them in its forward. An interrupt (Ctrl-C) leaves none of them exchanged.
+    Whole dictionaries, since a layer may add to them in its forward. An interrupt (Ctrl-C) leaves none of them
+    exchanged.
     """
 
     __slots__ = ("_before", "_dicts", "_key", "_lock", "_places")

@@ -45,7 +45,7 @@ def check_module(module: object) -> None:
             "its own, which would be left out; put them into layers, and wrap an nn.Sequential of these"
         )
     seen: dict[nn.Module, str] = {}
-    # `named_children` passes over a layer's second place.
+    # Not `named_children`: it leaves out a layer's second place.
     for name, layer in module._modules.items():
         if layer is None:
             continue
@@ -109,7 +109,7 @@ def split(
     for count in balance:
         partition = nn.Sequential()
         for name, layer in (next(layers) for _ in range(count)):
-            # Past `add_module`, which refuses names that Sequential has attributes of.
+            # `add_module` would refuse a name that is an attribute of Sequential.
             partition._modules[name] = layer
         partitions.append(partition)
     _check_parameters(partitions, chosen)

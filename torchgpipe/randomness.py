@@ -1,10 +1,10 @@
 """Random numbers of a task: its recomputation draws what its first pass drew (GPipe paper, section 2.3).
 
-Generators that one thread uses at a time are set back to the states that they had before the first pass. That serves the
-default generators in the graph engine, and generators that layers have of their own in any engine.
+Generators that one thread uses at a time are set back to the states that they had before the first pass. That serves
+the default generators in the graph engine, and generators that layers have of their own in any engine.
 
-It does not serve workers, which draw at once: the CPU's default generator is one for all threads. So a worker's task draws
-from a private generator instead, with a seed of its own (seeds.py).
+It does not serve workers, which draw at once: the CPU's default generator is one for all threads. So a worker's task
+draws from a private generator instead, with a seed of its own (seeds.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe._autograd import pop_mode, push_mode
+from torchgpipe.observe import NOTHING
 
 __all__ = ["DEFAULT_GENERATOR_LOCK", "PrivateGenerator", "Randomness", "default_generators", "own_generators"]
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever sets the state of a default generator, which all threads share."""
-
-_NOTHING = nullcontext()
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -60,12 +59,12 @@ class Randomness:
     def first(self) -> AbstractContextManager[object]:
         """Return what to enter around the first pass, now."""
         self._states = [_state(g) for g in self._generators]
-        return _NOTHING if self._private is None else self._private()
+        return NOTHING if self._private is None else self._private()
 
     def again(self) -> AbstractContextManager[object]:
         """Return what to enter around the recomputation."""
         if self._private is None:
-            return self if self._generators else _NOTHING
+            return self if self._generators else NOTHING
         return self._both() if self._generators else self._private()
 
     @contextmanager

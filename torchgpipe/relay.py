@@ -24,17 +24,17 @@ class Stopped(Exception):
 class Relay:
     """Link `length` programs in a row, and remember the first exception of any of them.
 
-    A program is at most `LEAD` items ahead of the one that takes them: a task that is done early helps nobody, and
-    holds memory until it is waited for. So, for every item, the one that gives it calls `admit`, perhaps `announce`,
-    and `give`; the one that takes it, `expect` where it was announced, and `take`. All raise `Stopped` where they
-    would wait after a program failed.
+    A program gets at most `LEAD` items ahead of the next one: results that nobody needs yet only fill memory. For each
+    item the giving program calls `admit` and `give`, the taking one calls `take`. The giver may call `announce` in
+    between; then the taker calls `expect` before `take`. Once a program has failed, every call that waits raises
+    `Stopped`.
     """
 
     LEAD = 1
 
     def __init__(self, length: int) -> None:
         self._links: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
-        # A ticket for each item that may be under way. A pair of simple queues costs far less than a bounded one.
+        # A ticket for each item that may be on its way. Two simple queues are much quicker than one with a limit.
         self._tickets: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
         for tickets in self._tickets:
             for _ in range(self.LEAD):
@@ -75,7 +75,7 @@ class Relay:
         with self._lock:
             if not self.stopped:
                 self.stopped, self.error = True, error
-        # Every time: an interrupt may have come before an earlier call got this far.
+        # Also when stopped already: an interrupt may have ended an earlier call before it got here.
         for queue in (*self._links, *self._tickets):
             queue.put(_STOP)
 
@@ -115,13 +115,13 @@ class Workers:
         wake: SimpleQueue[None] = SimpleQueue()
 
         def wait() -> None:
-            # By what has ended, not by what was taken: an interrupt can come between taking and counting.
+            # An interrupt may come right after `get`, so what `get` returned must not be what is counted.
             while len(ended) < posted:
                 wake.get()
 
         try:
             try:
-                # All or none: two mini-batches from two threads must not get in each other's way in different orders.
+                # Under a lock: if two threads run a mini-batch each, all workers must get the two in the same order.
                 with self._lock:
                     self._start()
                     for inbox, program in zip(self._inboxes, others, strict=True):
@@ -137,7 +137,7 @@ class Workers:
             if relay.error is not None:
                 raise relay.error
         finally:
-            # Its traceback holds this frame, and this frame would hold it.
+            # Break the cycle: the error's traceback refers to this frame, and the frame to the error.
             relay.error = None
             if self._closed:
                 with self._lock:
@@ -149,7 +149,7 @@ class Workers:
         A later run, by the backward of an output that outlives the pipeline, starts them again and then ends them.
         """
         self._closed = True
-        # Called when the pipeline is collected, which can be in any thread, amid a run too: that ends them itself.
+        # The pipeline may be collected in any thread, also during a run. That run ends the threads itself.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -158,7 +158,7 @@ class Workers:
 
     def _start(self) -> None:
         for j, thread in enumerate(self._threads):
-            # Without ident: its start failed.
+            # A thread without ident has failed to start.
             if thread is None or thread.ident is None:
                 self._threads[j] = new = threading.Thread(
                     target=_serve, args=(self._inboxes[j],), name=f"gpipe-partition-{j}", daemon=True
@@ -180,7 +180,7 @@ def _get(queue: SimpleQueue[Any]) -> Any:
 
 
 def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
-    # Knows nothing but its inbox, so that a waiting thread keeps no pipeline alive.
+    # Refers to nothing but its inbox, so that a waiting thread keeps no pipeline alive.
     while True:
         program = inbox.get()
         if program is None:

@@ -1,18 +1,19 @@
 """Seeds: which tasks of workers draw from a private generator, and with which seed.
 
 A generator that watches every operator costs time, so not every task has one. In each mini-batch a partition's first
-task has, and if that draws, the others have, too. A layer that draws in a later micro-batch only would go unseen. But then
-the default generator has changed in the end. So where it has, the recomputations of that mini-batch are watched, and refused
-if they draw. (It may also have been another thread of the program; then nothing happens.)
+task has, and if that draws, the others have, too. A layer that draws in a later micro-batch only would go unseen. But
+then the default generator has changed in the end. So where it has, the recomputations of that mini-batch are watched,
+and refused if they draw. (It may also have been another thread of the program; then nothing happens.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
+from torchgpipe.observe import NOTHING
 from torchgpipe.randomness import (
     DEFAULT_GENERATOR_LOCK,
     PrivateGenerator,
@@ -76,7 +77,7 @@ class Seeds:
             )
 
     def _watch(self) -> AbstractContextManager[object]:
-        return PrivateGenerator(0, _refuse) if self._watched else nullcontext()
+        return PrivateGenerator(0, _refuse) if self._watched else NOTHING
 
 
 def _refuse() -> None:

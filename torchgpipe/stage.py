@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torchgpipe.alias import Shared, check_unchanged, versions
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.contents import Contents, modules_of
 from torchgpipe.microbatch import check
+from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import Lock
 from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.skip.scope import skip_scope
@@ -22,8 +23,6 @@ __all__ = ["Flat", "Stage"]
 
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
-
-_ANYWHERE = nullcontext()
 
 _locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
@@ -41,6 +40,7 @@ class Stage:
         self.partition = partition
         self.device = device
         self._modules: list[nn.Module] = []
+        self._kinds: list[type] = []
         self.lock: Lock
 
     def look(self) -> bool:
@@ -73,7 +73,7 @@ class Stage:
         `atomic` says that the micro-batch is a tensor, rather than a tuple of them; `shared`, which inputs must not be
         changed in place.
         """
-        before = versions(inputs) if shared else []
+        before = versions(inputs) if True in shared else []
         with self.lock:
             if not self._special:
                 y = self.partition(inputs[0] if atomic else inputs)
@@ -84,7 +84,7 @@ class Stage:
                 with self._on_device(), skip_scope(arrived) as scope:
                     y = self.partition(inputs[0] if atomic else inputs[:count])
                     skips = tuple(scope[departure.key] for departure in self.departures)
-        if shared:
+        if before:
             check_unchanged(self.index, before, inputs, shared)
         if isinstance(y, Tensor):
             return (y, *skips), True
@@ -93,7 +93,7 @@ class Stage:
 
     def _on_device(self) -> AbstractContextManager[object]:
         # For layers that create tensors on "the" accelerator; operators on tensors need no help.
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else _ANYWHERE
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
 
 
 class _Locks:

@@ -4,9 +4,9 @@
                             ▲
     leaves of the parameters
 
-Backward through it starts at the edges, with the outputs' gradients. It ends at the entrance, where the inputs' gradients
-are taken off, and at the leaves, which add up the parameters' gradients over all tasks of a mini-batch. Between
-forward and backward nothing holds the inputs or outputs but the layers that saved them.
+Backward through it starts at the edges, with the outputs' gradients. It ends at the entrance, where the inputs'
+gradients are taken off, and at the leaves, which add up the parameters' gradients over all tasks of a mini-batch.
+Between forward and backward nothing holds the inputs or outputs but the layers that saved them.
 
 A checkpointed task keeps its inputs instead, and builds its graph only in the recomputation (GPipe paper, section 2.3).
 That is a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
@@ -16,7 +16,6 @@ Graphs that are apart can go backward in different threads at once.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torchgpipe.alias import Shared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import checkpointing, recomputing
 from torchgpipe.contents import Contents, Copies
+from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import BY_ANOTHER_WAY
 from torchgpipe.randomness import Randomness
 from torchgpipe.stage import Flat, Stage
@@ -160,10 +160,10 @@ class TaskGraph:
         self._versions = versions(inputs)
         given = inputs
         # Shared memory must not be copied: that it is changed has to be seen.
-        if atomic and self._contents.begins_in_place and not shared:
+        if atomic and self._contents.begins_in_place and True not in shared:
             given = copied(inputs)
         with (
-            torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS,
+            torch.no_grad() if torch.is_grad_enabled() else NOTHING,
             self._ambient.for_first_pass(),
             checkpointing(),
             self._contents.first_pass() as self._copies,
@@ -192,9 +192,6 @@ class TaskGraph:
         out_needs = tuple([y is not None and y.requires_grad for y in outputs])
         self._edges = [None if y is None or not n else _edge(y) for y, n in zip(outputs, out_needs, strict=True)]
         return detached(outputs), out_atomic, out_needs
-
-
-_AS_IT_IS = nullcontext()
 
 
 def _edge(y: Tensor) -> GradientEdge:

@@ -1,9 +1,9 @@
 """The workers engine: on CPU, each partition's tasks run in a thread of its own, forward and backward.
 
 PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called `backward()`, so in one
-graph the partitions could not overlap. Here each task has a graph of its own, and the pipeline as a whole is one node of
-the caller's graph: a function of the micro-batches and of all parameters. Its forward and backward each run one program
-per partition:
+graph the partitions could not overlap. Here each task has a graph of its own, and the pipeline as a whole is one node
+of the caller's graph: a function of the micro-batches and of all parameters. Its forward and backward each run one
+program per partition:
 
     forward, partition j                     backward, partition j
       for i = 0 … m-1:                         for i = m-1 … 0:
@@ -56,6 +56,12 @@ class _Item:
     atomic: bool
     needs: Needs
     shared: Shared
+
+    def joined(self, skip: Tensor | None, need: bool, shared: bool) -> _Item:
+        return _Item((*self.flat, skip), self.atomic, (*self.needs, need), (*self.shared, shared))
+
+    def first(self, count: int) -> _Item:
+        return _Item(self.flat[:count], self.atomic, self.needs[:count], self.shared[:count])
 
 
 class WorkersEngine:
@@ -140,24 +146,16 @@ class _MiniBatch:
             for i in range(self._m):
                 item = self._enter(micro_batches[i]) if j == 0 else relay.take(j)
                 for arrival in stage.arrivals:
-                    tensor, need, shared = portals.take(i, arrival.key)
-                    before = item.shared or (False,) * len(item.flat)
-                    item = _Item(
-                        (*item.flat, tensor), item.atomic, (*item.needs, need),
-                        (*before, shared) if shared or item.shared else (),
-                    )  # fmt: skip
+                    item = item.joined(*portals.take(i, arrival.key))
 
                 relay.check()
                 with observed(self._observer, "forward", i, j):
                     item = self._task(i, j, item)
 
                 count = len(item.flat) - len(stage.departures)
-                shares = item.shared or (False,) * len(item.flat)
                 for k, departure in enumerate(stage.departures, count):
-                    portals.put(i, departure.key, (item.flat[k], item.needs[k], shares[k]))
-                if stage.departures:
-                    shared = shares[:count] if any(shares[:count]) else ()
-                    item = _Item(item.flat[:count], item.atomic, item.needs[:count], shared)
+                    portals.put(i, departure.key, (item.flat[k], item.needs[k], item.shared[k]))
+                item = item.first(count)
                 if j + 1 < self._n:
                     relay.admit(j)
                     relay.give(j, item)
@@ -236,8 +234,8 @@ class _MiniBatch:
 def _refuse_sharded(stages: Sequence[Stage]) -> None:
     if any(sharded(modules_of(stage.partition)) for stage in stages):
         raise RuntimeError(
-            "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of them, but "
-            "workers run at once; use engine='graph'"
+            "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
+            "them, but workers run at once; use engine='graph'"
         )
 
 

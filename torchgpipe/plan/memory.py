@@ -7,10 +7,11 @@ What lives on the device of partition j while it runs micro-batch i (of m, each 
 - the task's working set, by the traces of its layers;
 - copies under way: the next input in forward, the gradient of the output and that of the last input in backward;
 - skips on their way to a later partition, and their gradients on the way back;
-- the gradients: all the time, or, where they are dropped after a step, from the end of the first backward on;
+- the gradients: the sum of this step's, from the end of the first backward on, and those that stay between steps;
 - in the optimizer's step, after the last backward, what it makes for itself (`optimizer`).
 
-Bytes are those of tensors; what an allocator reserves beyond them, and libraries' workspaces, come on top.
+Bytes are those of tensors; what an allocator reserves beyond them, libraries' workspaces, and the copies of small
+buffers that checkpointed tasks make, come on top.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ def device_memory(
     first_partition, last_partition = j == 0, j == n - 1
     output, output_grad = once.output, once.output_grad
     recomputed = checkpointed(checkpoint, m)
-    # Where nothing is copied or recomputed, all micro-batches have one graph; otherwise each has its own.
+    # Where nothing is copied or recomputed, all tasks share one graph; otherwise each has its own.
     apart = n > 1 or recomputed > 0
     leaving = [c for c in crossings if c.source == j]
-    before = parameters if zeroed else 0.0  # gradients, until the first backward has ended
+    before = parameters if zeroed else 0.0  # gradients that stay between steps
     best: Device | None = None
 
     def consider(
@@ -131,7 +132,7 @@ def device_memory(
         outputs += m * output_grad
     for i in reversed(range(m)):
         task, first = twice if i < recomputed else once, i == m - 1
-        grads = before + (0.0 if first else parameters)  # beside those of earlier steps, the sum of this one's
+        grads = before + (0.0 if first else parameters)
         arrived = 0.0 if last_partition else output_grad
         own = sum(c.grad for c in leaving)
         under_way = own + sum(min(i, c.target - j) * c.grad for c in leaving)

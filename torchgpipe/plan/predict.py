@@ -29,7 +29,7 @@ class Setup:
     """A way to train: a mini-batch's samples, the layers per partition, micro-batches, and what is recomputed.
 
     Without `portals`, skips go through every partition between; without `streams`, copies run among the tasks, on both
-    sides. With `zeroed`, gradients stay between steps and are set to zero, so that every micro-batch adds to them:
+    sides. With `zeroed`, gradients stay between steps and are set to zero, and those of a step are added to them:
     PyTorch's way before 2.0.
     """
 

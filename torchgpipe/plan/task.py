@@ -30,9 +30,9 @@ class Task:
     output_grad: float
     input_grad: float
     first: float
-    """Peak of its backward beyond what lives when it begins, if parameters have no gradients yet."""
+    """Peak of its backward beyond what lives when it begins, if there are no gradients of parameters to add to."""
     later: float
-    """The same, if they have."""
+    """The same, if there are."""
     summed: float
     """The same, where all micro-batches share one graph, and autograd makes a new sum of gradients each time."""
     arrivals: float
@@ -77,7 +77,7 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int, *, checkp
     kept = inputs if leaf else own
 
     def backward(trace: str, *, apart: bool = True) -> float:
-        return _backward(footprints, start, stop, saver, kept, trace, held=True, apart=apart)
+        return _backward(footprints, start, stop, saver, kept, trace, leaf=leaf, apart=apart)
 
     return Task(
         inputs=0.0 if start == 0 else _total(inputs, size),
@@ -114,18 +114,23 @@ def _backward(
     inputs: set[int],
     trace: str,
     *,
-    held: bool,
+    leaf: bool,
     apart: bool,
 ) -> float:
     """Return the peak of a backward through layers start … stop - 1 beyond what lives when it begins.
 
-    `inputs` are those that are kept anyway; `held` says whether the gradients of the last layer's outputs are, too.
-    `apart` says that the task has a graph of its own, and adds to the parameters' gradients in place; where all
-    micro-batches share one graph, autograd makes a new sum each time.
+    `inputs` are those that are kept anyway, `leaf` says that they are a leaf. `apart` says that the task has a graph of
+    its own, and adds to the parameters' gradients in place; where all micro-batches share one graph, autograd makes a
+    new sum each time.
     """
     live = most = 0.0
+    held = True  # whoever asks for a backward holds the gradients that it starts from
     for index in reversed(range(start, stop)):
-        changes: Sequence[Change] = getattr(footprints[index], trace + ("_held" if held and index == stop - 1 else ""))
+        layer = footprints[index]
+        if held and not layer.first and not (leaf and index == start):
+            continue  # it hands them on; a leaf would copy them
+        changes: Sequence[Change] = getattr(layer, trace + ("_held" if held else ""))
+        held = False
         for change in changes:
             number = change.storage
             if number is not None and (number in inputs or saver.get(number, index) < index):
