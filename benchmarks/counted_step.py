@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import unet
+from benchmarks.pipelines import ENGINES, on_cpu
 from benchmarks.tally import Tally, tallied
-from torchgpipe import GPipe
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.engines import EngineName
 
 __all__ = ["CONFIGURATIONS", "PER_TASK", "Configuration", "Counted", "Counts", "count"]
 
@@ -42,26 +41,25 @@ MODELS = {
     ),
 }
 SAMPLES = 2  # in a micro-batch
-WARM_UP = 2  # mini-batches; the first finds out which layers draw random numbers
+WARM_UP = 1  # mini-batches; the first starts the workers
 
 
 class Configuration(NamedTuple):
-    """A model in `n` partitions on CPU devices, and how its mini-batches of `m` micro-batches run."""
+    """A model in `n` partitions on CPU devices, and how its mini-batches of `m` micro-batches run (`pipelines`)."""
 
     model: str
     n: int
     m: int
     checkpoint: Mode
-    engine: EngineName
+    engine: str
 
     def __str__(self) -> str:
         return f"{self.model} n{self.n}m{self.m} {self.checkpoint} {self.engine}"
 
 
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
-ENGINES: tuple[EngineName, ...] = ("inline", "graph", "workers")
 CONFIGURATIONS = [
-    *(Configuration("linear", 1, 4, "except_last", engine) for engine in ENGINES[:2]),
+    Configuration("linear", 1, 4, "except_last", "graph"),
     *(Configuration("linear", 2, 4, *rest) for rest in product(MODES, ENGINES)),
     *(Configuration("linear", 4, 1, "never", engine) for engine in ENGINES),
     *(Configuration("U-Net", 4, 4, "except_last", engine) for engine in ENGINES),
@@ -113,11 +111,7 @@ def count(configuration: Configuration) -> Counted:
         plain = _step(_Plain(build(), m, checkpointed(checkpoint, m)), x, tally)
         layers = build()
         balance = [len(part) for part in torch.arange(len(layers)).chunk(n)]
-        pipeline = GPipe(
-            layers, balance, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint, engine=engine, **options
-        )
-        piped = _step(pipeline, x, tally)
-        del pipeline
+        piped = _step(on_cpu(layers, balance, engine, chunks=m, checkpoint=checkpoint, **options), x, tally)
         gc.collect()
         left = tally.left()
     added = piped.operators.copy()

@@ -25,20 +25,19 @@ from torch import Tensor, nn
 
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.models import amoebanetd
-from torchgpipe import GPipe
+from benchmarks.pipelines import on_cpu
 from torchgpipe.checkpoint import Mode
-from torchgpipe.engines import EngineName
 from torchgpipe.relay import Relay
-from torchgpipe.segment import Segment
+from torchgpipe.task_graph import TaskGraph
 
 __all__ = ["IDEAS", "Idea", "Way", "main", "table"]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a step: an engine, on tasks that are short or long, with a part of the library replaced or not."""
+    """One way to run a step: an engine (`pipelines`), on tasks that are short or long, with a part replaced or not."""
 
-    engine: EngineName
+    engine: str
     checkpoint: Mode
     long: bool = False
     m: int = 8
@@ -50,10 +49,8 @@ class Way:
         layers = amoebanetd(3, 32, num_classes=10) if self.long else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         x = torch.randn(4 * self.m, 3, 224, 224) if self.long else torch.randn(self.m, 8)
         first = len(layers) // 3 if self.long else 1  # of AmoebaNet-D, the first layers have the large images
-        model: Callable[[Tensor], Tensor] = GPipe(
-            layers, [first, len(layers) - first], devices=["cpu", "cpu"], chunks=self.m, checkpoint=self.checkpoint,
-            engine=self.engine,
-        )  # fmt: skip
+        balance = [first, len(layers) - first]
+        model: Any = on_cpu(layers, balance, self.engine, chunks=self.m, checkpoint=self.checkpoint)
 
         def step() -> float:
             with self.undone():
@@ -77,29 +74,14 @@ class Idea:
 
 def _recomputes_with_the_gradient() -> AbstractContextManager[Any]:
     """Replace recomputation ahead of the gradient by one that is a part of backward."""
-    recompute, backward = Segment.recompute, Segment.backward
+    recompute, backward = TaskGraph.recompute, TaskGraph.backward
 
-    def late(segment: Segment, grads: Any, *, keep: bool = False) -> Any:
+    def late(graph: TaskGraph, grads: Any, *, keep: bool = False) -> Any:
         if any(grad is not None for grad in grads):
-            recompute(segment, keep=keep)
-        return backward(segment, grads, keep=keep)
+            recompute(graph, keep=keep)
+        return backward(graph, grads, keep=keep)
 
-    return patch.multiple(Segment, recompute=lambda segment, *, keep=False: None, backward=late)
-
-
-def _through_an_entrance() -> AbstractContextManager[Any]:
-    """Replace the leaves that a recomputation of one input starts from."""
-    recompute = Segment.recompute
-
-    def entered(segment: Segment, *, keep: bool = False) -> None:
-        if segment.awaits_recomputation:
-            kept = segment._kept
-            assert kept is not None
-            # Of several inputs, none is a leaf.
-            segment._kept = ((*kept[0], None), kept[1], (*kept[2], False))
-        recompute(segment, keep=keep)
-
-    return patch.object(Segment, "recompute", entered)
+    return patch.multiple(TaskGraph, recompute=lambda graph, *, keep=False: None, backward=late)
 
 
 def _with_autograds_checks() -> AbstractContextManager[Any]:
@@ -108,7 +90,7 @@ def _with_autograds_checks() -> AbstractContextManager[Any]:
     def run(roots: Sequence[Any], grads: Sequence[Tensor], *, keep_graph: bool) -> None:
         torch.autograd.backward(tuple(roots), tuple(grads), retain_graph=keep_graph)
 
-    return patch("torchgpipe.segment.run_backward", run)
+    return patch("torchgpipe.task_graph.run_backward", run)
 
 
 def _recomputes_at_once() -> AbstractContextManager[Any]:
@@ -120,8 +102,8 @@ def _recomputes_at_once() -> AbstractContextManager[Any]:
     return patch.multiple(Relay, LEAD=2, announce=nothing, expect=nothing)
 
 
-SHORT = Way("inline", "never")
-SHORT_ALWAYS = Way("inline", "always")
+SHORT = Way("graph", "never")
+SHORT_ALWAYS = Way("graph", "always")
 LONG = Way("workers", "never", long=True, m=4)
 LONG_ALWAYS = Way("workers", "always", long=True, m=4)
 
@@ -129,23 +111,23 @@ IDEAS = [
     Idea(
         "a thread per partition, forward and backward",
         "up to 2·m/(m + 1) on two cores: 1.6 times as fast",
-        "kept for tasks that take longer than a hand-over",
+        "kept for several CPU partitions",
         LONG,
-        replace(LONG, engine="inline"),
+        replace(LONG, engine="graph"),
     ),
     Idea(
         "a thread per partition for short tasks, too",
         "each hand-over wakes a thread, and the threads share Python's lock: slower",
-        "dropped: such tasks run in the calling thread",
+        "kept: no engine is chosen by what steps take; engine='graph' is there for such tasks",
         replace(SHORT, engine="workers"),
         SHORT,
     ),
     Idea(
-        "in one thread, no fork and join: autograd's own order is the one wanted",
-        "two custom autograd nodes less for each task",
-        "kept (the inline engine); devices need fork and join (the graph engine)",
+        "in one place, with nothing to recompute, the layers' own graph is the pipeline's",
+        "no node, no tie and no call of the autograd engine for each task",
+        "kept; across devices tasks are nodes with ties, as autograd has a thread for each",
         SHORT,
-        replace(SHORT, engine="graph"),
+        replace(SHORT, engine="across"),
     ),
     Idea(
         "recomputation before the gradient arrives",
@@ -169,22 +151,17 @@ IDEAS = [
         replace(LONG_ALWAYS, undone=_recomputes_at_once),
     ),
     Idea(
-        "a recomputation of one input starts from a leaf, not from a node",
-        "a custom autograd node less for each task",
-        "kept; of several inputs, those that no layer saves are let go of instead, for memory",
-        SHORT_ALWAYS,
-        replace(SHORT_ALWAYS, undone=_through_an_entrance),
-    ),
-    Idea(
         "the autograd engine called without torch.autograd.backward's checks",
         "some Python work less for each checkpointed task",
         "kept",
         SHORT_ALWAYS,
         replace(SHORT_ALWAYS, undone=_with_autograds_checks),
     ),
+    Idea("the calling thread in place of workers where the first steps' tasks were short",
+         "the faster of both engines for every model", "dropped: steps differed, by how busy the machine was"),
     Idea("threads that take turns by a baton, so that Python's lock is not fought over",
          "hand-overs without contention", "dropped: no faster than the lock's own turns, slower than no threads"),
-    Idea("one node for a whole mini-batch of short tasks, with a program per partition",
+    Idea("in one thread, one node for a whole mini-batch, with a program per partition",
          "fewer nodes in the caller's graph", "dropped: every task then needs a call of the autograd engine"),
     Idea("saved-tensor hooks in place of a node per checkpointed task",
          "no call of the autograd engine in backward", "dropped: batch norm saves other tensors in its second pass"),

@@ -7,7 +7,8 @@ DIR is a folder that another version was installed into: pip install --no-deps -
 
 Each version runs in a process of its own and the processes take turns, round by round, so that a drift of the
 machine's speed meets all of them. A figure is the median over all rounds, in microseconds per task: the time of
-`model(x)`, or of `loss.backward()`, over n·m. A task's `Linear(8, 8)` is part of it.
+`model(x)`, and of `loss.backward()`, over n·m. A task's `Linear(8, 8)` is part of it. Engines are the graph engine, as
+it works on one device and `across` several, and workers; beside each is its ratio to the other version.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from benchmarks.child import ROOT, Child, folder_with_torchgpipe
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.machinery_child import PLAIN, Sample
+from benchmarks.pipelines import ENGINES
 
 CASES = [(n, m, checkpoint) for checkpoint in ("never", "always") for n in (1, 2, 4, 8) for m in (1, 8, 32)]
 
@@ -45,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         for n, m, checkpoint in CASES:
             case = samples.setdefault(f"n={n} m={m} {checkpoint}", {})
+            asked = {"plain": ["here", PLAIN[checkpoint]], "other": ["other", checkpoint]}
+            asked |= {engine: ["here", checkpoint, engine] for engine in ENGINES[: 1 if n == 1 else None]}
             for _ in range(options.rounds):
-                for name, child in children.items():
-                    case.setdefault(name, []).extend(child.ask(n, m, checkpoint, options.steps))
-                case.setdefault("plain", []).extend(children["here"].ask(n, m, PLAIN[checkpoint], options.steps))
+                for name, (version, *how) in asked.items():
+                    if version in children:
+                        case.setdefault(name, []).extend(children[version].ask(options.steps, n, m, *how))
             print(f"\r{len(samples)}/{len(CASES)} cases", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -70,22 +74,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def table(result: dict[str, Any], style: str = "simple") -> str:
-    """Render medians in µs per task: forward, backward, both; and the ratio of ours to the other's for both."""
+    """Render medians in µs per task, forward + backward, and the ratios to the other version's for both."""
     from tabulate import tabulate
 
-    versions = result["versions"]
+    versions, cases = result["versions"], result["us_per_task"]
+    known = ("plain", "other", "here", *ENGINES)  # "here" is what older records have in place of engines
+    names = [name for name in known if any(name in by_name for by_name in cases.values())]
+    titles = {"plain": "plain loop", "other": versions.get("other", "").removeprefix("torchgpipe ")}
+    judged = [name for name in names if "other" in versions and name not in titles]
+    headers = ["case", *(title for x in names for title in (titles.get(x, x), *["ratio"] * (x in judged)))]
     rows = []
-    for case, by_name in result["us_per_task"].items():
-        row, both = [case], {}
-        for name in ("plain", *versions):
-            forward, backward = (statistics.median(side) for side in zip(*by_name[name], strict=True))
-            both[name] = statistics.median(sum(pair) for pair in by_name[name])
-            row.append(f"{forward:.0f} + {backward:.0f} = {both[name]:.0f}")
-        if "other" in both:
-            row.append(f"{both['here'] / both['other']:.2f}")
+    for case, by_name in cases.items():
+        row = [case]
+        both = {name: statistics.median(map(sum, pairs)) for name, pairs in by_name.items()}
+        for name in names:
+            sides = zip(*by_name.get(name, []), strict=True)
+            row.append(" + ".join(f"{statistics.median(side):.0f}" for side in sides))
+            if name in judged:
+                row.append(f"{both[name] / both['other']:.2f}" if name in both else "")
         rows.append(row)
-    headers = ["case", "plain loop", *versions.values(), *(["ratio"] if "other" in versions else [])]
-    return tabulate(rows, headers=headers, disable_numparse=True, tablefmt=style)
+    return tabulate(rows, headers, disable_numparse=True, tablefmt=style)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
+from benchmarks.pipelines import on_cpu
+
 Sample = tuple[float, float]
 
 # What a plain loop over the same layers and micro-batches does in place of each checkpoint mode.
 PLAIN = {"never": "plain", "always": "plain checkpointed"}
 
 
-def build(n: int, m: int, mode: str) -> Callable[[Tensor], Tensor]:
-    """Return a model of `n` layers, one per partition, in a GPipe or a plain loop."""
+def build(n: int, m: int, mode: str, engine: str | None = None) -> Callable[[Tensor], Tensor]:
+    """Return a model of `n` layers, one per partition, in a plain loop or a pipeline (`pipelines` says of `engine`)."""
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(n)))
     if mode == "plain":
         return lambda x: torch.cat([layers(micro_batch) for micro_batch in x.chunk(m)])
@@ -33,9 +35,7 @@ def build(n: int, m: int, mode: str) -> Callable[[Tensor], Tensor]:
             return torch.cat(outputs)
 
         return run
-    from torchgpipe import GPipe
-
-    return GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint=mode)  # type: ignore[arg-type]
+    return on_cpu(layers, [1] * n, engine, chunks=m, checkpoint=mode)
 
 
 def measure(model: Callable[[Tensor], Tensor], n: int, m: int, steps: int) -> list[Sample]:
@@ -56,14 +56,14 @@ def measure(model: Callable[[Tensor], Tensor], n: int, m: int, steps: int) -> li
 
 
 def main() -> None:
-    """Answer each line [n, m, mode, steps] on standard input with a line of samples."""
+    """Answer each line [steps, n, m, mode, engine] on standard input with a line of samples."""
     import torchgpipe
 
     torch.set_num_threads(1)
     print(json.dumps(f"torchgpipe {torchgpipe.__version__}"), flush=True)
     for line in sys.stdin:
-        n, m, mode, steps = json.loads(line)
-        print(json.dumps(measure(build(n, m, mode), n, m, steps)), flush=True)
+        steps, n, m, *how = json.loads(line)
+        print(json.dumps(measure(build(n, m, *how), n, m, steps)), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 DIR is a folder that another version was installed into: pip install --no-deps --target DIR torchgpipe==0.0.7
 
 All storages are counted as operators return them, the same way for both versions; parameters, the input and gradients
-included. The partitions are CPU devices, which share one memory, so what counts is the peak of their sum. Counts have
-no noise, but where threads are at work at once, how far each has come is a matter of time: such cases are counted
-several times. "auto" is what `GPipe` chooses by itself, and its median is what must not be above the other's.
+included. Gradients are dropped after each step; if they stayed, this version would hold one set more. The partitions
+are CPU devices, which share one memory, so what counts is the peak of their sum. Counts have no noise, but where
+threads are at work at once, how far each has come is a matter of time: such cases are counted several times. "auto" is
+what `GPipe` chooses by itself, and its median is what must not be above the other's; "across", its choice on GPUs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from benchmarks.child import ROOT, Child, folder_with_torchgpipe
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.memory_child import MODELS
+from benchmarks.pipelines import ENGINES as NAMED
 
 CASES = [
     (model, n, m, checkpoint)
@@ -30,7 +32,7 @@ CASES = [
     for m in (1, 4, 8)
     for checkpoint in ("never", "except_last", "always")
 ]
-ENGINES = ("auto", "inline", "graph", "workers")
+ENGINES = ("auto", *NAMED)
 REPETITIONS = 5
 Peaks = dict[str, dict[str, list[int]]]
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.models import amoebanetd, unet
+from benchmarks.pipelines import on_cpu
 
 WIDTHS = (16, 512, 512, 256, 64, 32, 16, 16)
 
@@ -30,25 +31,20 @@ STEPS = 3  # the first may differ
 
 
 def measure(model: str, n: int, m: int, mode: str, engine: str | None) -> int:
-    """Return the peak bytes over training steps of `m` micro-batches, gradients kept from step to step.
-
-    `engine` is None for versions that have but one.
-    """
-    from torchgpipe import GPipe
-
+    """Return the peak bytes over training steps of `m` micro-batches; `engine` is None where there is but one."""
     torch.manual_seed(0)
     build, shape, samples = MODELS[model]
     layers = build()
     counts = [len(part) for part in torch.arange(len(layers)).chunk(n)]
     counter = LiveBytes(1)
-    options: dict[str, Any] = {} if engine is None else {"engine": engine}
     x = torch.randn(m * samples, *shape)
     counter.add([x, *layers.parameters(), *layers.buffers()], 0)
     gc.collect()
     with _watched_threads(counter), counter.watch(0):
-        pipeline: Any = GPipe(layers, counts, devices=["cpu"] * len(counts), chunks=m, checkpoint=mode, **options)  # type: ignore[arg-type]
+        piped: Any = on_cpu(layers, counts, engine, chunks=m, checkpoint=mode)
         for _ in range(STEPS):
-            pipeline(x).square().mean().backward()
+            piped(x).square().mean().backward()
+            layers.zero_grad()
     return counter.peak[0]
 
 

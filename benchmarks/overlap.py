@@ -31,13 +31,14 @@ from benchmarks.allocator import keep_freed_memory
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.models import amoebanetd
 from benchmarks.overlap_rank import ScheduleGPipe
+from benchmarks.pipelines import on_cpu
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.observe import Task
-from torchgpipe.replay import Costs, replay
+from torchgpipe.plan.replay import Costs, replay
 
 IMAGE = (3, 224, 224)
-WARM_UP = 2  # rounds: the first mini-batch is the one that partitions are counted in, the second starts the workers
+WARM_UP = 2  # rounds: the first starts the workers
 
 
 def step(model: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> float:
@@ -50,7 +51,7 @@ def step(model: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> float:
 
 
 class Alone:
-    """Measure every task of `model` with nothing else running: the inline engine runs one at a time."""
+    """Measure every task of `model` with nothing else running: the graph engine runs one at a time on a CPU."""
 
     def __init__(self, model: GPipe) -> None:
         self.model = model
@@ -102,17 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return amoebanetd(*options.size)
 
     balance = options.balance or balance_by_time(2, layers(), x[: options.batch // 4], device="cpu", timeout=5.0)
-    cpus = ["cpu", "cpu"]
-
-    def pipeline(m: int, mode: str, engine: str = "auto") -> GPipe:
-        return GPipe(layers(), balance, devices=cpus, chunks=m, checkpoint=mode, engine=engine)  # type: ignore[arg-type]
-
-    models: dict[str, Callable[[Tensor], Tensor]] = {"naive": pipeline(1, "never")}
+    models: dict[str, Callable[[Tensor], Tensor]] = {"naive": on_cpu(layers(), balance, checkpoint="never")}
     alone: dict[str, Alone] = {}
     schedules: dict[str, ScheduleGPipe] = {}
     for m in options.chunks:
-        models[f"GPipe m={m}"] = pipeline(m, options.checkpoint)
-        alone[f"GPipe m={m}"] = Alone(pipeline(m, options.checkpoint, "inline"))
+        how = {"chunks": m, "checkpoint": options.checkpoint}
+        models[f"GPipe m={m}"] = on_cpu(layers(), balance, **how)
+        alone[f"GPipe m={m}"] = Alone(on_cpu(layers(), balance, "graph", **how))
         if options.checkpoint == "never":  # it knows no checkpointing
             schedules[f"ScheduleGPipe m={m}"] = ScheduleGPipe(options.size, balance, options.batch, m)
 

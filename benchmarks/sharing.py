@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torchgpipe.checkpoint import checkpointed
 from torchgpipe.plan.predict import Setup
+from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.plan.timing import Seconds, time_step
-from torchgpipe.replay import Costs, Timeline, replay
 from torchgpipe.schedule import overlaps
 
 __all__ = ["CPU", "busy", "replayed"]

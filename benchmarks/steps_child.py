@@ -47,8 +47,10 @@ def plain(
     from torchgpipe.stage import Flat, Stage
 
     partitions = [layers[a:b] for a, b in pairwise([0, *accumulate(balance)])]
-    skips = skip_layout(partitions)
-    stages = [Stage(j, partition, device, skips[j]) for j, partition in enumerate(partitions)]
+    stages = [Stage(j, partition, device) for j, partition in enumerate(partitions)]
+    for stage, skips in zip(stages, skip_layout(partitions), strict=True):
+        stage.look()
+        stage.connect(skips)
 
     def run(x: Tensor) -> Tensor:
         outputs = []

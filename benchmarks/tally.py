@@ -132,7 +132,8 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._tally.operators.append(func)
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        dynamic = torch.Tag.dynamic_output_shape in func.tags and (kwargs or {}).get("output_size") is None
+        if dynamic or torch.Tag.data_dependent_output in func.tags:
             self._tally.read(str(func))
         self._tally.tensors.add(tensors_in(result), 0)
         return result

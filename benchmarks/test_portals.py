@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe
-from torchgpipe.engines import EngineName
+from benchmarks.pipelines import ENGINES, on_cpu
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 ROWS = 64
@@ -54,13 +53,12 @@ def layers(skips: int) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("engine", ["inline", "workers", "graph"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("how", "skips"), [("none", 0), ("portals", 4), ("handed on", 4)], ids=str)
-def test_portals(benchmark: Any, how: str, skips: int, engine: EngineName, checkpoint: Any) -> None:
+def test_portals(benchmark: Any, how: str, skips: int, engine: str, checkpoint: Any) -> None:
     """Forward and backward of one mini-batch in eight micro-batches."""
     balance = [skips + 1, 1, 1, 1 + skips]
-    model = GPipe(layers(skips), balance, devices=["cpu"] * 4, chunks=8, checkpoint=checkpoint, engine=engine,
-                  portals=how == "portals")  # fmt: skip
+    model = on_cpu(layers(skips), balance, engine, chunks=8, checkpoint=checkpoint, portals=how == "portals")
     x = torch.randn(ROWS, 8, requires_grad=True)
 
     def step() -> Tensor | None:

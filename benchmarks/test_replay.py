@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchgpipe.replay import Costs, replay
+from torchgpipe.plan.replay import Costs, replay
 
 TASKS, PARTITIONS, LIMIT = 1_000_000, 8, 5.0
 MICRO_BATCHES = -(-TASKS // (3 * PARTITIONS))

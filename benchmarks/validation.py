@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from benchmarks.allocator import keep_freed_memory
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.models import amoebanetd, unet
+from benchmarks.pipelines import on_cpu
 from benchmarks.sharing import CPU, busy, replayed
-from torchgpipe import GPipe
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import Mode
 from torchgpipe.observe import Task
@@ -35,14 +35,14 @@ from torchgpipe.plan.count import count
 from torchgpipe.plan.optimizer import Optimizer
 from torchgpipe.plan.predict import Setup
 from torchgpipe.plan.profiled import predictor_here
+from torchgpipe.plan.replay import Timeline
 from torchgpipe.plan.timing import Seconds, time_step
-from torchgpipe.replay import Timeline
 
 __all__ = ["MODELS", "SETUPS", "main", "planned", "predictions", "table"]
 
 KINDS = Seconds._fields
 NO_OPTIMIZER = Optimizer(updates=False)
-WARM_UP = 2  # steps: the first is the one that partitions are counted in, the second starts the workers
+WARM_UP = 2  # steps: the first starts the workers
 TARGET = 0.10
 """The median error that is aimed at."""
 
@@ -71,11 +71,8 @@ class Pipeline:
     """One configuration under validation: its steps' seconds, and the tasks of the last one."""
 
     def __init__(self, model: nn.Sequential, setup: Setup) -> None:
-        devices = ["cpu"] * len(setup.balance)
         self.setup = setup
-        self.gpipe = GPipe(
-            model, list(setup.balance), devices=devices, chunks=setup.chunks, checkpoint=setup.checkpoint
-        )
+        self.gpipe = on_cpu(model, setup.balance, chunks=setup.chunks, checkpoint=setup.checkpoint)
         self.gpipe.observer = self._clock
         self.seconds: list[float] = []
         self.trace: list[tuple[str, int, int, float, float]] = []
@@ -125,11 +122,10 @@ class Subject:
             _, warm = (time_step(self.layers, self.x[: setup.sizes[0]], CPU) for _ in range(2))
             costs = [f + b for f, b in zip(warm.graph, warm.backward, strict=True)]
             setup = replace(setup, balance=tuple(minimise_heaviest(costs, n)))
-            pipeline = Pipeline(model.build(), setup)
+            self.pipelines[f"n={n} m={m} {mode}"] = made = Pipeline(model.build(), setup)
             for _ in range(WARM_UP):
-                pipeline.step(self.x)
-            pipeline.seconds.clear()
-            self.pipelines[f"n={n} m={m} {mode}"] = pipeline
+                made.step(self.x)
+            made.seconds.clear()
 
     def round(self) -> None:
         """Profile for every size of micro-batch, and run a step of every configuration with micro-batches of that."""

@@ -87,11 +87,16 @@ class DeferredBatchNorm(_BatchNorm):
             TypeError: a layer's class has a ``forward`` of its own, which the replacement would lose.
         """
         chunks = _checked(chunks)
+        # A pipeline among the layers goes by its own `deferred_batch_norm`.
+        inner = {layer for each in module.modules() if "_stages" in vars(each) for layer in each.modules()}
         # All replacements come first, so that a layer which cannot be converted leaves the module as it was.
         replacements: dict[nn.Module, nn.Module] = {
             layer: cls._replacement(layer, chunks)
             for layer in module.modules()
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and _tracks(layer)
+            if layer not in inner
+            and isinstance(layer, _BatchNorm)
+            and not isinstance(layer, nn.SyncBatchNorm)
+            and _tracks(layer)
         }
         for name, layer in list(module.named_modules(remove_duplicate=False)):
             if name and layer in replacements:
@@ -110,9 +115,9 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(
                 f"cannot defer {kind.__name__} before its first input: run the module once, then convert it"
             )
-        elif kind.forward is not _BatchNorm.forward:
+        elif own := [n for n in ("forward", "train", "eval") if getattr(kind, n) is not getattr(_BatchNorm, n)]:
             raise TypeError(
-                f"cannot defer {kind.__name__}, whose forward() is its own and would be lost: "
+                f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: "
                 "use nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
             )
         deferred = cls.__new__(cls)
@@ -133,7 +138,7 @@ class DeferredBatchNorm(_BatchNorm):
                 "batch normalization needs more than 1 value per channel in every micro-batch, "
                 f"got an input of shape {tuple(input.shape)}: use fewer chunks or a larger mini-batch"
             )
-        if not _tracks(self) or is_recomputing():
+        if is_recomputing() or not _tracks(self):
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         assert self.running_mean is not None
         # With a momentum of 1 the kernel hands out the statistics that it computes anyway.

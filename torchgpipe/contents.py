@@ -12,15 +12,16 @@ they are copied before a first pass if they have changed since the last copy. La
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from torchgpipe._autograd import storage_of
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import InPlace, Leaves, Lock
@@ -32,25 +33,22 @@ SMALL = 1 << 16
 
 
 class _Slot(NamedTuple):
-    """A buffer, with the number of in-place changes that it has seen; and its copy, if it is small."""
+    """A buffer (or the place for one), how often it was changed in place, and its copy, if it is small."""
 
     module: nn.Module
     name: str
-    tensor: Tensor
+    tensor: Tensor | None
     version: int
     copy: Tensor | None
 
     def is_as_before(self) -> bool:
-        return self.module._buffers.get(self.name) is self.tensor and _version(self.tensor) == self.version
-
-    def copied_again(self) -> _Slot:
-        present = self.module._buffers.get(self.name)
-        return self if present is None else _slot(self.module, self.name, present)
+        tensor = self.module._buffers.get(self.name)
+        return tensor is self.tensor and (tensor is None or _version(tensor) == self.version)
 
 
-Copies = tuple[_Slot, ...]
+Buffers = tuple[_Slot, ...]
 
-_NO_BUFFERS: nullcontext[Copies] = nullcontext(())
+_NO_BUFFERS: nullcontext[Buffers] = nullcontext(())
 
 
 class Contents:
@@ -59,30 +57,26 @@ class Contents:
     Attributes:
         modules: all of the partition's modules.
         leaves: what tasks use in place of the parameters.
+        held: the storages of parameters and buffers.
+        lock: what keeps other threads from running the layers.
         begins_in_place: whether the first layer changes its input in place, by its own account (`inplace`).
     """
 
     def __init__(self, index: int, partition: nn.Module, lock: Lock, *, recomputed: bool) -> None:
         self.modules = modules_of(partition)
-        self.leaves = Leaves(self.modules, lock)
+        self.leaves = Leaves(self.modules)
+        self.lock = lock
+        held = (x for m in self.modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
+        self.held = frozenset(map(storage_of, held))
         self.begins_in_place = False
         self._index = index
         self._partition = partition
-        self._lock = lock
         if recomputed:
             self.begins_in_place = _begins_in_place(partition)
             self._modes = [module.training for module in self.modules]
-            holders = [module for module in self.modules if module._buffers]
-            self._norms = [module for module in holders if _updates(module)]
-            slots = [
-                _slot(module, name, buffer)
-                for module in holders
-                if not _updates(module)
-                for name, buffer in module._buffers.items()
-                if buffer is not None
-            ]
-            self._constant = [slot for slot in slots if slot.copy is None]
-            self._copies = tuple(slot for slot in slots if slot.copy is not None)
+            # Only those that hold running statistics now, and do not need them.
+            self._norms = {module for module in self.modules if module._buffers and _updates(module)}
+            self._slots: dict[tuple[nn.Module, str], _Slot] = {}
 
     def check_structure(self) -> None:
         """Raise `RuntimeError` if the partition does not consist of the same modules any more."""
@@ -92,54 +86,73 @@ class Contents:
                 "checkpointed task cannot be recomputed; change layers between steps only"
             )
 
-    def first_pass(self) -> AbstractContextManager[Copies]:
-        """Run the first pass of a checkpointed task within this; it gives the small buffers as they are before.
+    def check_kept(self) -> None:
+        """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
+        with self.lock:
+            self.leaves.check_kept(self._index, self.modules)
+
+    def first_pass(self) -> AbstractContextManager[Buffers]:
+        """Run the first pass of a checkpointed task within this; it gives the buffers as they are before.
 
         Raises:
             RuntimeError: the pass has changed a large buffer.
         """
-        return self._watched() if self._constant or self._copies else _NO_BUFFERS
+        holders = self._holders()
+        return self._watched(holders) if holders else _NO_BUFFERS
 
-    def second_pass(self, copies: Copies) -> AbstractContextManager[object]:
+    def second_pass(self, buffers: Buffers) -> AbstractContextManager[object]:
         """Run a recomputation within this: the layers hold what they held in the first pass, then the present again.
 
         Raises:
             RuntimeError: something has changed that cannot be put back.
         """
         self.leaves.check_unchanged(self._index)
-        as_it_is = [module.training for module in self.modules] == self._modes
-        return NOTHING if as_it_is and not (self._norms or copies or self._constant) else self._put_back(copies)
+        same = [module.training for module in self.modules] == self._modes
+        return NOTHING if same and not (buffers or self._norms or self._holders()) else self._put_back(buffers)
+
+    def _holders(self) -> list[nn.Module]:
+        return [module for module in self.modules if module._buffers and module not in self._norms]
 
     @contextmanager
-    def _watched(self) -> Iterator[Copies]:
-        with self._lock:
-            if not all(slot.is_as_before() for slot in self._copies):
-                self._copies = tuple(slot if slot.is_as_before() else slot.copied_again() for slot in self._copies)
-            yield self._copies
-            for slot in self._constant:
-                if not slot.is_as_before():
+    def _watched(self, holders: list[nn.Module]) -> Iterator[Buffers]:
+        with self.lock:
+            held = [(m, name, x) for m in holders for name, x in m._buffers.items()]
+            storages = Counter(storage_of(x) for x in {id(x): x for _, _, x in held if x is not None}.values())
+            # Copies of two tensors that share memory would share none: they count as large.
+            buffers = tuple(self._slot(*b, apart=b[2] is None or storages[storage_of(b[2])] == 1) for b in held)
+            yield buffers
+            for slot in buffers:
+                if slot.tensor is not None and slot.copy is None and not slot.is_as_before():
                     raise RuntimeError(
                         f"{self._describe(slot)} was changed in forward, so recomputing a checkpointed task would "
-                        f"start from another value (buffers up to {SMALL} bytes are copied, this one has "
-                        f"{slot.tensor.nbytes}); use checkpoint='never', or do not change it in training"
+                        f"start from another value (buffers up to {SMALL} bytes that share no memory are copied, this "
+                        f"one has {slot.tensor.nbytes}); use checkpoint='never', or do not change it in training"
                     )
 
+    def _slot(self, module: nn.Module, name: str, buffer: Tensor | None, *, apart: bool) -> _Slot:
+        """Return the slot of a buffer as it is now; with a new copy only if it has changed since the last one."""
+        slot = self._slots.get((module, name))
+        if slot is None or not slot.is_as_before():
+            # A normalization layer in evaluation may have many, which do not change.
+            changes = module.training or not _is_norm(module)
+            copy = None
+            if buffer is not None and buffer.nbytes <= SMALL and apart and changes:
+                with torch.no_grad():
+                    copy = buffer.clone()
+            slot = _Slot(module, name, buffer, 0 if buffer is None else _version(buffer), copy)
+            self._slots[module, name] = slot
+        return slot
+
     @contextmanager
-    def _put_back(self, copies: Copies) -> Iterator[None]:
-        for slot in self._constant:
-            if _version(slot.tensor) != slot.version:
-                raise RuntimeError(
-                    f"{self._describe(slot)} was changed in place between forward and backward, so the recomputation "
-                    "of a checkpointed task would use other values; change it after backward()"
-                )
+    def _put_back(self, buffers: Buffers) -> Iterator[None]:
         present = [(module.training, module.__dict__.get("track_running_stats")) for module in self.modules]
-        buffers = self._buffers(copies)
+        dicts = self._dicts(buffers)
         try:
             for module, mode in zip(self.modules, self._modes, strict=True):
                 module.__dict__["training"] = mode
             for norm in self._norms:
                 norm.__dict__["track_running_stats"] = False
-            with InPlace(self._lock, "_buffers", [m.__dict__ for m in buffers], [*buffers.values()]):
+            with InPlace("_buffers", [m.__dict__ for m in dicts], [*dicts.values()]):
                 yield
         finally:
             for module, (mode, tracks) in zip(self.modules, present, strict=True):
@@ -147,14 +160,21 @@ class Contents:
                 if tracks is not None:
                     module.__dict__["track_running_stats"] = tracks
 
-    def _buffers(self, copies: Copies) -> dict[nn.Module, dict[str, Tensor | None]]:
-        """Return all buffers of the first pass, by module; of small ones fresh copies, which a pass may change."""
-        found: dict[nn.Module, dict[str, Tensor | None]] = {}
-        for slot in (*self._constant, *copies):
-            buffers = found.setdefault(slot.module, dict(slot.module._buffers))
-            buffers[slot.name] = slot.tensor if slot.copy is None else slot.copy.clone()
+    def _dicts(self, buffers: Buffers) -> dict[nn.Module, dict[str, Tensor | None]]:
+        """Return the buffers of the first pass by module, of small ones fresh copies, which a pass may change."""
+        found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._holders()}
+        copies: dict[int, Tensor] = {}  # one for a buffer that has two places
+        for slot in buffers:
+            if slot.tensor is not None and slot.copy is None and _version(slot.tensor) != slot.version:
+                raise RuntimeError(
+                    f"{self._describe(slot)} was changed in place between forward and backward, so the recomputation "
+                    "of a checkpointed task would use other values; change it after backward()"
+                )
+            if slot.copy is not None and id(slot.tensor) not in copies:
+                copies[id(slot.tensor)] = slot.copy.clone()
+            found.setdefault(slot.module, {})[slot.name] = copies.get(id(slot.tensor), slot.tensor)
         for norm in self._norms:
-            found[norm] = {**norm._buffers, "running_mean": None, "running_var": None}
+            found[norm] = _Absent(norm._buffers)
         return found
 
     def _describe(self, slot: _Slot) -> str:
@@ -176,7 +196,19 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-_STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, _InstanceNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
+_STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
+
+
+class _Absent(dict[str, Any]):
+    """The buffers of a batch norm in a recomputation: it normalizes by its input, and needs no statistics."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name in ("running_mean", "running_var"):
+            raise RuntimeError(
+                "a layer uses the running statistics of a batch norm in training, which have changed since the first "
+                "pass of a checkpointed task; use checkpoint='never', or keep the norm in evaluation mode"
+            )
+        return super().__getitem__(name)
 
 
 def _begins_in_place(partition: nn.Module) -> bool:
@@ -188,13 +220,11 @@ def _begins_in_place(partition: nn.Module) -> bool:
 
 def _updates(module: nn.Module) -> bool:
     """Return whether a module's buffers are running statistics that its output does not depend on now."""
-    return isinstance(module, _NormBase) and module.training and type(module).forward in _STATISTICS_ASIDE
+    return _is_norm(module) and module.training and type(module).forward in _STATISTICS_ASIDE
 
 
-def _slot(module: nn.Module, name: str, buffer: Tensor) -> _Slot:
-    small = buffer.nbytes <= SMALL and not isinstance(module, _NormBase)
-    with torch.no_grad():
-        return _Slot(module, name, buffer, _version(buffer), buffer.clone() if small else None)
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase)
 
 
 def _version(x: Tensor) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class GPipe(nn.Module):
     observer: Observer | None
     _stages: list[Stage]
     _engine: Engine
+    _shared_buffers: list[torch.Tensor]
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class GPipe(nn.Module):
     def _look(self, portals: bool) -> None:
         """Find out what the partitions consist of now: a layer may have been replaced inside of another."""
         if [stage.look() for stage in self._stages].count(True):
+            self.__dict__["_shared_buffers"] = _shared_buffers(self._stages)
             for stage, skips in zip(
                 self._stages, skip_layout([stage.partition for stage in self._stages], portals=portals), strict=True
             ):
@@ -166,8 +169,14 @@ class GPipe(nn.Module):
         self._look(self._switches[-1])
         micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
+        shared = [x._version for x in self._shared_buffers]
         try:
             outputs = self._engine.run(micro_batches, self.checkpoint, self.observer)
+            if [x._version for x in self._shared_buffers] != shared:
+                raise RuntimeError(
+                    "two partitions have layers that change the same buffer (such as one batch norm in both), and not "
+                    "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
+                )
         except BaseException:
             for norm in norms:
                 norm.discard()
@@ -220,7 +229,7 @@ class GPipe(nn.Module):
 
 
 # What `_build` makes anew in a copy.
-_BUILT = ("_engine", "_stages")
+_BUILT = ("_engine", "_shared_buffers", "_stages")
 
 _MOVING = (
     "a GPipe keeps each partition on the device that it was made with, and cannot be moved; "
@@ -243,6 +252,12 @@ def _moved(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
         return x.to(device, non_blocking=device.type == "cuda")
 
     return move(value) if isinstance(value, torch.Tensor) else tuple(move(x) for x in value)
+
+
+def _shared_buffers(stages: Sequence[Stage]) -> list[torch.Tensor]:
+    found = [x for stage in stages for x in {id(x): x for x in stage.partition.buffers()}.values()]
+    times = Counter(map(id, found))
+    return list({id(x): x for x in found if times[id(x)] > 1 and not x.is_inference()}.values())
 
 
 def _as_sequential(module: nn.Module) -> nn.Sequential:

@@ -30,14 +30,21 @@ import torch
 from torch import Tensor
 
 from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms
-from torchgpipe.alias import Shared, shared_by
+from torchgpipe.alias import Shared, check_handed_on, shared_by, unshared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.copy import CopyStreams, Dock, Route, current_stream, using
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import gate
-from torchgpipe.randomness import Randomness, default_generators, own_generators
+from torchgpipe.randomness import (
+    PrivateGenerator,
+    Randomness,
+    check_apart,
+    default_generators,
+    own_generators,
+    private_generator,
+)
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
@@ -63,6 +70,7 @@ class GraphEngine:
         for cycle in clock_cycles(len(micro_batches), len(self.stages)):
             for i, j in cycle:
                 batch.task(i, j)
+        batch.end()
         return [flat[0] if atomic else flat for flat, atomic in zip(batch.values, batch.atomic, strict=True)]
 
 
@@ -84,6 +92,8 @@ class _MiniBatch:
         if self._apart:
             refuse_transforms()
         self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
+        check_apart([partition.generators for partition in self._partitions])
+        self._given = self.values[0]
         self._portals: Portals[_Parcel] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}
         self._streamed = [self._sends_on_streams(j) for j in range(len(self._stages))]
@@ -91,6 +101,7 @@ class _MiniBatch:
         # it.
         self._docks = [self._dock(0) for _ in micro_batches]
         self._shared = [self._find_shared(flat) for flat in self.values]
+        self._versions = [versions(flat) for flat in self.values]
         self._ties: list[Tensor | None] = [None] * len(micro_batches)
         # Of each partition: the tie of its latest task.
         self._latest: list[Tensor | None] = [None] * len(self._stages)
@@ -113,16 +124,27 @@ class _MiniBatch:
             with observed(self._observer, "forward", i, j):
                 outputs, self.atomic[i] = stage.run(inputs, self.atomic[i], shared)
             departure.leave()
-        self._hand_over(i, j, outputs, self._find_shared(outputs, inputs, shared), departure, tie)
+        held = self._partitions[j].contents.held if self._apart else frozenset()
+        self._hand_over(i, j, outputs, self._find_shared(outputs, inputs, shared, held), departure, tie)
 
-    def _find_shared(self, outputs: Flat, inputs: Flat = (), shared: Shared = ()) -> Shared:
+    def _find_shared(
+        self, outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()
+    ) -> Shared:
         # One graph takes care of that by itself.
-        return (False,) * len(outputs) if self._one_graph else shared_by(outputs, inputs, shared)
+        return (False,) * len(outputs) if self._one_graph else shared_by(outputs, inputs, shared, held)
+
+    def end(self) -> None:
+        for partition in self._partitions:
+            partition.contents.check_kept()
+        if len(self.values) == 1 and self._apart:
+            self.values[0] = unshared(self.values[0], self._shared[0], self._given)
 
     def _take_skips(self, i: int, j: int, dock: Dock) -> tuple[Flat, Shared]:
         inputs, shared = self.values[i], self._shared[i]
+        check_handed_on(j, self._versions[i], inputs)
         for arrival in self._stages[j].arrivals:
             parcel = self._portals.take(i, arrival.key)
+            check_handed_on(j, parcel.version, (parcel.skip,))
             skip: Flat = (parcel.skip,)
             if parcel.skip is not None:
                 skip = self._route(arrival.source, j).copy(skip, i, parcel.dock, dock)
@@ -134,17 +156,22 @@ class _MiniBatch:
         departures = self._stages[j].departures
         count = len(outputs) - len(departures)
         for k, departure in enumerate(departures, count):
-            self._portals.put(i, departure.key, _Parcel(outputs[k], dock, shared[k]))
+            self._portals.put(i, departure.key, _Parcel(outputs[k], dock, shared[k], versions(outputs[k : k + 1])))
         following = min(j + 1, len(self._stages) - 1)
         route, arrival = self._route(j, following), self._dock(following)
         self.values[i] = route.copy(outputs[:count], i, dock, arrival, tie)
-        self._docks[i], self._shared[i] = arrival, shared[:count]
+        self._docks[i], self._shared[i], self._versions[i] = arrival, shared[:count], versions(self.values[i])
         self._ties[i] = None if route.elsewhere else tie
         self._latest[j] = tie if self._engine.dependency else None
 
     def _task_graph(self, i: int, j: int) -> TaskGraph:
         twice, partition = i < self._checkpointed, self._partitions[j]
-        randomness = Randomness(partition.generators if twice else ())
+        randomness = Randomness()
+        if twice:
+            # Within a worker's layers, numbers come from its task's generator, which is not there in backward.
+            private = private_generator() if PrivateGenerator.in_use() else None
+            defaults = () if private else partition.defaults
+            randomness = Randomness([*defaults, *partition.generators], private)
         return TaskGraph(self._stages[j], partition.contents, self._ambient, randomness, checkpoint=twice)
 
     def _dock(self, j: int, *, sends: bool = False) -> Dock:
@@ -170,6 +197,7 @@ class _Parcel:
     skip: Tensor | None
     dock: Dock
     shared: bool
+    version: list[int | None]
 
 
 class _Partition:
@@ -179,9 +207,8 @@ class _Partition:
         self.contents = stage.contents(recomputed=recomputed)
         self.gate = gate(self.contents.leaves, stage.device)
         self.stream = current_stream(stage.device)
-        self.generators: list[torch.Generator] = []
-        if recomputed:
-            self.generators = [*default_generators(stage.device), *own_generators(self.contents.modules)]
+        self.defaults = default_generators(stage.device) if recomputed else []
+        self.generators = own_generators(self.contents.modules)
 
 
 @dataclass(slots=True)
@@ -223,18 +250,29 @@ class _Work:
         self.departure.leave()
         return outputs, out_needs
 
+    def begin(self) -> bool:
+        """Prepare the partition for the backward in progress; return whether this is its first task."""
+        contents = self.partition.contents
+        first = contents.leaves.begin(backward_id())
+        if first:
+            contents.check_structure()
+        return first
+
     def recompute(self) -> None:
-        if self.partition.contents.leaves.begin(backward_id()):
-            self.partition.contents.check_structure()
+        first = self.begin()
         if self.graph.awaits_recomputation:
             # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
             with using(self.partition.stream), observed(self.observer, "recompute", self.i, self.j):
                 self.graph.recompute(keep=keeps_graph())
+            if first:
+                self.partition.contents.leaves.check_without_gradients()
 
     def backward(self, grads: Flat) -> Flat:
         contents = self.partition.contents
-        with contents.leaves.in_place():
-            if not all_none(grads):
+        with contents.lock, contents.leaves.in_place():
+            if all_none(grads):
+                self.begin()
+            else:
                 self.recompute()
             self.departure.arrive(grads)
             with observed(self.observer, "backward", self.i, self.j):

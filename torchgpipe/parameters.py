@@ -35,19 +35,18 @@ class Lock(Protocol):
 
 BY_ANOTHER_WAY = (
     "a backward reached a partition's layers by another way than its outputs: a layer keeps a tensor that has a graph, "
-    "such as an auxiliary loss; let the layer return it"
+    "such as an auxiliary loss, which it should return, or calls backward() in its forward (torch.autograd.grad works)"
 )
 
 
 class Leaves:
     """The leaves of the parameters of `modules` that take gradients, as they are now.
 
-    A parameter that occurs twice has one leaf. `lock` keeps others from running the modules while leaves are in them.
+    A parameter that occurs twice has one leaf.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], lock: Lock) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         made: dict[Tensor, Tensor] = {}
-        self._lock = lock
         self._places: list[dict[str, Any]] = []
         self._dicts: list[dict[str, Tensor | None]] = []
         self._all: list[tuple[str, Tensor]] = []
@@ -56,6 +55,11 @@ class Leaves:
         for module in modules:
             if not module._parameters or module in kept:
                 continue
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"a scripted layer ({module.original_name}) keeps its parameters to itself, so that a pipeline "
+                    "cannot hand on their gradients; use the layer that was scripted, or torch.compile it"
+                )
             replaced: dict[str, Tensor | None] = {}
             for name, p in module._parameters.items():
                 replaced[name] = p
@@ -69,26 +73,50 @@ class Leaves:
             self._places.append(module.__dict__)
             self._dicts.append(replaced)
         self._versions = [p._version for _, p in self._all]
+        self._counts = [len(module._parameters) for module in modules]
+        self._ids = [id(x) for d in self._dicts for x in d.values()]
+        self._real_ids = [id(x) for place in self._places for x in place["_parameters"].values()]
         self.parameters = list(made)
         self._leaves = list(made.values())
         self._backward = -1
         self._under_way = False
 
     def in_place(self) -> InPlace:
-        """Put the leaves into the modules, unless they are there."""
-        return InPlace(self._lock, "_parameters", self._places, self._dicts)
+        """Put the leaves into the modules, unless they are there; hold their lock."""
+        return InPlace("_parameters", self._places, self._dicts)
 
-    def check_unchanged(self, partition: int) -> None:
-        """Raise `RuntimeError` if a parameter was changed in place since the leaves were made."""
+    def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
+        """Raise `RuntimeError` if a parameter was changed in place since the leaves were made.
+
+        `forward`: this is asked right after a first pass.
+        """
         if [p._version for _, p in self._all] == self._versions:
             return
-        for (name, p), version in zip(self._all, self._versions, strict=True):
-            if p._version != version:
-                raise RuntimeError(
-                    f"parameter {name!r} of partition {partition} was changed in place between forward and backward, "
-                    "so the recomputation of a checkpointed task would use other values; call backward() before the "
-                    "optimizer's step, or use checkpoint='never'"
-                )
+        changed = next(n for (n, p), v in zip(self._all, self._versions, strict=True) if p._version != v)
+        raise RuntimeError(
+            f"parameter {changed!r} of partition {partition} was changed in place "
+            + ("by a layer in forward" if forward else "between forward and backward")
+            + ", so the recomputation of a checkpointed task would use other values; "
+            + ("do not change it there" if forward else "call backward() before the optimizer's step")
+            + ", or use checkpoint='never'"
+        )
+
+    def check_kept(self, partition: int, modules: Iterable[nn.Module]) -> None:
+        """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
+        now = [len(m._parameters) for m in modules]
+        kept = all(leaf.requires_grad for leaf in self._leaves) and now == self._counts
+        kept = kept and [id(x) for d in self._dicts for x in d.values()] == self._ids
+        kept = kept and [id(x) for place in self._places for x in place["_parameters"].values()] == self._real_ids
+        if not kept:
+            raise RuntimeError(
+                f"a layer of partition {partition} replaced, added or froze a parameter in its forward, which tasks "
+                "that have graphs of their own cannot follow; do it between steps"
+            )
+
+    def check_without_gradients(self) -> None:
+        """Raise `RuntimeError` if there is a gradient before any task has gone backward."""
+        if any(leaf.grad is not None for leaf in self._leaves):
+            raise RuntimeError(BY_ANOTHER_WAY)
 
     def begin(self, backward: int) -> bool:
         """Prepare for `backward`, unless that was done; return whether it was not. Drop what one has left that failed.
@@ -148,46 +176,34 @@ class _Gate(torch.autograd.Function):
 
 
 class InPlace:
-    """Exchange one of the dictionaries that modules keep (`"_parameters"`, `"_buffers"`) for others, holding a lock.
+    """Exchange one of the dictionaries that modules keep (`"_parameters"`, `"_buffers"`) for others; hold their lock.
 
-    Whole dictionaries, since a layer may add to them in its forward. An interrupt (Ctrl-C) leaves none of them
-    exchanged.
+    Whole dictionaries, since a layer may add to them in its forward. What an interrupt (Ctrl-C) leaves exchanged is put
+    back when this object goes away.
     """
 
-    __slots__ = ("_before", "_dicts", "_key", "_lock", "_places")
+    __slots__ = ("_before", "_dicts", "_key", "_places")
     _before: list[Any] | None
 
-    def __init__(self, lock: Lock, key: str, places: list[dict[str, Any]], dicts: Sequence[Any]) -> None:
-        self._lock, self._key, self._places, self._dicts = lock, key, places, dicts
+    def __init__(self, key: str, places: list[dict[str, Any]], dicts: Sequence[Any]) -> None:
+        self._key, self._places, self._dicts, self._before = key, places, dicts, None
 
     def __enter__(self) -> None:
-        self._lock.acquire()
         key, places, dicts = self._key, self._places, self._dicts
-        self._before = None
         if not places or places[0][key] is dicts[0]:
             return
         self._before = [place[key] for place in places]
-        try:
-            for place, inner in zip(places, dicts, strict=True):
-                place[key] = inner
-        except BaseException:
-            self.__exit__()
-            raise
+        for place, inner in zip(places, dicts, strict=True):
+            place[key] = inner
 
     def __exit__(self, *_: object) -> None:
-        try:
-            if self._before is not None:
-                self._put_back(self._before)
-        except KeyboardInterrupt:
-            if self._before is not None:
-                self._put_back(self._before)
-            raise
-        finally:
-            self._lock.release()
+        if self._before is not None:
+            for place, outer in zip(self._places, self._before, strict=True):
+                place[self._key] = outer
+            self._before = None
 
-    def _put_back(self, before: list[Any]) -> None:
-        for place, outer in zip(self._places, before, strict=True):
-            place[self._key] = outer
+    def __del__(self) -> None:
+        self.__exit__()
 
 
 def _leaf(p: Tensor) -> Tensor:

@@ -22,10 +22,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe._autograd import pop_mode, push_mode
 from torchgpipe.observe import NOTHING
 
-__all__ = ["DEFAULT_GENERATOR_LOCK", "PrivateGenerator", "Randomness", "default_generators", "own_generators"]
+__all__ = [
+    "DEFAULT_GENERATOR_LOCK",
+    "PrivateGenerator",
+    "Randomness",
+    "check_apart",
+    "default_generators",
+    "own_generators",
+    "private_generator",
+    "within_plain_checkpoint",
+]
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever sets the state of a default generator, which all threads share."""
+
+
+_setting_back = threading.RLock()
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -38,6 +50,16 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the generators that are attributes of layers."""
     return [value for m in modules for value in m.__dict__.values() if type(value) is torch.Generator]
+
+
+def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
+    """Raise `RuntimeError` if partitions, whose own generators are given, have one in common."""
+    distinct = [g for own in generators for g in set(own)]
+    if len(set(distinct)) < len(distinct):
+        raise RuntimeError(
+            "several partitions draw from one torch.Generator, and not in the order in which the layers would; give "
+            "each layer a generator of its own"
+        )
 
 
 class Randomness:
@@ -63,19 +85,18 @@ class Randomness:
 
     def again(self) -> AbstractContextManager[object]:
         """Return what to enter around the recomputation."""
-        if self._private is None:
+        if self._private is None and len(self._generators) < 2:
             return self if self._generators else NOTHING
-        return self._both() if self._generators else self._private()
+        return self._both()
 
     @contextmanager
     def _both(self) -> Iterator[None]:
-        assert self._private is not None
-        with self, self._private():
+        # Autograd may recompute for several devices at once, each in a thread; the CPU's generator is one for all.
+        one_at_a_time = _setting_back if len(self._generators) > 1 else NOTHING
+        with one_at_a_time, self, NOTHING if self._private is None else self._private():
             yield
 
     def __enter__(self) -> None:
-        # The autograd engine may recompute for several devices in several threads.
-        DEFAULT_GENERATOR_LOCK.acquire()
         self._present = [_state(g) for g in self._generators]
         for g, state in zip(self._generators, self._states, strict=True):
             _set(g, state)
@@ -83,7 +104,6 @@ class Randomness:
     def __exit__(self, *_: object) -> None:
         for g, state in zip(self._generators, self._present, strict=True):
             _set(g, state)
-        DEFAULT_GENERATOR_LOCK.release()
 
 
 State = Tensor | tuple[int, int]
@@ -171,6 +191,12 @@ class PrivateGenerator(TorchDispatchMode):
             kind = "quiet"
         cls._kinds[func] = kind
         return kind
+
+
+def private_generator() -> Callable[[], PrivateGenerator]:
+    """Return what makes private generators of one seed, drawn from the private generator in use."""
+    seed = int(torch.randint(2**62, ()))
+    return lambda: PrivateGenerator(seed, lambda: None)
 
 
 def within_plain_checkpoint() -> bool:

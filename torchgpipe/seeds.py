@@ -23,6 +23,9 @@ from torchgpipe.randomness import (
 
 __all__ = ["Seeds"]
 
+APART = 1_000_003
+"""Between the seeds of mini-batches in several threads. The CPU's generator looks at the lowest 32 bits only."""
+
 _under_way = 0  # mini-batches that draw seeds and have not ended, in all threads
 
 
@@ -57,7 +60,7 @@ class Seeds:
             else:
                 generator = torch.Generator()
                 generator.set_state(self._state)
-                self._base = int(torch.randint(2**62, (), generator=generator)) + (_under_way << 32)
+                self._base = int(torch.randint(2**62, (), generator=generator)) + _under_way * APART
             _under_way += 1
 
     def __exit__(self, *_: object) -> None:

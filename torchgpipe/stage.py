@@ -127,7 +127,7 @@ def _lock_of(modules: list[nn.Module]) -> Lock:
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:
         found = {_locks[m] for m in own if m in _locks} or {threading.RLock()}
-        lock = found.pop() if len(found) == 1 else _Locks(found)
+        first = min(found, key=id)
         for module in own:
-            _locks.setdefault(module, lock)
-        return lock
+            _locks.setdefault(module, first)
+        return first if len(found) == 1 else _Locks(found)

@@ -26,7 +26,7 @@ from torchgpipe._autograd import caches_parametrizations, run_backward
 from torchgpipe.alias import Shared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import checkpointing, recomputing
-from torchgpipe.contents import Contents, Copies
+from torchgpipe.contents import Buffers, Contents
 from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import BY_ANOTHER_WAY
 from torchgpipe.randomness import Randomness
@@ -42,7 +42,7 @@ class TaskGraph:
     """Forward, recomputation and backward of one micro-batch on `stage`, whose layers hold `contents`."""
 
     __slots__ = (
-        "_ambient", "_arity", "_contents", "_copies", "_edges", "_input_grads", "_kept", "_leaves", "_randomness",
+        "_ambient", "_arity", "_buffers", "_contents", "_edges", "_input_grads", "_kept", "_leaves", "_randomness",
         "_spent", "_stage", "_versions", "checkpoint",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class TaskGraph:
         self._randomness = randomness
         self._kept: tuple[Flat, bool, Needs] | None = None
         self._versions: list[int | None] = []
-        self._copies: Copies = ()
+        self._buffers: Buffers = ()
         self._edges: list[GradientEdge | None] | None = None
         self._arity = 0
         self._spent = False
@@ -103,7 +103,7 @@ class TaskGraph:
             torch.enable_grad(),
             self._ambient.again(),
             recomputing(),
-            self._contents.second_pass(self._copies),
+            self._contents.second_pass(self._buffers),
             self._randomness.again(),
         ):
             if (keep or len(inputs) == 1) and not in_place:
@@ -136,8 +136,15 @@ class TaskGraph:
             roots = [(e, g) for e, g in zip(self._edges, grads, strict=True) if e is not None and g is not None]
             if roots:
                 # Within the leaves, too: a layer may run again in backward, by torch.utils.checkpoint.
-                with self._contents.leaves.in_place():
-                    run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
+                with self._contents.lock, self._contents.leaves.in_place():
+                    try:
+                        run_backward(
+                            [e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint
+                        )
+                    except BaseException:
+                        # Another try needs another graph, if that can be had.
+                        self._edges = None if self.checkpoint else self._edges
+                        raise
         input_grads = self._take_input_grads()
         if self.checkpoint or not keep:
             self._edges = None
@@ -158,25 +165,30 @@ class TaskGraph:
 
     def _first_pass(self, inputs: Flat, atomic: bool, needs: Needs, shared: Shared) -> tuple[Flat, bool, Needs]:
         self._versions = versions(inputs)
-        given = inputs
+        # Without the caller's graph: a layer may put hooks on its input.
+        given = detached(inputs)
         # Shared memory must not be copied: that it is changed has to be seen.
         if atomic and self._contents.begins_in_place and True not in shared:
-            given = copied(inputs)
+            given = copied(given)
+        before = versions(given)
         with (
             torch.no_grad() if torch.is_grad_enabled() else NOTHING,
             self._ambient.for_first_pass(),
             checkpointing(),
-            self._contents.first_pass() as self._copies,
+            self._contents.first_pass() as self._buffers,
             self._randomness.first(),
         ):
             outputs, out_atomic = self._stage.run(given, atomic, shared)
+        self._contents.leaves.check_unchanged(self._stage.index, forward=True)
         if versions(inputs) != self._versions:
             raise RuntimeError(
                 f"partition {self._stage.index} changed its input in place, so recomputing it from that input would "
                 "give something else; make its first layer out-of-place (inplace=False) or use checkpoint='never'"
             )
         self._kept = (inputs, atomic, needs)
-        need = {id(x): n for x, n in zip(given, needs, strict=True)}
+        # What is handed on unchanged takes a gradient if it did before.
+        unchanged = [old == new for old, new in zip(before, versions(given), strict=True)]
+        need = {id(x): n for x, n, same in zip(given, needs, unchanged, strict=True) if same}
         out_needs = tuple([need.get(id(y), y is not None and differentiable(y)) for y in outputs])
         return detached(outputs), out_atomic, out_needs
 
@@ -187,7 +199,7 @@ class TaskGraph:
         return entered
 
     def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool, Needs]:
-        with self._contents.leaves.in_place():
+        with self._contents.lock, self._contents.leaves.in_place():
             outputs, out_atomic = self._stage.run(inputs, atomic, shared)
         out_needs = tuple([y is not None and y.requires_grad for y in outputs])
         self._edges = [None if y is None or not n else _edge(y) for y, n in zip(outputs, out_needs, strict=True)]

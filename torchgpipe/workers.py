@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms, sharded
-from torchgpipe.alias import Shared, shared_by
+from torchgpipe.alias import Shared, check_handed_on, shared_by, unshared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.contents import modules_of
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.observe import Observer, observed
-from torchgpipe.randomness import own_generators
+from torchgpipe.randomness import check_apart, own_generators
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
@@ -50,18 +50,25 @@ __all__ = ["WorkersEngine"]
 @dataclass(frozen=True, slots=True)
 class _Item:
     """What a task gives to the next: tensors, whether the micro-batch is a single one (`atomic`), which of them take a
-    gradient, and which share memory with others under way."""
+    gradient, which share memory with others, and how often each was changed in place."""
 
     flat: Flat
     atomic: bool
     needs: Needs
     shared: Shared
+    versions: list[int | None]
 
-    def joined(self, skip: Tensor | None, need: bool, shared: bool) -> _Item:
-        return _Item((*self.flat, skip), self.atomic, (*self.needs, need), (*self.shared, shared))
+    def joined(self, other: _Item) -> _Item:
+        return _Item(
+            self.flat + other.flat,
+            self.atomic,
+            self.needs + other.needs,
+            self.shared + other.shared,
+            self.versions + other.versions,
+        )
 
-    def first(self, count: int) -> _Item:
-        return _Item(self.flat[:count], self.atomic, self.needs[:count], self.shared[:count])
+    def part(self, which: slice) -> _Item:
+        return _Item(self.flat[which], self.atomic, self.needs[which], self.shared[which], self.versions[which])
 
 
 class WorkersEngine:
@@ -81,6 +88,8 @@ class WorkersEngine:
             inputs = [x for mb in micro_batches for x in ((mb,) if isinstance(mb, Tensor) else mb)]
             parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
             flat = iter(_Pipeline.apply(batch, _token, outputs, *inputs, *parameters))
+            if len(outputs) == 1:
+                flat = iter(unshared(tuple(flat), outputs[0].shared, inputs))
         return [next(flat) if item.atomic else tuple(next(flat) for _ in item.flat) for item in outputs]
 
 
@@ -98,16 +107,19 @@ class _MiniBatch:
         self._n = len(engine.stages)
         self._checkpointed = checkpointed(mode, m) if self.ambient.grad else 0
         self.contents = [s.contents(recomputed=self._checkpointed > 0) for s in self._stages if self.ambient.grad]
-        self._generators = [own_generators(c.modules) if self._checkpointed else [] for c in self.contents]
+        self._generators = [own_generators(c.modules) for c in self.contents]
+        check_apart(self._generators)
         self._graphs: list[list[TaskGraph]] = [[] for _ in engine.stages]
         self.seeds = Seeds(self._n, recomputed=self._checkpointed > 0, grad=self.ambient.grad)
 
     def forward(self, micro_batches: list[TensorOrTensors]) -> list[_Item]:
         """Run every task's forward; return the outputs without a graph."""
         relay = Relay(self._n)
-        portals: Portals[tuple[Tensor | None, bool, bool]] = Portals()
+        portals: Portals[_Item] = Portals()
         results: list[_Item] = []
         self._run(relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)])
+        for contents in self.contents:
+            contents.check_kept()
         return results
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
@@ -137,7 +149,7 @@ class _MiniBatch:
         self,
         j: int,
         relay: Relay,
-        portals: Portals[tuple[Tensor | None, bool, bool]],
+        portals: Portals[_Item],
         micro_batches: list[TensorOrTensors],
         results: list[_Item],
     ) -> None:
@@ -146,7 +158,8 @@ class _MiniBatch:
             for i in range(self._m):
                 item = self._enter(micro_batches[i]) if j == 0 else relay.take(j)
                 for arrival in stage.arrivals:
-                    item = item.joined(*portals.take(i, arrival.key))
+                    item = item.joined(portals.take(i, arrival.key))
+                check_handed_on(j, item.versions, item.flat)
 
                 relay.check()
                 with observed(self._observer, "forward", i, j):
@@ -154,8 +167,8 @@ class _MiniBatch:
 
                 count = len(item.flat) - len(stage.departures)
                 for k, departure in enumerate(stage.departures, count):
-                    portals.put(i, departure.key, (item.flat[k], item.needs[k], item.shared[k]))
-                item = item.first(count)
+                    portals.put(i, departure.key, item.part(slice(k, k + 1)))
+                item = item.part(slice(count))
                 if j + 1 < self._n:
                     relay.admit(j)
                     relay.give(j, item)
@@ -169,7 +182,7 @@ class _MiniBatch:
         flat: Flat = (micro_batch,) if isinstance(micro_batch, Tensor) else micro_batch
         needs = tuple([x is not None and x.requires_grad for x in flat])
         detached = tuple([x.detach() for x in flat if x is not None]) if self.ambient.grad else flat
-        return _Item(detached, atomic, needs, shared_by(flat))
+        return _Item(detached, atomic, needs, shared_by(flat), versions(flat))
 
     def _task(self, i: int, j: int, item: _Item) -> _Item:
         stage, flat = self._stages[j], item.flat
@@ -178,11 +191,12 @@ class _MiniBatch:
                 outputs, atomic = stage.run(flat, item.atomic, item.shared)
             needs: Needs = (False,) * len(outputs)
         else:
-            randomness = self.seeds.of(i, j, self._generators[j])
+            randomness = self.seeds.of(i, j, self._generators[j] if self._checkpointed else ())
             graph = TaskGraph(stage, self.contents[j], self.ambient, randomness, checkpoint=i < self._checkpointed)
             self._graphs[j].append(graph)
             outputs, atomic, needs = graph.forward(flat, item.atomic, item.needs, item.shared)
-        return _Item(outputs, atomic, needs, shared_by(outputs, flat, item.shared))
+        held = self.contents[j].held if self.ambient.grad else frozenset()
+        return _Item(outputs, atomic, needs, shared_by(outputs, flat, item.shared, held), versions(outputs))
 
     def _backward(
         self,
@@ -210,6 +224,8 @@ class _MiniBatch:
                 if graph.checkpoint and not (last and all(g is None for g in output_grads[i])):
                     with observed(self._observer, "recompute", i, j):
                         graph.recompute(keep=keep)
+                    if i + 1 == self._m:
+                        self.contents[j].leaves.check_without_gradients()
                 grads: Flat = output_grads[i] if last else relay.take(position)
                 grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
 

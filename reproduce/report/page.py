@@ -16,7 +16,7 @@ from reproduce.report.gather import Source, Subject, gather
 from reproduce.report.machines import facts
 from reproduce.report.timelines import timeline_figures, trace_figures
 from reproduce.tables import tables
-from torchgpipe.replay import Timeline
+from torchgpipe.plan.replay import Timeline
 
 __all__ = ["page"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from matplotlib.patches import Patch
 
 from reproduce.report.figure import BACK, SERIES, new_figure, styled, svg
-from torchgpipe.replay import Costs, Timeline, replay
+from torchgpipe.plan.replay import Costs, Timeline, replay
 
 __all__ = ["SCHEDULES", "costs", "timeline_figures", "trace_figures"]
 

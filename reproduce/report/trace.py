@@ -8,7 +8,7 @@ from typing import Literal
 
 from reproduce.decode import DecodeError, Json, decode
 from reproduce.record import RecordError, read_json
-from torchgpipe.replay import Event, Timeline
+from torchgpipe.plan.replay import Event, Timeline
 
 __all__ = ["read_trace"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.decisions import IDEAS, Way, main, table
-from torchgpipe import GPipe
+from benchmarks.pipelines import on_cpu
 
 WAYS = [way for idea in IDEAS for way in (idea.with_it, idea.without) if way is not None]
 
@@ -21,7 +21,7 @@ def test_every_way_gives_the_gradients_of_plain_layers(way: Way) -> None:
     layers(x).sum().backward()
     expected = [p.grad for p in layers.parameters()]
     layers.zero_grad()
-    model = GPipe(layers, [1, 2], devices=["cpu"] * 2, chunks=way.m, checkpoint=way.checkpoint, engine=way.engine)
+    model = on_cpu(layers, [1, 2], way.engine, chunks=way.m, checkpoint=way.checkpoint)
     with way.undone():
         model(x).sum().backward()
     torch.testing.assert_close([p.grad for p in layers.parameters()], expected)

@@ -26,7 +26,7 @@ REPEATED = [
     (2, 4, "auto", True),
     (2, 4, "workers", True),
     (2, 4, "graph", False),
-    (2, 4, "inline", False),
+    (2, 4, "across", False),
     (1, 4, "auto", False),
     (2, 1, "workers", False),
 ]

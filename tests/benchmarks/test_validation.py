@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks import validation
 from benchmarks.validation import MODELS, SETUPS, Model, main, predictions, table
-from torchgpipe.replay import Timeline
+from torchgpipe.plan.replay import Timeline
 
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "benchmarks" / "validation.json"
 Order = dict[int, list[tuple[str, int]]]

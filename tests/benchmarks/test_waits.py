@@ -43,6 +43,8 @@ READS: dict[str, tuple[Callable[[Tensor], object], list[str]]] = {
     "item": (lambda x: x[0].item(), ["aten._local_scalar_dense.default"]),
     "if": (lambda x: bool(x[0] > 0), ["aten._local_scalar_dense.default"]),
     "nonzero": (lambda x: x.nonzero(), ["aten.nonzero.default"]),
+    "repeat": (lambda x: x.repeat_interleave(x.long()), ["aten.repeat_interleave.Tensor"]),
+    "repeat to a known size": (lambda x: x.repeat_interleave(x.long(), output_size=3), []),
     "a device": (lambda x: torch.cpu.synchronize(), ["torch.cpu.synchronize"]),
     "cuda": (lambda x: torch.cuda.synchronize(), ["torch.cuda.synchronize"]),
     "a product": (lambda x: x * x, []),

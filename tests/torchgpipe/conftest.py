@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import torchgpipe.copy
+import torchgpipe.graph
 
 
 class Event(NamedTuple):
@@ -57,9 +58,10 @@ class Streams:
     current: list[Stream] = field(default_factory=list)
 
     def of(self, device: torch.device) -> Stream | None:
+        """Return the device's current stream."""
         if device.type == "cpu" and device not in self.compute:
             self.compute[device] = Stream(f"{device} compute", device, self.log)
-        return self.compute.get(device)
+        return next((s for s in reversed(self.current) if s.device == device), self.compute.get(device))
 
     def new(self, device: torch.device) -> Stream | None:
         if device.type != "cpu":
@@ -69,16 +71,16 @@ class Streams:
 
     @contextmanager
     def using(self, *streams: Stream | None) -> Iterator[None]:
-        before, self.current = self.current, [stream for stream in streams if stream is not None] or self.current
+        before, self.current = self.current, [*self.current, *(stream for stream in streams if stream is not None)]
         yield
         self.current = before
 
     def copy(self, target: torch.device) -> None:
-        names = " and ".join(stream.name for stream in self.current)
-        self.log.append(f"copy to {target} on {names}")
-        one, other = sorted(stream.device.index for stream in self.current)
-        end = max(stream.clock for stream in self.current) + self.seconds.get((one, other), 0.0)
-        for stream in self.current:
+        ends = self.current[-2:]
+        self.log.append(f"copy to {target} on {' and '.join(stream.name for stream in ends)}")
+        one, other = sorted(stream.device.index for stream in ends)
+        end = max(stream.clock for stream in ends) + self.seconds.get((one, other), 0.0)
+        for stream in ends:
             stream.clock = end
 
     def synchronize(self) -> float:
@@ -101,9 +103,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
             streams.copy(args[0])
         return to(x, *args, **kwargs)
 
-    monkeypatch.setattr(torchgpipe.copy, "current_stream", streams.of)
     monkeypatch.setattr(torchgpipe.copy, "new_stream", streams.new)
-    monkeypatch.setattr(torchgpipe.copy, "using", streams.using)
+    for module in (torchgpipe.copy, torchgpipe.graph):
+        monkeypatch.setattr(module, "current_stream", streams.of)
+        monkeypatch.setattr(module, "using", streams.using)
     monkeypatch.setattr(Tensor, "to", copied)
     monkeypatch.setattr(
         Tensor, "record_stream", lambda x, stream: streams.log.append(f"memory is used by {stream.name}")

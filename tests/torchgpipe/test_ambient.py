@@ -9,93 +9,114 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
+from torchgpipe.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
 
 CPU = [torch.device("cpu")]
+Contexts = list[Callable[[], Any]]
 
 
-def modes() -> tuple[Any, ...]:
-    """Return grad mode, inference mode, and autocast's type for the CPU or `None`."""
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+def modes() -> dict[str, Any]:
+    """Return the modes of this thread."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        "device": torch.get_default_device().type,
+        "passing": (is_checkpointing(), is_recomputing()),
+    }
 
 
 def autocast(dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> Callable[[], Any]:
     return lambda: torch.autocast("cpu", dtype=dtype, enabled=enabled)
 
 
-# The contexts around the call, and the modes that they make.
-MODES: dict[str, tuple[list[Callable[[], Any]], tuple[Any, ...]]] = {
-    "none": ([], (True, False, None)),
-    "no grad": ([torch.no_grad], (False, False, None)),
-    "grad within no grad": ([torch.no_grad, torch.enable_grad], (True, False, None)),
-    "inference mode": ([torch.inference_mode], (False, True, None)),
-    "bfloat16": ([autocast()], (True, False, torch.bfloat16)),
-    "float16": ([autocast(torch.float16)], (True, False, torch.float16)),
-    "autocast off": ([autocast(enabled=False)], (True, False, None)),
-    "autocast off within on": ([autocast(), autocast(enabled=False)], (True, False, None)),
-    "bfloat16 without grad": ([autocast(), torch.no_grad], (False, False, torch.bfloat16)),
+# The contexts around the call, and what they change.
+USUAL = modes()
+MODES: dict[str, tuple[Contexts, dict[str, Any]]] = {
+    "none": ([], {}),
+    "no grad": ([torch.no_grad], {"grad": False}),
+    "grad within no grad": ([torch.no_grad, torch.enable_grad], {}),
+    "inference mode": ([torch.inference_mode], {"grad": False, "inference": True}),
+    "bfloat16": ([autocast()], {"autocast": torch.bfloat16}),
+    "float16": ([autocast(torch.float16)], {"autocast": torch.float16}),
+    "autocast off within on": ([autocast(), autocast(enabled=False)], {}),
+    "bfloat16 without grad": ([autocast(), torch.no_grad], {"autocast": torch.bfloat16, "grad": False}),
+    "default device": ([lambda: torch.device("meta")], {"device": "meta"}),
+    "an outer pipeline's first pass": ([checkpointing], {"passing": (True, False)}),
+    "an outer pipeline's second pass": ([recomputing], {"passing": (False, True)}),
 }
 
 
-def remembered(contexts: list[Callable[[], Any]]) -> Ambient:
+def remembered(contexts: Contexts, devices: list[torch.device] = CPU) -> Ambient:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
-        return Ambient(CPU)
+        return Ambient(devices)
 
 
-@pytest.mark.parametrize("contexts, expected", MODES.values(), ids=MODES)
-def test_entered_in_another_thread(contexts: list[Callable[[], Any]], expected: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("contexts, changes", MODES.values(), ids=MODES)
+def test_entered_in_another_thread(contexts: Contexts, changes: dict[str, Any]) -> None:
     ambient = remembered(contexts)
     seen: list[Any] = []
 
     def other() -> None:
-        with ambient.entered():
+        try:
+            with ambient.entered():
+                seen.append(modes())
+                raise ArithmeticError
+        except ArithmeticError:
             seen.append(modes())
-        seen.append(modes())
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join(10)
-    assert seen == [expected, MODES["none"][1]]
+    assert seen == [USUAL | changes, USUAL]
+
+
+AGAIN = ("autocast", "device")
 
 
 @pytest.mark.parametrize("around", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("contexts, expected", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("contexts, changes", MODES.values(), ids=MODES)
 def test_entered_later_within_others(
-    contexts: list[Callable[[], Any]],
-    expected: tuple[Any, ...],
-    around: tuple[list[Callable[[], Any]], tuple[Any, ...]],
+    contexts: Contexts, changes: dict[str, Any], around: tuple[Contexts, dict[str, Any]]
 ) -> None:
-    ambient = remembered(contexts)
+    ambient, outer, inner = remembered(contexts), USUAL | around[1], USUAL | changes
     with ExitStack() as stack:
         for context in around[0]:
             stack.enter_context(context())
         with ambient.entered():
-            assert modes() == expected
-        assert modes() == around[1]
-        with ambient.autocast():
-            assert modes() == (*around[1][:2], expected[2])
-        assert modes() == around[1]
+            assert modes() == inner
+        assert modes() == outer
+        # Those that a recomputation enters; the others are the engine's own.
+        with ambient.again():
+            assert modes() == outer | {name: inner[name] for name in AGAIN}
+        assert modes() == outer
 
 
-@pytest.mark.parametrize("contexts, expected", MODES.values(), ids=MODES)
-def test_put_back_after_an_exception(contexts: list[Callable[[], Any]], expected: tuple[Any, ...]) -> None:
-    ambient = remembered(contexts)
-    with pytest.raises(ArithmeticError), ambient.entered():
-        assert modes() == expected
-        raise ArithmeticError
-    assert modes() == MODES["none"][1]
+class Loss(Tensor):
+    """The backward of such a loss runs with `__torch_function__` switched off."""
+
+
+def test_tensor_subclasses_are_heard_again() -> None:
+    ambient = Ambient(CPU)
+    with torch._C.DisableTorchFunction():
+        assert type(torch.ones(2).as_subclass(Loss) + 1) is Tensor
+        with ambient.again():
+            assert type(torch.ones(2).as_subclass(Loss) + 1) is Loss
+        ambient = Ambient(CPU)
+        with ambient.again():
+            assert type(torch.ones(2).as_subclass(Loss) + 1) is Tensor
 
 
 def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None:
     linear, x = nn.Linear(3, 3), torch.randn(2, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ambient = Ambient(CPU)
-        with torch.no_grad(), ambient.autocast():
+        with torch.no_grad(), ambient.for_first_pass():
             linear(x)
         linear(x).sum().backward()
     assert linear.weight.grad is not None
@@ -104,8 +125,9 @@ def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None
 def test_the_cache_of_weights_is_off_inside_and_the_callers_outside() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
         ambient = Ambient(CPU)
-        for context in (ambient.autocast, ambient.entered):
+        for context in (ambient.for_first_pass, ambient.again, ambient.entered):
             with context():
+                assert torch.is_autocast_enabled("cpu")
                 assert not torch.is_autocast_cache_enabled()
             assert torch.is_autocast_cache_enabled()
 
@@ -113,7 +135,6 @@ def test_the_cache_of_weights_is_off_inside_and_the_callers_outside() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
 def test_of_devices_that_are_not_there(device: str) -> None:
     # Only the state is looked at, so that this needs no such device.
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ambient = Ambient([torch.device(device)])
+    ambient = remembered([autocast()], [torch.device(device)])
     with ambient.entered():
-        assert modes() == (True, False, torch.bfloat16)
+        assert modes() == USUAL | {"autocast": torch.bfloat16}

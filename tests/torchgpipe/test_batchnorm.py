@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.checkpoint import checkpointing, recomputing
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -42,6 +43,12 @@ def run(layer: nn.Module, parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([layer(part) for part in parts])
 
 
+def without(name: str, **arguments: Any) -> nn.Module:
+    layer = nn.BatchNorm1d(3, **arguments)
+    setattr(layer, name, None)
+    return layer
+
+
 # Layer, and the shape of a mini-batch.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(3), (14, 3)),
@@ -52,8 +59,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "momentum 0": (lambda: nn.BatchNorm2d(3, momentum=0.0), (14, 3, 4, 5)),
     "cumulative average": (lambda: nn.BatchNorm2d(3, momentum=None), (14, 3, 4, 5)),
     "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (14, 3, 4, 5)),
-    "no running statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (14, 3, 4, 5)),
-    "neither": (lambda: nn.BatchNorm1d(3, affine=False, track_running_stats=False), (14, 3)),
     "other eps": (lambda: nn.BatchNorm2d(3, eps=0.1), (14, 3, 4, 5)),
     "double": (lambda: nn.BatchNorm2d(3, dtype=torch.float64), (14, 3, 4, 5)),
 }
@@ -142,10 +147,11 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
 
 
 def test_commit_with_nothing_tracked_does_nothing() -> None:
-    for layer in (nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)):
-        deferred = convert(copy.deepcopy(layer), 4)
+    for tracks in (True, False):
+        deferred = DeferredBatchNorm(3, chunks=4, track_running_stats=tracks)
         deferred.commit()
-        assert_same_statistics(deferred, layer)
+        assert_same_statistics(deferred, nn.BatchNorm1d(3, track_running_stats=tracks))
+    commit([])
 
 
 def test_discard_drops_a_failed_mini_batch() -> None:
@@ -219,6 +225,131 @@ def test_training_mode_without_gradients_tracks(context: Callable[[], AbstractCo
     plain(x)
     assert_same_statistics(deferred, plain)
     assert not any(buffer.is_inference() for buffer in deferred.buffers())
+
+
+# many layers at once
+
+
+# Layers that end one mini-batch together, each with the shape of its mini-batch and its number of micro-batches.
+TOGETHER: dict[str, list[tuple[Callable[[], nn.Module], tuple[int, ...], int]]] = {
+    "alike": [(lambda: nn.BatchNorm1d(3), (14, 3), 4)] * 3,
+    "channels": [(lambda c=c: nn.BatchNorm1d(c), (14, c), 4) for c in (1, 5, 2)],
+    "values per channel": [(lambda: nn.BatchNorm2d(3), (14, 3, n, n), 4) for n in (1, 8, 3)],
+    "micro-batches": [(lambda: nn.BatchNorm1d(3), (14, 3), n) for n in (4, 1, 5, 4)],
+    "momenta": [(lambda m=m: nn.BatchNorm1d(3, momentum=m), (14, 3), 4) for m in (0.1, None, 0.0, 1.0, None, 0.7)],
+    "dtypes": [(lambda t=t: nn.BatchNorm1d(3, dtype=t), (14, 3), 4) for t in (torch.float, torch.double, torch.float)],
+    "batches not counted": [
+        *[(lambda m=m: without("num_batches_tracked", momentum=m), (14, 3), 4) for m in (0.1, None)],
+        (lambda: nn.BatchNorm1d(3, momentum=None), (14, 3), 4),
+    ],
+    "all": [
+        (lambda: nn.BatchNorm1d(2, momentum=None, dtype=torch.double), (14, 2, 3), 5),
+        (lambda: nn.BatchNorm2d(7, momentum=0.5), (14, 7, 2, 2), 4),
+        (lambda: nn.BatchNorm1d(4, momentum=None), (14, 4), 4),
+        (lambda: nn.BatchNorm1d(2, momentum=None, dtype=torch.double), (14, 2), 5),
+    ],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cases", TOGETHER.values(), ids=TOGETHER)
+def test_layers_commit_together(cases: list[tuple[Callable[[], nn.Module], tuple[int, ...], int]], device: str) -> None:
+    plain = [build().to(device) for build, _, _ in cases]
+    deferred = [convert(copy.deepcopy(layer), None) for layer in plain]
+    for step in range(3):
+        for index, (_, shape, chunks) in enumerate(cases):
+            x = batch(*shape, mean=index + 1.0, seed=step, dtype=plain[index].running_mean.dtype).to(device)
+            plain[index](x)
+            run(deferred[index], x.chunk(chunks))
+        commit(deferred)
+        for one, other in zip(deferred, plain, strict=True):
+            # A layer in double precision keeps it, whatever stands beside it.
+            tolerance = {"rtol": 1e-9, "atol": 1e-9} if one.running_mean.dtype == torch.double else {}
+            assert_same_statistics(one, other, **tolerance)
+
+
+def test_layer_without_a_new_mini_batch_stays_while_others_commit() -> None:
+    plain = nn.BatchNorm1d(3)
+    idle, busy = convert(copy.deepcopy(plain), None), convert(copy.deepcopy(plain), None)
+    run(busy, batch(8, 3).chunk(4))
+    commit([idle, busy, busy])
+    assert_same_statistics(idle, plain)
+    plain(batch(8, 3))
+    assert_same_statistics(busy, plain)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_layers_that_share_running_statistics_update_them_in_turn(momentum: float | None) -> None:
+    plain = [nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3, momentum=momentum)]
+    for name, buffer in plain[0].named_buffers():
+        setattr(plain[1], name, buffer)
+    deferred = [convert(layer, None) for layer in copy.deepcopy(plain)]
+    for index in range(2):
+        x = batch(8, 3, seed=index)
+        plain[index](x)
+        run(deferred[index], x.chunk(4))
+    commit(deferred)
+    assert_same_statistics(deferred[0], plain[0])
+
+
+class Launches(TorchDispatchMode):
+    """Count the operators that are given to the device: all but those that only make views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "arguments, most",
+    [({}, 25), ({"momentum": None}, 30), ({"dtype": torch.half}, 28), ({"track_running_stats": False}, 0)],
+)
+def test_number_of_launches_does_not_grow_with_layers(arguments: dict[str, Any], most: int) -> None:
+    counts = []
+    for number in (1, 10, 100):
+        layers = [DeferredBatchNorm(3, chunks=None, **arguments) for _ in range(number)]
+        for index, layer in enumerate(layers):
+            run(layer, batch(16, 3, 1 + index % 3, dtype=arguments.get("dtype", torch.float)).chunk(8))
+        with Launches() as launches:
+            commit(layers)
+        counts.append(launches.count)
+    assert counts == counts[:1] * 3
+    assert counts[0] <= most
+
+
+@pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_commit_does_not_wait_for_the_device(momentum: float | None, device: str) -> None:
+    """A tensor on `meta` has no value that could be read; CUDA raises at what would wait."""
+    layers = [DeferredBatchNorm(c, momentum=momentum, chunks=None, device=device) for c in (3, 4)]
+    for layer in layers:
+        run(layer, torch.empty(8, layer.num_features, 2, device=device).chunk(4))
+    buffers = [buffer for layer in layers for buffer in layer.buffers()]
+    versions = [buffer._version for buffer in buffers]
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        commit(layers)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    # Every buffer was written in place, once.
+    assert [buffer._version for buffer in buffers] == [version + 1 for version in versions]
+    assert all(a is b for a, b in zip(buffers, (b for layer in layers for b in layer.buffers()), strict=True))
+
+
+def test_default_device_does_not_matter() -> None:
+    plain, x = nn.BatchNorm1d(3), batch(8, 3)
+    deferred = convert(copy.deepcopy(plain), None)
+    with torch.device("meta"):
+        run(deferred, x.chunk(4))
+        commit([deferred])
+    plain(x)
+    assert_same_statistics(deferred, plain)
 
 
 # moves
@@ -350,7 +481,20 @@ def test_layer_that_occurs_twice_stays_one() -> None:
     assert isinstance(model[0], DeferredBatchNorm)
 
 
-@pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.InstanceNorm1d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3)])
+LEFT_ALONE: dict[str, nn.Module] = {
+    "SyncBatchNorm": nn.SyncBatchNorm(3),
+    "InstanceNorm": nn.InstanceNorm1d(3),
+    "GroupNorm": nn.GroupNorm(1, 3),
+    "LayerNorm": nn.LayerNorm(3),
+    "no running statistics": nn.BatchNorm2d(3, track_running_stats=False),
+    "neither": nn.BatchNorm1d(3, affine=False, track_running_stats=False),
+    "running statistics switched off": without("track_running_stats"),
+    "running mean taken away": without("running_mean"),
+    "lazy, no running statistics": nn.LazyBatchNorm1d(track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("layer", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_left_alone(layer: nn.Module) -> None:
     assert convert(layer, 2) is layer
     assert convert(nn.Sequential(layer), 2)[0] is layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -78,15 +78,15 @@ def test_every_thread_has_flags_of_its_own() -> None:
     seen: list[tuple[bool, bool]] = []
     entered, leave = threading.Event(), threading.Event()
 
-    def other(context: AbstractContextManager[None]) -> None:
+    def other() -> None:
         seen.append(flags())
-        with context:
+        with recomputing():
             entered.set()
             leave.wait(120)
             seen.append(flags())
 
     with checkpointing():
-        thread = threading.Thread(target=other, args=(recomputing(),))
+        thread = threading.Thread(target=other)
         thread.start()
         assert entered.wait(120)
         assert flags() == (True, False)

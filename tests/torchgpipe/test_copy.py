@@ -6,6 +6,7 @@ names of the CPU are the two devices. tests/test_cuda.py runs the real ones.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,20 +15,29 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.copy import CopyStreams, Dock, Route
+from torchgpipe.observe import Task
 from torchgpipe.skip import pop, skippable, stash
 
 SOURCE, TARGET, META = torch.device("cpu", 0), torch.device("cpu", 1), torch.device("meta")
 
 
-def passage(source: torch.device, target: torch.device, *, enabled: bool = True) -> Route:
-    return Route(CopyStreams([source, target], enabled=enabled), 0, 1)
+class Passage:
+    """What goes from one task to another, without the tasks."""
 
+    def __init__(self, source: torch.device, target: torch.device, *, enabled: bool = True) -> None:
+        self.route = Route(CopyStreams([source, target], enabled=enabled), 0, 1)
+        self.departure, self.arrival = Dock(source, in_use=self.route.streamed), Dock(target)
 
-def sent(route: Route, *tensors: Tensor, i: int = 0) -> tuple[Any, ...]:
-    """Let the tensors of a task depart, copy them, and let them arrive."""
-    departure, arrival = Dock(route.source), Dock(route.target)
-    away = departure.depart(tensors, [route] * len(tensors))
-    return arrival.arrive(tuple(None if x is None else route.copy(x, i, departure, arrival) for x in away))
+    def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        self.departure.leave()
+        copies = self.route.copy(tensors, 0, self.departure, self.arrival)
+        self.arrival.arrive(copies)
+        return copies
+
+    def backward(self, y: Tensor, x: Tensor) -> None:
+        self.arrival.leave()
+        y.backward(torch.ones_like(y), retain_graph=True)
+        self.departure.arrive((x.grad,))
 
 
 # With copy streams of their own, and without: forward, backward.
@@ -58,26 +68,23 @@ WAITS = {
 @pytest.mark.parametrize("enabled", [True, False], ids=["copy streams", "compute streams"])
 def test_waits(streams: Any, enabled: bool) -> None:
     x = torch.rand(3, requires_grad=True)
-
-    (y,) = sent(passage(SOURCE, TARGET, enabled=enabled), x)
-    forward, streams.log[:] = list(streams.log), []
-    y.backward(torch.ones(3), retain_graph=True)
-
-    assert (forward, streams.log) == WAITS[enabled]
+    passage = Passage(SOURCE, TARGET, enabled=enabled)
+    (y,) = passage.forward(x)
+    assert streams.log == WAITS[enabled][0]
     assert torch.equal(y, x)
-    assert x.grad is not None
-    assert x.grad.tolist() == [1, 1, 1]
-
-    streams.log.clear()
-    y.backward(torch.ones(3))
-    assert streams.log == WAITS[enabled][1]
+    for _ in range(2):
+        streams.log.clear()
+        x.grad = None
+        passage.backward(y, x)
+        assert streams.log == WAITS[enabled][1]
+        assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_nothing_is_done_within_a_device(streams: Any) -> None:
     x = torch.rand(3, requires_grad=True)
-    route = passage(SOURCE, SOURCE)
-    assert sent(route, x)[0] is x
-    assert not route.elsewhere
+    passage = Passage(SOURCE, SOURCE)
+    assert passage.forward(x)[0] is x
+    assert not passage.route.elsewhere
     assert streams.log == []
 
 
@@ -85,7 +92,7 @@ def test_nothing_is_done_within_a_device(streams: Any) -> None:
 @pytest.mark.parametrize("x", [torch.rand(3), torch.arange(3), torch.tensor([True])], ids=["float", "int", "bool"])
 def test_tensors_without_gradient_go_the_same_way(streams: Any, x: Tensor, grad: bool) -> None:
     with torch.set_grad_enabled(grad):
-        (y,) = sent(passage(SOURCE, TARGET), x)
+        (y,) = Passage(SOURCE, TARGET).forward(x)
 
     assert streams.log == WAITS[True][0]
     assert torch.equal(y, x)
@@ -93,19 +100,15 @@ def test_tensors_without_gradient_go_the_same_way(streams: Any, x: Tensor, grad:
 
 
 def test_tensors_of_a_task_go_together(streams: Any) -> None:
-    """In backward neither stream may wait for one gradient before the other is on its way."""
-    tensors = torch.rand(3, requires_grad=True), torch.rand(3), torch.arange(3), torch.rand(2, requires_grad=True)
-    arrived = sent(passage(SOURCE, TARGET), *tensors)
-    assert [y.requires_grad for y in arrived] == [True, False, False, True]
-    assert all(map(torch.equal, arrived, tensors))
+    """By one node, so that in backward no stream waits for one gradient before the other is on its way."""
+    tensors = torch.rand(3, requires_grad=True), torch.rand(3), None, torch.arange(3), torch.rand(2, requires_grad=True)
+    one, *others, other = Passage(SOURCE, TARGET).forward(*tensors)
+    assert one.grad_fn is other.grad_fn is not None
+    assert [y is not None and y.requires_grad for y in others] == [False] * 3
+    assert all(y is x is None or torch.equal(x, y) for x, y in zip(tensors, (one, *others, other), strict=True))
 
-    arrival = arrived[0].grad_fn
-    departures = {copy.next_functions[0][0] for copy, _ in arrival.next_functions}
-    assert arrived[3].grad_fn is arrival
-    assert len(departures) == 1
-
-    ((arrived[0] * 2).sum() + (arrived[3] * 3).sum()).backward()
-    assert [None if x.grad is None else x.grad.tolist() for x in tensors] == [[2, 2, 2], None, None, [3, 3]]
+    ((one * 2).sum() + (other * 3).sum()).backward()
+    assert [x.grad.tolist() for x in (tensors[0], tensors[-1])] == [[2, 2, 2], [3, 3]]  # type: ignore[union-attr]
 
 
 def test_a_gradient_that_is_not_there_is_not_copied(streams: Any) -> None:
@@ -120,7 +123,7 @@ def test_a_gradient_that_is_not_there_is_not_copied(streams: Any) -> None:
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
             return grads[0], None
 
-    y = First.apply(other, *sent(passage(SOURCE, TARGET), x))
+    y = First.apply(other, *Passage(SOURCE, TARGET).forward(x))
     streams.log.clear()
     y.sum().backward()
 
@@ -129,52 +132,64 @@ def test_a_gradient_that_is_not_there_is_not_copied(streams: Any) -> None:
 
 
 def test_nothing_waits_for_what_was_issued_later(streams: Any) -> None:
-    """Two micro-batches: the second departs before the first is copied, its gradient is copied before the first's is
+    """Two micro-batches: the second leaves before the first is copied, its gradient is copied before the first's is
     met. On CUDA the threads of autograd may well get so far ahead of each other."""
     streams.seconds = {(0, 1): 1.0}
     source, target = streams.of(SOURCE), streams.of(TARGET)
-    route = passage(SOURCE, TARGET)
+    route = Passage(SOURCE, TARGET).route
     leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
-    departures, arrivals = [Dock(SOURCE) for _ in range(2)], [Dock(TARGET) for _ in range(2)]
+    departures, arrivals = [Dock(SOURCE, in_use=True) for _ in range(2)], [Dock(TARGET) for _ in range(2)]
 
-    away = []
-    for x, departure in zip(leaves, departures, strict=True):
+    for departure in departures:
         source.run(5.0)
-        away.append(departure.depart((x,), [route])[0])
-    copies = [route.copy(away[i], i, departures[i], arrivals[i]) for i in range(2)]
-    arrived, clocks = [], []
-    for y, arrival in zip(copies, arrivals, strict=True):
-        arrived.append(arrival.arrive((y,))[0])
+        departure.leave()
+    arrived = [route.copy((leaves[i],), i, departures[i], arrivals[i]) for i in range(2)]
+    clocks = []
+    for copies, arrival in zip(arrived, arrivals, strict=True):
+        arrival.arrive(copies)
         clocks.append(target.clock)
     assert clocks == [5.0 + 1.0, 10.0 + 1.0]
 
-    clocks.clear()
-    for x in leaves:
-        x.register_hook(lambda _: clocks.append(source.clock))
     source.clock = target.clock
-    # Autograd takes the latest node first: both copies, before both departures.
-    sum(y.sum() for y in arrived).backward()  # type: ignore[union-attr]
+    for arrival in arrivals:
+        arrival.leave()
+    torch.autograd.backward([y.sum() for (y,) in arrived])  # type: ignore[union-attr]
+    clocks.clear()
+    for departure in departures[::-1]:
+        departure.arrive(())
+        clocks.append(source.clock)
     assert clocks == [11.0 + 1.0, 11.0 + 2.0]
 
 
 def test_to_meta() -> None:
     x = torch.rand(3, 4, requires_grad=True)
-    (y,) = sent(passage(SOURCE, META), x)
+    (y,) = Passage(SOURCE, META).forward(x)
     assert (y.device, y.shape, y.requires_grad) == (META, x.shape, True)
+
+
+def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
+    # A task on CUDA may well give out a tensor that is on the host.
+    dock, tensors = Dock(SOURCE, in_use=True), (torch.rand(3), None, torch.rand(3, device="meta"))
+    stream = streams.new(SOURCE)
+    dock.leave()
+    dock.hold(stream, tensors)
+    dock.expect(stream)
+    dock.arrive(tensors)
+    assert [entry for entry in streams.log if "memory" in entry] == [
+        "memory is used by cpu:0 copies",
+        "memory is used by cpu:0 compute",
+    ]
 
 
 @pytest.mark.parametrize("device", [SOURCE, META], ids=str)
 def test_only_cuda_has_copy_streams(device: torch.device) -> None:
-    streams = CopyStreams([device, device])
-    assert streams.between(0, 1) == (None, None)
-    assert streams.aside(0) is None
+    assert CopyStreams([device, device]).between(0, 1) == (None, None)
 
 
 def test_every_way_has_streams_of_its_own_that_are_kept(streams: Any) -> None:
     copies = CopyStreams([torch.device("cpu", j) for j in range(3)])
     made = {stream for way in [(0, 1), (1, 2), (0, 2)] for stream in copies.between(*way)}
-    made |= {copies.aside(j) for j in range(3)}
-    assert len(made) == 9
+    assert len(made) == 6
     assert copies.between(0, 2) == copies.between(0, 2)
 
 
@@ -200,25 +215,6 @@ def pipeline(*layers: nn.Module) -> GPipe:
     return GPipe(nn.Sequential(*layers), [1] * n, devices=devices, chunks=1, checkpoint="always", engine="graph")
 
 
-def test_a_recomputation_is_launched_before_its_gradient_is_waited_for(streams: Any) -> None:
-    """The source's stream gets the recomputation first, and then has to wait for the copy; so they overlap."""
-    log = streams.log
-    model = pipeline(Noted("first", log), Noted("last", log))
-    loss = model(torch.rand(2, 2)).sum()
-    log.clear()
-    loss.backward()
-
-    assert [entry for entry in log if "memory" not in entry] == [
-        "last runs",
-        "last goes backward",
-        "cpu:1 copies waits for cpu:1 compute",
-        "copy to cpu:0 on cpu:0 copies and cpu:1 copies",
-        "first runs",
-        "cpu:0 compute waits for cpu:0 copies",
-        "first goes backward",
-    ]
-
-
 @skippable(stash=["skip"])
 class Stash(nn.Module):
     def __init__(self, log: list[str]) -> None:
@@ -230,14 +226,19 @@ class Stash(nn.Module):
         return x.argmax(1)
 
 
+class Several(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + 1
+
+
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Any) -> Any:
         skip = yield pop("skip")
-        return skip * x.unsqueeze(1)
+        return skip * (x if isinstance(x, Tensor) else x[0]).unsqueeze(1)
 
 
-def test_also_where_only_a_skip_takes_a_gradient(streams: Any) -> None:
+def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_one(streams: Any) -> None:
     log = streams.log
     model = pipeline(Stash(log), nn.Identity(), Pop())
     loss = model(torch.tensor([[0.0, 1.0], [0.0, 1.0]])).sum()
@@ -249,11 +250,20 @@ def test_also_where_only_a_skip_takes_a_gradient(streams: Any) -> None:
 
 
 def test_a_skip_is_copied_once_and_on_its_own(streams: Any) -> None:
-    """Past the partition in between: from its source to its target, when the target's task comes."""
-    model = pipeline(Stash(streams.log), nn.Identity(), Pop())
-    with torch.no_grad():
-        model(torch.rand(2, 2))
-    assert len([entry for entry in streams.log if entry.startswith("copy to cpu:1")]) == 2
+    """Past the partition in between. An observer sees one copy of it, and one of all the rest."""
+    copies: list[int] = []
+
+    def observer(task: Task) -> AbstractContextManager[object]:
+        copies.extend([task.partition] if task.kind == "copy" else [])
+        return nullcontext()
+
+    model = pipeline(Stash(streams.log), Several(), Pop())
+    model.observer = observer
+    y = model(torch.rand(2, 2))
+    assert copies == [1, 0]
+    assert len([entry for entry in streams.log if entry.startswith("copy to cpu:1")]) == 3
+    y.sum().backward()
+    assert copies == [1, 0, 2]
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

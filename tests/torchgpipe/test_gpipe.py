@@ -5,7 +5,6 @@ That it computes what its layers do is in tests/transparency; errors while it ru
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip import skippable
 
@@ -37,17 +36,6 @@ def made(*arguments: Any, **options: Any) -> GPipe:
     return GPipe(module, balance, **{"devices": ["cpu"] * 2, **options})
 
 
-def one_layer_twice() -> nn.Sequential:
-    layer = nn.Linear(2, 2)
-    return nn.Sequential(layer, layer)
-
-
-def one_parameter_twice() -> nn.Sequential:
-    module = linears(2)
-    module[1].weight = module[0].weight
-    return module
-
-
 @skippable(stash=["a"])
 class Stash(nn.Module):
     pass
@@ -58,24 +46,12 @@ AUTOMATIC = "balance = balance_by_time(partitions, model, sample)"
 # How it is made, the error, and what it says: what was given, and what to do.
 MISUSE: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "a layer": (lambda: made(nn.Linear(2, 2)), TypeError, ["wraps an nn.Sequential, but got Linear"]),
-    "a list": (lambda: made([nn.ReLU()] * 2), TypeError, ["wraps an nn.Sequential, but got list"]),
-    "one layer twice": (lambda: made(one_layer_twice()), ValueError, ["'0' and '1'", "give each place a layer of its"]),
-    "one parameter on two devices": (
-        lambda: made(one_parameter_twice(), devices=["cpu", "meta"]),
-        ValueError,
-        ["'0.weight' and '1.weight' are one parameter, but would be on cpu and meta", "keeps them in one partition"],
-    ),
     "skips that do not match": (
         lambda: made(nn.Sequential(Stash(), nn.ReLU())),
         TypeError,
         ["layer '0' stashes 'a', which no later layer pops"],
     ),
     "no balance": (lambda: GPipe(linears(2)), ValueError, ["balance is required", AUTOMATIC]),
-    "balance None": (lambda: made(linears(2), None), ValueError, ["balance is required", AUTOMATIC]),
-    "balance too short": (lambda: made(linears(2), [1]), ValueError, ["[1] sums up to 1", "has 2", AUTOMATIC]),
-    "balance too long": (lambda: made(linears(2), [1, 2]), ValueError, ["[1, 2] sums up to 3", "has 2", AUTOMATIC]),
-    "balance with 0": (lambda: made(linears(2), [0, 2]), ValueError, ["one layer or more", "[0, 2]", AUTOMATIC]),
-    "balance below 0": (lambda: made(linears(2), [-1, 3]), ValueError, ["one layer or more", "[-1, 3]", AUTOMATIC]),
     "chunks 0": (lambda: made(chunks=0), ValueError, ["chunks must be a whole number of at least 1, but got 0"]),
     "chunks below 0": (lambda: made(chunks=-3), ValueError, ["at least 1, but got -3"]),
     "chunks 1.5": (lambda: made(chunks=1.5), ValueError, ["a whole number of at least 1, but got 1.5"]),
@@ -87,31 +63,15 @@ MISUSE: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ["checkpoint must be one of 'always', 'except_last', 'never', but got 'sometimes'"],
     ),
     "checkpoint True": (lambda: made(checkpoint=True), ValueError, ["'always', 'except_last', 'never', but got True"]),
-    "too few devices": (
-        lambda: made(devices=["cpu"]),
-        IndexError,
-        ["too few devices: 2 partitions, but 1 devices", "a balance of at most 1 partitions", "name a device several"],
-    ),
-    "a device for a list": (lambda: made(devices="cpu"), TypeError, ["must be a list of devices", "but got 'cpu'"]),
-    "a torch.device for a list": (
-        lambda: made(devices=CPU),
-        TypeError,
-        ["must be a list of devices, one per partition", "device(type='cpu')"],
-    ),
     "an engine": (
-        lambda: made(engine="threads"),
+        lambda: made(engine="inline"),
         ValueError,
-        ["engine must be one of 'auto', 'graph', 'inline', 'workers', but got 'threads'"],
+        ["engine must be one of 'auto', 'graph', 'workers', but got 'inline'"],
     ),
     "workers off the CPU": (
         lambda: made(engine="workers", devices=["cpu", "meta"]),
         ValueError,
         ["engine='workers' is for CPU devices, but got ['cpu', 'meta']"],
-    ),
-    "inline off the CPU": (
-        lambda: made(engine="inline", devices=["cpu", "meta"]),
-        ValueError,
-        ["engine='inline' is for CPU devices, but got ['cpu', 'meta']"],
     ),
     "options by position": (lambda: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, ["positional argument"]),  # type: ignore[misc]
 }
@@ -127,26 +87,16 @@ def test_misuse(make: Callable[[], object], error: type[Exception], messages: li
         assert message in str(caught.value)
 
 
-BAD_INPUTS: dict[str, tuple[object, type[Exception], str]] = {
-    "a number": (1, TypeError, "input must be a tensor or a tuple of tensors, but got int"),
-    "a list": ([torch.rand(2, 2)], TypeError, "input must be a tensor or a tuple of tensors, but got list"),
-    "nothing": (None, TypeError, "input must be a tensor or a tuple of tensors, but got NoneType"),
-    "an empty tuple": ((), TypeError, "but got an empty tuple"),
-    "a tuple with a number": ((torch.rand(2, 2), 3), TypeError, "a tuple of tensors, but element 1 is int"),
-    "a scalar": (torch.tensor(1.0), ValueError, "needs a batch dimension, but tensor 0 is a scalar"),
-    "two batch sizes": (
-        (torch.rand(4, 2), torch.rand(3, 2)),
-        ValueError,
-        "all input tensors must have one batch size (dimension 0), but they have [4, 3]",
-    ),
-}
-
-
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
-@pytest.mark.parametrize(("value", "error", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_inputs_that_are_refused(value: Any, error: type[Exception], message: str, engine: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        made(engine=engine, chunks=2)(value)
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ([torch.rand(2, 2)], TypeError, "input must be a tensor or a tuple of tensors, but got list"),
+        (torch.tensor(1.0), ValueError, "needs a batch dimension, but tensor 0 is a scalar"),
+    ],
+)
+def test_inputs_that_are_refused(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        made(chunks=2)(value)
 
 
 MOVES: dict[str, Callable[[GPipe], object]] = {
@@ -156,7 +106,6 @@ MOVES: dict[str, Callable[[GPipe], object]] = {
     "cpu()": lambda model: model.cpu(),
     "to('cpu')": lambda model: model.to("cpu"),
     "to('cuda:0')": lambda model: model.to("cuda:0"),
-    "to(0)": lambda model: model.to(0),
     "to(device)": lambda model: model.to(torch.device("meta")),
     "to(device=)": lambda model: model.to(device="cpu"),
     "to(device, dtype)": lambda model: model.to("cpu", torch.float64),
@@ -189,7 +138,7 @@ CONVERSIONS: dict[str, tuple[Callable[[GPipe], GPipe], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
 @pytest.mark.parametrize(("convert", "dtype"), CONVERSIONS.values(), ids=CONVERSIONS.keys())
 def test_its_type_is_changed(convert: Callable[[GPipe], GPipe], dtype: torch.dtype, engine: str) -> None:
     model = made(engine=engine, chunks=2)
@@ -362,67 +311,6 @@ class TestDevices:
         with torch.no_grad():
             y = model(torch.rand(4, 2))
         assert (y.device, y.shape) == (META, (4, 2))
-
-    @pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
-    @pytest.mark.parametrize("n", [1, 2, 4])
-    def test_several_partitions_on_one_device(self, n: int, engine: Any) -> None:
-        module = linears(4)
-        x = torch.rand(8, 2)
-        expected = module(x)
-        model = GPipe(module, [4 // n] * n, devices=["cpu"] * n, chunks=2, engine=engine)
-        torch.testing.assert_close(model(x), expected)
-
-    @pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
-    def test_a_parameter_shared_by_partitions(self, engine: Any) -> None:
-        module = one_parameter_twice()
-        x = torch.rand(8, 2)
-        model = GPipe(module, [1, 1], devices=["cpu"] * 2, chunks=4, engine=engine)
-        for part in x.chunk(4):
-            module(part).square().sum().backward()
-        expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        model.zero_grad()
-
-        model(x).square().sum().backward()
-
-        assert len(list(model.parameters())) == 3
-        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
-
-
-class Passes(nn.Module):
-    """Note which pass each run is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.seen: list[tuple[bool, bool, bool]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append((is_checkpointing(), is_recomputing(), torch.is_grad_enabled()))
-        y: Tensor = self.linear(x)
-        return y
-
-
-FIRST, SECOND, ONLY = (True, False, False), (False, True, True), (False, False, True)
-
-# Checkpoint mode, and the passes over three micro-batches, forward and backward.
-PASSES = {
-    "always": [FIRST, FIRST, FIRST, SECOND, SECOND, SECOND],
-    "except_last": [FIRST, FIRST, ONLY, SECOND, SECOND],
-    "never": [ONLY, ONLY, ONLY],
-}
-
-
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
-@pytest.mark.parametrize(("checkpoint", "passes"), PASSES.items())
-def test_passes(checkpoint: Any, passes: list[tuple[bool, bool, bool]], engine: Any) -> None:
-    layers = [Passes(), Passes()]
-    model = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint, engine=engine)
-
-    model(torch.rand(6, 2)).sum().backward()
-
-    assert [layer.seen for layer in layers] == [passes, passes]
-    assert not is_checkpointing()
-    assert not is_recomputing()
 
 
 @pytest.mark.parametrize(

@@ -19,39 +19,56 @@ from torchgpipe.schedule import clock_cycles
 MODES = ["always", "except_last", "never"]
 
 
-def pipeline(n: int, m: int, checkpoint: Any, **options: Any) -> GPipe:
+def pipeline(n: int, m: int, checkpoint: Any, devices: list[Any] | None = None, **options: Any) -> GPipe:
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
-    return GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint, engine="graph", **options)
+    devices = devices or ["cpu"] * n
+    return GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint=checkpoint, engine="graph", **options)
 
 
-def nodes(y: Tensor) -> Counter[str]:
-    """Count the nodes of a graph by name."""
-    seen: set[Any] = set()
+def several(n: int) -> list[torch.device]:
+    """Return devices that have streams, with the fixture of that name."""
+    return [torch.device("cpu", j) for j in range(n)]
+
+
+def graph(y: Tensor) -> list[Any]:
+    """Return the nodes behind a tensor."""
+    seen: dict[Any, None] = {}
     waiting = [y.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
-            seen.add(node)
+            seen[node] = None
             waiting += [following for following, _ in node.next_functions]
-    return Counter(node.name() for node in seen)
+    return list(seen)
 
 
-@pytest.mark.parametrize("dependency", [True, False])
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (4, 1), (4, 2), (3, 4)])
-def test_nodes(m: int, n: int, checkpoint: str, dependency: bool) -> None:
-    model = pipeline(n, m, checkpoint, dependency=dependency)
-    # With a gradient for the input, the first partition's tasks have something to be tied by.
-    found = nodes(model(torch.rand(m, 2, requires_grad=True)))
+# Devices, what is around, checkpointing; and whether tasks and gates are nodes, or the layers' own graph is all.
+NODES = [
+    (["cpu"] * 2, "", "never", False),
+    (["cpu"] * 2, "", "except_last", True),
+    (["cpu"] * 2, "", "always", True),
+    (["cpu"] * 2, "observer", "never", True),
+    (["cpu"] * 2, "autocast", "never", True),
+    (["cpu", "meta"], "", "never", True),
+    (["meta"], "", "never", False),
+]
 
-    tasks = checkpointed(checkpoint, m) * n  # type: ignore[arg-type]
-    tied = dependency and (n > 1 or tasks > 0)
-    assert found["_SegmentBackward"] == found["_RecomputeBackward"] == tasks
-    # A recomputation is inserted by a fork and a join of its own.
-    assert found["_ForkBackward"] == ((m - 1) * n if tied else 0) + tasks
-    # A checkpointed task takes the phony itself; another's input is joined to it.
-    plain = m - max(1, checkpointed(checkpoint, m))  # type: ignore[arg-type]
-    assert found["_JoinBackward"] == (plain * n if tied else 0) + tasks
+
+@pytest.mark.parametrize(("devices", "around", "checkpoint", "apart"), NODES)
+def test_nodes(devices: list[str], around: str, checkpoint: Any, apart: bool) -> None:
+    m, n = 3, len(devices)
+    model = pipeline(n, m, checkpoint, devices)
+    model.observer = Log() if around == "observer" else None
+    with torch.autocast("cpu", enabled=around == "autocast"):
+        y = model(torch.rand(m, 2))
+    found = Counter(node.name() for node in graph(y))
+    assert found["_TaskNodeBackward"] == apart * m * n
+    assert found["_GateBackward"] == apart * n
+    # All that goes from one task to the next device is one node.
+    assert found["_CopyBackward"] == m * (len(set(devices)) - 1)
+    # Without streams, backward has one order anyway.
+    assert found["_RecomputationBackward"] == 0
+    assert sum("Addmm" in name for name in found.elements()) == (0 if apart else m * n)
 
 
 @pytest.mark.parametrize("grad", ["no_grad", "frozen"])
@@ -95,58 +112,95 @@ def test_order_of_all_tasks(m: int, n: int, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("switch", ["dependency", "copy_streams", "portals"])
-def test_switches_change_no_result(switch: str, checkpoint: str) -> None:
+def test_without_dependency_no_result_changes(checkpoint: str, streams: Any) -> None:
     results = []
-    for on in (True, False):
+    for dependency in (True, False):
         torch.manual_seed(0)
-        model = pipeline(3, 4, checkpoint, **{switch: on})
+        model = pipeline(3, 4, checkpoint, several(3), dependency=dependency)
         y = model(torch.rand(8, 2))
         y.square().sum().backward()
         results.append([y.detach(), *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *results))
 
 
-def follows(node: Any, task: tuple[str, int, int]) -> bool:
-    """Return whether backward reaches a task's node from `node`, so that it has to come after it."""
-    seen: set[Any] = set()
-    waiting = [following for following, _ in node.next_functions]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == task[0] and (node.node.i, node.node.j) == task[1:]:
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+Place = tuple[str, int, int]
 
 
-def tasks(y: Tensor) -> dict[tuple[str, int, int], Any]:
-    found: dict[tuple[str, int, int], Any] = {}
-    seen: set[Any] = set()
-    waiting = [y.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() in ("_SegmentBackward", "_RecomputeBackward"):
-            found[node.name(), node.node.i, node.node.j] = node
-        waiting += [following for following, _ in node.next_functions]
-    return found
+@pytest.mark.parametrize("dependency", [True, False])
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("on", [(0, 0), (0, 1), (0, 0, 1)])
+def test_ties(on: tuple[int, ...], checkpoint: Any, dependency: bool, streams: Any) -> None:
+    """What has to come before what in backward, by the edges alone: on CUDA several threads of autograd run it."""
+    m, n = 3, len(on)
+    y = pipeline(n, m, checkpoint, [several(2)[k] for k in on], dependency=dependency)(torch.rand(m, 2))
+    several_threads = len(set(on)) > 1
+    expected: set[tuple[Place, Place]] = set()
+    for i in range(m):
+        for j in range(n):
+            task = before = ("_TaskNode", i, j)
+            ties: list[Place] = [("_TaskNode", i + 1, j)] if dependency and i + 1 < m else []
+            if j + 1 < n:
+                sender = following = ("_TaskNode", i, j + 1)
+                if on[j] != on[j + 1]:
+                    sender = ("_Copy", i, j)
+                    expected.add((following, sender))
+                expected.add((sender, task))
+                ties.append(sender)
+            # Where a recomputation has nothing to wait for, its task does it.
+            if i < checkpointed(checkpoint, m) and ties and several_threads:
+                before = ("_Recomputation", i, j)
+                expected.add((before, task))
+            expected |= {(tie, before) for tie in ties if several_threads}
+    if checkpoint == "never" and not several_threads:
+        expected = set()  # the layers' own graph is all
+    assert edges(y) == expected
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_recomputation_lies_between_its_backward_and_the_one_of_the_next_micro_batch(n: int, checkpoint: str) -> None:
-    # By the edges of the graph alone: on a GPU the two are run by different threads of the engine.
-    m = 3
-    output = pipeline(n, m, checkpoint)(torch.randn(m, 2))  # nodes have edges for as long as their graph is there
-    found = tasks(output)
-    recomputed = [(i, j) for name, i, j in found if name == "_RecomputeBackward"]
-    assert len(recomputed) == checkpointed(checkpoint, m) * n  # type: ignore[arg-type]
-    for i, j in recomputed:
-        assert follows(found["_RecomputeBackward", i, j], ("_SegmentBackward", i, j))
-        if ("_SegmentBackward", i + 1, j) in found:
-            assert follows(found["_SegmentBackward", i + 1, j], ("_RecomputeBackward", i, j))
+def edges(y: Tensor) -> set[tuple[Place, Place]]:
+    """Return which nodes of tasks and copies have an edge to which, so that they come before them in backward."""
+
+    def place(node: Any) -> Place | None:
+        name = node.name().removesuffix("Backward")
+        if name == "_Copy":
+            return name, node.i, node.route._ends[0]
+        return (name, node.work.i, node.work.j) if name in ("_TaskNode", "_Recomputation") else None
+
+    found = set()
+    for node in graph(y):
+        for following, _ in node.next_functions:
+            if following is not None and place(node) and place(following):
+                found.add((place(node), place(following)))
+    return found  # type: ignore[return-value]
+
+
+class Fails(nn.Linear):
+    """Fail in its second backward."""
+
+    backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(self.hook)
+        return y
+
+    def hook(self, grad: Tensor) -> None:
+        self.backwards += 1
+        if self.backwards == 2:
+            raise ArithmeticError
+
+
+class Apart(nn.Linear):
+    """Give out two tensors, of which the second does not depend on the input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.weight * 2
+
+
+def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> None:
+    model = GPipe(nn.Sequential(Fails(2, 2), Apart(2, 2)), [1, 1], devices=["cpu"] * 2, chunks=2, engine="graph")
+    one, other = model(torch.ones(2, 2))
+    with pytest.raises(ArithmeticError):
+        one.sum().backward(retain_graph=True)
+    other.sum().backward()
+    assert [p.grad is not None for p in model.parameters()] == [False, False, True, False]

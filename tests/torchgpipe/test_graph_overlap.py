@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import torchgpipe.graph
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.replay import Costs, Event, replay
+from torchgpipe.plan.replay import Costs, Event, replay
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
@@ -226,11 +226,12 @@ def backward_by_threads(
 
     def noted_apply(cls: Any, *args: Any) -> Any:
         result = super(torch.autograd.Function, cls).apply(*args)
-        stream = streams.current[-1] if streams.current else streams.of(torch.device("cpu", at[0]))
+        device = args[1] if cls.__name__ == "_Gate" else torch.device("cpu", at[0])
+        stream = streams.current[-1] if streams.current else streams.of(device)
         tensors = [k for k, x in enumerate(args) if isinstance(x, Tensor)]
         for y in result if isinstance(result, tuple) else (result,):
             if y is not None and y.grad_fn is not None:
-                made[y.grad_fn] = (None if cls.__name__ == "_Recompute" else stream, tensors)
+                made[y.grad_fn] = (None if cls.__name__ == "_Recomputation" else stream, tensors)
         return result
 
     monkeypatch.setattr(torchgpipe.graph._MiniBatch, "task", noted_task)
@@ -245,6 +246,8 @@ def backward_by_threads(
                     unseen.extend([node] if node is not None else [])
                 missing[node] += 1
 
+        # Those that are current where backward is called.
+        callers = [streams.new(torch.device("cpu", j)) for j in range(n)]
         # What comes after the pipeline is on the last device.
         last = streams.of(torch.device("cpu", n - 1)), [0]
         grads: dict[Any, dict[int, Tensor]] = defaultdict(dict, {loss.grad_fn: {0: torch.ones(())}})
@@ -258,7 +261,8 @@ def backward_by_threads(
             for event in events[node]:
                 stream.wait_event(event)
             given = [grads[node].get(k) for k in range(len(node._input_metadata))]
-            found = getattr(node, "apply", node)(*given)
+            with streams.using(*(callers if stream is None else [stream])):
+                found = getattr(node, "apply", node)(*given)
             found = found if isinstance(found, tuple) else (found,)
             if node in made:
                 found = tuple(found[k] for k in tensors)
@@ -268,7 +272,7 @@ def backward_by_threads(
                 home = made.get(following, last)[0]
                 if grad is not None:
                     grads[following][k] = grad
-                    if grad.numel() and home is not stream:
+                    if home is not stream:
                         events[following].append(stream.record_event())
                 missing[following] -= 1
                 if not missing[following]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.observe import Task, observed
 
-ENGINES = ["graph", "inline", "workers"]
+ENGINES = ["graph", "workers"]
 
 
 def test_a_task_is_a_tuple() -> None:
@@ -38,40 +37,6 @@ def test_the_observer_gets_the_task_and_its_context_is_entered() -> None:
     with observed(observer, "recompute", 3, 1) as entered:
         assert entered == "entered"
     assert tasks == [Task("recompute", 3, 1)]
-
-
-class Witness(nn.Module):
-    """Note in which thread a task's forward and backward run."""
-
-    def __init__(self, partition: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.partition = partition
-        self.threads: list[tuple[str, int]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.threads.append(("forward", threading.get_ident()))
-        y: Tensor = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: self.threads.append(("backward", threading.get_ident())))
-        return y
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_it_is_entered_in_the_thread_of_the_task(engine: Any) -> None:
-    layers = [Witness(j) for j in range(3)]
-    model = GPipe(nn.Sequential(*layers), [1] * 3, devices=["cpu"] * 3, chunks=2, checkpoint="never", engine=engine)
-    seen: list[list[tuple[str, int]]] = [[], [], []]
-
-    @contextmanager
-    def observer(task: Task) -> Iterator[None]:
-        seen[task.partition].append((task.kind, threading.get_ident()))
-        yield
-
-    model.observer = observer
-    model(torch.rand(4, 2)).sum().backward()
-
-    assert seen == [layer.threads for layer in layers]
 
 
 class Fails(nn.Module):

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.partition import check_module, choose_devices, split, translate_old_state
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+X = torch.ones(1)
 AUTOMATIC = "from torchgpipe.balance import balance_by_time"
 
 
@@ -28,12 +29,42 @@ def one_layer_twice() -> nn.Sequential:
     return nn.Sequential(OrderedDict(first=layer, between=nn.ReLU(), again=layer))
 
 
+class Special(nn.Sequential):
+    pass
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def having(change: Callable[[Any], object]) -> Callable[[], object]:
+    """Return what makes a sequence and changes it."""
+
+    def make() -> nn.Sequential:
+        module = linears(1)
+        change(module)
+        return module
+
+    return make
+
+
 # What is given, the error, what it says.
 NOT_WRAPPED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a module": (lambda: nn.Linear(1, 1), TypeError, "GPipe wraps an nn.Sequential, but got Linear"),
     "a list of layers": (lambda: [nn.Linear(1, 1)], TypeError, "GPipe wraps an nn.Sequential, but got list"),
     "a ModuleList": (lambda: nn.ModuleList(), TypeError, "GPipe wraps an nn.Sequential, but got ModuleList"),
     "nothing": (lambda: None, TypeError, "GPipe wraps an nn.Sequential, but got NoneType"),
+    "a forward": (lambda: Residual(nn.ReLU()), TypeError, "layers of Residual one after another, but it has a for"),
+    "another forward": (having(lambda m: setattr(m, "forward", torch.sin)), TypeError, "it has a forward of its own"),
+    "parameters": (having(lambda m: m.register_parameter("p", nn.Parameter(X))), TypeError, "it has parameters of its"),
+    "buffers": (having(lambda m: m.register_buffer("b", X)), TypeError, "it has buffers of its own"),
+    "a hook": (having(lambda m: m.register_forward_hook(print)), TypeError, "it has hooks of its own, which would be"),
+    "two of them": (
+        having(lambda m: (m.register_buffer("b", X), m.register_full_backward_hook(print))),
+        TypeError,
+        "it has buffers and hooks of its own, which would be left out; put them into layers",
+    ),
     "one layer twice": (
         one_layer_twice,
         ValueError,
@@ -47,10 +78,6 @@ NOT_WRAPPED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 def test_modules_that_are_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         check_module(make())
-
-
-class Special(nn.Sequential):
-    pass
 
 
 @pytest.mark.parametrize("module", [linears(0), linears(3), Special(nn.ReLU())], ids=["empty", "some", "subclass"])

@@ -129,7 +129,9 @@ def public() -> Iterator[tuple[str, Any]]:
             if getattr(value, "__module__", None) != module.__name__:
                 continue
             yield f"{module.__name__}.{name}", value
-            for attribute, member in vars(value).items() if inspect.isclass(value) else ():
+            # What a protocol asks for is said by its own docstring.
+            described = inspect.isclass(value) and not getattr(value, "_is_protocol", False)
+            for attribute, member in vars(value).items() if described else ():
                 function = getattr(member, "__func__", member)
                 if not attribute.startswith("_") and (inspect.isfunction(function) or isinstance(member, property)):
                     yield f"{module.__name__}.{name}.{attribute}", function

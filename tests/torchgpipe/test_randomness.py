@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from torchgpipe.randomness import UNSEEDED, PrivateGenerator, Randomness, SavedState, SeededTask
-from torchgpipe.seeds import Seeds
-from torchgpipe.skip.layout import PartitionSkips
-from torchgpipe.stage import Stage
-
-CPU = torch.device("cpu")
+from torchgpipe.ambient import Ambient
+from torchgpipe.randomness import (
+    PrivateGenerator,
+    Randomness,
+    default_generators,
+    own_generators,
+    within_plain_checkpoint,
+)
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(4),
@@ -64,45 +67,54 @@ def private(seed: int = 7, drew: Callable[[], None] = lambda: None) -> PrivateGe
     return PrivateGenerator(seed, drew)
 
 
-WAYS: dict[str, Callable[[], Randomness]] = {
-    "saved state": lambda: SavedState(None),
-    "seeded task": lambda: SeededTask(7, lambda: None),
+# What sets the generators of a task, and whether its first pass draws from the default one.
+WAYS: dict[str, tuple[Callable[[], Randomness], bool]] = {
+    "set back": (lambda: Randomness([torch.default_generator]), True),
+    "private": (lambda: Randomness(private=private), False),
+    "both": (lambda: Randomness([torch.Generator()], private), False),
 }
 
 
 @draws
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_both_passes_draw_the_same(way: Callable[[], Randomness], draw: Callable[[], Tensor]) -> None:
-    randomness = way()
+@pytest.mark.parametrize("way, default", WAYS.values(), ids=WAYS)
+def test_both_passes_draw_the_same(way: Callable[[], Randomness], default: bool, draw: Callable[[], Tensor]) -> None:
+    randomness, before = way(), state()
     with randomness.first():
         first = [draw(), draw()]
+    assert torch.equal(state(), before) != default
     torch.rand(3)
     before = state()
-    with randomness.again():
+    with pytest.raises(ArithmeticError), randomness.again():
         second = [draw(), draw()]
+        raise ArithmeticError
     assert all(map(torch.equal, first, second))
     assert torch.equal(state(), before), "the second pass has moved the default generator"
     assert not all(torch.equal(first[0], draw()) for _ in range(9))
 
 
-def test_a_saved_state_draws_from_the_default_generator() -> None:
-    before = state()
-    expected = torch.rand(4)
-    torch.set_rng_state(before)
-    with SavedState(None).first():
-        assert torch.equal(torch.rand(4), expected)
+@pytest.mark.parametrize("own_private", [None, private], ids=["default", "private"])
+def test_a_generator_that_a_layer_has_goes_on_as_if_there_were_one_pass(own_private: Any) -> None:
+    layer = nn.Dropout()
+    layer.generator, layer.other = torch.Generator().manual_seed(1), torch.Generator()  # type: ignore[assignment]
+    generators = own_generators(nn.Sequential(layer, nn.ReLU()).modules())
+    assert generators == [layer.generator, layer.other]
+    randomness = Randomness(generators, own_private)
 
+    def draw() -> Tensor:
+        return torch.rand(3, generator=generators[0])
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_an_exception_in_the_second_pass_puts_the_state_back(way: Callable[[], Randomness]) -> None:
-    randomness = way()
     with randomness.first():
-        torch.rand(3)
-    before = state()
-    with pytest.raises(ArithmeticError), randomness.again():
-        torch.rand(2)
-        raise ArithmeticError
-    assert torch.equal(state(), before)
+        first = draw()
+    between = draw()
+    with randomness.again():
+        assert torch.equal(draw(), first)
+    twin = torch.Generator().manual_seed(1)
+    assert [torch.rand(3, generator=twin).tolist() for _ in range(3)] == [x.tolist() for x in (first, between, draw())]
+
+
+def test_default_generators() -> None:
+    for device in ("cpu", "meta"):
+        assert default_generators(torch.device(device)) == [torch.default_generator]
 
 
 @draws
@@ -126,7 +138,6 @@ QUIET: dict[str, Callable[[], object]] = {
     "arithmetic": lambda: torch.ones(3) @ torch.ones(3),
     "softmax": lambda: torch.ones(3).softmax(0),
     "dropout in evaluation": lambda: F.dropout(torch.ones(3), training=False),
-    "dropout of none": lambda: F.dropout(torch.ones(3), 0.0, training=False),
     "empty": lambda: torch.empty(3),
     "a generator of the layer's own": lambda: torch.rand(3, generator=torch.Generator().manual_seed(1)),
 }
@@ -140,10 +151,19 @@ def test_what_draws_nothing_is_not_taken_for_a_draw(function: Callable[[], objec
     assert not drew
 
 
-def test_a_generator_of_the_layers_own_stays_its_own() -> None:
-    expected = torch.rand(3, generator=torch.Generator().manual_seed(1))
-    with private():
-        assert torch.equal(torch.rand(3, generator=torch.Generator().manual_seed(1)), expected)
+@draws
+def test_one_within_another(draw: Callable[[], Tensor]) -> None:
+    drew: list[None] = []
+    with private(2):
+        alone = draw()
+    with private(1, lambda: drew.append(None)) as outer:
+        with private(2):
+            assert torch.equal(draw(), alone)
+        assert drew == []
+        assert outer.in_use()
+        draw()
+    assert drew
+    assert not PrivateGenerator.in_use()
 
 
 def test_draws_are_part_of_the_graph() -> None:
@@ -186,170 +206,32 @@ def test_threads_at_once_draw_what_they_draw_alone(names: tuple[str, str]) -> No
     assert torch.equal(state(), before)
 
 
-def test_unseeded_is_the_default_generator() -> None:
-    before = state()
-    expected = torch.rand(4)
-    torch.set_rng_state(before)
-    with UNSEEDED.first():
-        assert torch.equal(torch.rand(4), expected)
+def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
+    """As those of a pipeline among the layers of another."""
+    randomness, drawn = Randomness([torch.default_generator]), []
+    with randomness.first():
+        pass
+
+    def work() -> None:
+        with ambient.entered(), private():
+            drawn.append(torch.randperm(9))
+
+    with randomness.again():
+        ambient = Ambient(())
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert drawn, "the worker waits for what its caller holds"
 
 
-class Drawing(nn.Module):
-    draws = True
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_layer_within_torchs_own_checkpoint_is_recognised(use_reentrant: bool) -> None:
+    found: list[bool] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x) if self.draws else x
+    def layer(x: Tensor) -> Tensor:
+        found.append(within_plain_checkpoint())
+        return x.sin()
 
-
-def stages(*layers: nn.Module) -> list[Stage]:
-    return [Stage(j, nn.Sequential(x), CPU, PartitionSkips((), ())) for j, x in enumerate(layers)]
-
-
-def mini_batch(parts: list[Stage], m: int = 3, meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
-    """Run each task of a mini-batch; return what its source of random numbers was, and the outputs."""
-    results = []
-    with Seeds(parts, m) as seeds:
-        for i in range(m):
-            for j, stage in enumerate(parts):
-                randomness = seeds.of(i, j)
-                with randomness.first():
-                    results.append((randomness, stage.run((torch.ones(4),), True)[0][0]))
-        meanwhile()
-    return results
-
-
-def seeded_partitions(results: list[Any], n: int) -> set[int]:
-    return {k % n for k, (randomness, _) in enumerate(results) if randomness is not UNSEEDED}
-
-
-def test_after_the_first_mini_batch_only_partitions_that_draw_are_seeded() -> None:
-    parts = stages(nn.Tanh(), nn.Dropout(), nn.Tanh())
-    assert seeded_partitions(mini_batch(parts), 3) == {0, 1, 2}
-    assert seeded_partitions(mini_batch(parts), 3) == {1}
-    assert [stage.draws for stage in parts] == [{True: False}, {True: True}, {True: False}]
-
-
-def test_evaluation_is_found_out_apart() -> None:
-    parts = stages(nn.Tanh(), nn.Dropout())
-    mini_batch(parts)
-    for stage in parts:
-        stage.partition.eval()
-    assert seeded_partitions(mini_batch(parts), 2) == {0, 1}
-    assert seeded_partitions(mini_batch(parts), 2) == set()
-    for stage in parts:
-        stage.partition.train()
-    assert seeded_partitions(mini_batch(parts), 2) == {1}
-
-
-def test_every_task_draws_from_a_seed_of_its_own() -> None:
-    outputs = [y for _, y in mini_batch(stages(Drawing(), Drawing()), m=4)]
-    outputs += [y for _, y in mini_batch(stages(Drawing(), Drawing()), m=4)]
-    assert len({tuple(y.tolist()) for y in outputs}) == 2 * 4 * 2
-
-
-def test_the_default_generators_seed_decides() -> None:
-    def drawn(seed: int) -> list[Any]:
-        torch.manual_seed(seed)
-        parts = stages(Drawing(), nn.Tanh())
-        outputs = [y for _ in range(3) for _, y in mini_batch(parts)]
-        return [*(y.tolist() for y in outputs), torch.rand(2).tolist()]
-
-    assert drawn(1) == drawn(1) != drawn(2)
-
-
-@pytest.mark.parametrize("layer", [nn.Tanh(), nn.Dropout().eval()])
-def test_the_callers_numbers_go_on_where_nothing_draws(layer: nn.Module) -> None:
-    parts = stages(layer, nn.Tanh())
-    before = state()
-    for _ in range(3):
-        mini_batch(parts)
-        assert torch.equal(state(), before)
-
-
-WARNING = "drew random numbers for the first time"
-
-
-def test_a_draw_that_was_not_expected() -> None:
-    drawing = Drawing()
-    drawing.draws = False
-    parts = stages(nn.Tanh(), drawing)
-    mini_batch(parts), mini_batch(parts)
-    drawing.draws = True
-    with pytest.warns(RuntimeWarning, match=WARNING):
-        mini_batch(parts)
-    # Found out anew.
-    assert seeded_partitions(mini_batch(parts), 2) == {0, 1}
-    assert seeded_partitions(mini_batch(parts), 2) == {1}
-
-
-def test_it_is_found_out_anew_also_where_warnings_are_errors() -> None:
-    drawing = Drawing()
-    drawing.draws = False
-    parts = stages(drawing)
-    mini_batch(parts)
-    drawing.draws = True
-    with pytest.raises(RuntimeWarning, match=WARNING):
-        mini_batch(parts)
-    mini_batch(parts)
-    assert seeded_partitions(mini_batch(parts), 1) == {0}
-
-
-def test_a_mini_batch_that_failed_teaches_nothing() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ArithmeticError
-
-    parts = stages(nn.Tanh(), Failing())
-    with pytest.raises(ArithmeticError):
-        mini_batch(parts)
-    assert [stage.draws for stage in parts] == [{}, {}]
-    # Nor is what the caller draws afterwards taken for a layer's draw.
-    torch.rand(3)
-    mini_batch(stages(nn.Tanh()))
-
-
-def test_a_partition_that_draws_now_and_then_stays_seeded() -> None:
-    drawing = Drawing()
-    parts = stages(drawing, nn.Tanh())
-    for drawing.draws in (True, False, False, True):
-        mini_batch(parts)
-        assert [stage.draws for stage in parts] == [{True: True}, {True: False}]
-
-
-def test_another_threads_draw_is_no_layers_where_all_are_seeded() -> None:
-    parts = stages(Drawing())
-    for _ in range(2):
-        mini_batch(parts, meanwhile=lambda: torch.rand(1))
-    assert parts[0].draws == {True: True}
-
-
-def test_draws_between_mini_batches_are_the_callers() -> None:
-    parts = stages(nn.Tanh())
-    for _ in range(3):
-        torch.rand(3)
-        mini_batch(parts)  # warns, which is an error here, where it takes them for a layer's
-    assert parts[0].draws == {True: False}
-
-
-@pytest.mark.parametrize("inner", [nn.Tanh, Drawing], ids=["quiet", "drawing"])
-@pytest.mark.parametrize("outer", [nn.Tanh, Drawing], ids=["quiet", "drawing"])
-def test_mini_batches_under_way_at_once(outer: type[nn.Module], inner: type[nn.Module]) -> None:
-    # What one does to the default generator, the other does not take for a draw of its own layers.
-    one, other = stages(outer()), stages(inner())
-    for _ in range(3):
-        mini_batch(one, meanwhile=lambda: mini_batch(other))
-    assert (one[0].draws, other[0].draws) == ({True: outer is Drawing}, {True: inner is Drawing})
-
-
-def test_an_unexpected_draw_while_another_begins() -> None:
-    one, other = stages(nn.Tanh()), stages(Drawing())
-    mini_batch(one)
-
-    def meanwhile() -> None:
-        torch.rand(1)
-        mini_batch(other)
-
-    with pytest.warns(RuntimeWarning, match=WARNING):
-        mini_batch(one, meanwhile=meanwhile)
-    assert one[0].draws == {}
-    assert other[0].draws == {True: True}
+    layer(torch.ones(2))
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+    assert found == [False, True, True]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.skip.layout import skip_layout
@@ -45,8 +48,11 @@ class Add(nn.Module):
 
 
 def stages(*partitions: nn.Sequential, portals: bool = True) -> list[Stage]:
-    skips = skip_layout(partitions, portals=portals)
-    return [Stage(j, partition, CPU, skips[j]) for j, partition in enumerate(partitions)]
+    made = [Stage(j, partition, CPU) for j, partition in enumerate(partitions)]
+    for stage, skips in zip(made, skip_layout(partitions, portals=portals), strict=True):
+        assert stage.look()
+        stage.connect(skips)
+    return made
 
 
 X = torch.tensor([1.0, 2.0])
@@ -112,67 +118,65 @@ def test_the_output_is_checked() -> None:
         second.run((X,), True)
 
 
-@pytest.mark.parametrize(
-    ("layer", "frozen", "trainable"),
-    [(nn.ReLU(), False, False), (nn.Linear(1, 1), False, True), (nn.Linear(1, 1), True, False)],
-    ids=["none", "some", "frozen"],
-)
-def test_trainable(layer: nn.Module, frozen: bool, trainable: bool) -> None:
-    layer.requires_grad_(not frozen)
-    [stage] = stages(nn.Sequential(layer))
-    assert stage.trainable() == trainable
+class AddInPlace(nn.Module):
+    def forward(self, xs: tuple[Tensor, Tensor]) -> Tensor:
+        return xs[0].add_(xs[1])
 
 
-# Layers with running statistics, for inputs of shape (4, 2, 3); and layers that have none to update.
-NORMS: dict[str, nn.Module] = {
-    "batch norm": nn.BatchNorm1d(2),
-    "cumulative": nn.BatchNorm1d(2, momentum=None),
-    "nested": nn.Sequential(nn.ReLU(), nn.Sequential(nn.BatchNorm1d(2))),
-    "instance norm": nn.InstanceNorm1d(2, track_running_stats=True),
-    "without statistics": nn.BatchNorm1d(2, track_running_stats=False),
-    "evaluation": nn.BatchNorm1d(2).eval(),
+@pytest.mark.parametrize(("shared", "refused"), [((False, False), False), ((False, True), False), ((True, True), True)])
+def test_a_change_of_shared_memory_is_refused(shared: tuple[bool, ...], refused: bool) -> None:
+    [stage] = stages(nn.Sequential(AddInPlace()))
+    with pytest.raises(RuntimeError, match="partition 0 changed an input in place") if refused else nullcontext():
+        stage.run((torch.ones(2), torch.ones(2)), False, shared)
+
+
+# What is done to a partition, and whether it consists of other modules after it.
+CHANGES: dict[str, tuple[Callable[[Any], object], bool]] = {
+    "nothing": (lambda inner: None, False),
+    "a parameter replaced": (lambda inner: setattr(inner[0], "weight", nn.Parameter(torch.ones(2, 2))), False),
+    "a layer replaced": (lambda inner: inner.__setitem__(0, nn.Linear(2, 2)), True),
+    "a layer appended": (lambda inner: inner.append(nn.ReLU()), True),
+    "a layer of another class": (lambda inner: setattr(inner[0], "__class__", nn.Bilinear), True),
 }
 
 
-class TestRunningStatistics:
-    @pytest.mark.parametrize("layer", NORMS.values(), ids=NORMS.keys())
-    def test_are_left_alone(self, layer: nn.Module) -> None:
-        [stage] = stages(nn.Sequential(layer))
-        x = torch.rand(4, 2, 3)
-        before = {key: value.clone() for key, value in layer.state_dict().items()}
-        attributes = [(m.training, getattr(m, "track_running_stats", None)) for m in layer.modules()]
+@pytest.mark.parametrize(("change", "changed"), CHANGES.values(), ids=CHANGES)
+def test_what_a_partition_consists_of_is_looked_up_anew(change: Callable[[Any], object], changed: bool) -> None:
+    inner = nn.Sequential(nn.Linear(2, 2))
+    [stage] = stages(nn.Sequential(inner))
+    assert not stage.look()
+    change(inner)
+    assert stage.look() == changed
+    inner.append(DeferredBatchNorm(2))
+    stage.look()
+    assert stage.deferred_norms == [inner[-1]]
 
-        with stage.running_statistics_left_alone():
-            second = stage.run((x,), True)[0][0]
 
-        assert layer.state_dict().keys() == before.keys()
-        assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
-        assert [(m.training, getattr(m, "track_running_stats", None)) for m in layer.modules()] == attributes
-        # The output is what a first pass gives.
-        assert torch.equal(second, stage.run((x,), True)[0][0])  # type: ignore[arg-type]
+LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()
+BOTH = nn.Sequential(LAYER, OTHER, nn.Linear(2, 2))
+PIPELINE = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
 
-    def test_follow_otherwise(self) -> None:
-        layer = nn.BatchNorm1d(2)
-        [stage] = stages(nn.Sequential(layer))
-        stage.run((torch.rand(4, 2) + 1,), True)
-        assert layer.running_mean is not None
-        assert layer.running_mean.min() > 0
+# The layers of two partitions, and whether one has to wait while the other runs.
+TOGETHER: dict[str, tuple[list[nn.Module], list[nn.Module], bool]] = {
+    "nothing in common": ([nn.Linear(2, 2)], [nn.Linear(2, 2)], False),
+    "a layer in common": ([LAYER], [nn.ReLU(), nn.Sequential(LAYER)], True),
+    "a layer in common with each of two": ([LAYER, OTHER], [OTHER], True),
+    "a layer in common with one that has": ([BOTH], [BOTH[2], THIRD], True),
+    "an activation in common": ([nn.Linear(2, 2), RELU], [RELU], False),
+    "a pipeline and its layers": ([PIPELINE], list(PIPELINE), False),
+}
 
-    def test_are_back_after_an_error(self) -> None:
-        layer = nn.BatchNorm1d(2)
-        mean, var = layer.running_mean, layer.running_var
-        [stage] = stages(nn.Sequential(layer))
 
-        with pytest.raises(ZeroDivisionError), stage.running_statistics_left_alone():
-            raise ZeroDivisionError
+@pytest.mark.parametrize(("ours", "theirs", "waits"), TOGETHER.values(), ids=TOGETHER)
+def test_which_partitions_run_one_at_a_time(ours: list[nn.Module], theirs: list[nn.Module], waits: bool) -> None:
+    # Some of these layers are in another partition already, which has a lock of its own.
+    *_, one, other = stages(*(nn.Sequential(*layers) for layers in ([LAYER], [OTHER], [THIRD], ours, theirs)))
 
-        assert layer.track_running_stats
-        assert layer.running_mean is mean
-        assert layer.running_var is var
+    def locks(stage: Stage) -> set[Any]:
+        return {*getattr(stage.lock, "_locks", [stage.lock])}
 
-    def test_deferred_norms_look_after_themselves(self) -> None:
-        deferred = DeferredBatchNorm.convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), chunks=2)
-        [stage] = stages(deferred)
-        assert stage.deferred_norms == [deferred[0]]
-        with stage.running_statistics_left_alone():
-            assert deferred[0].track_running_stats
+    assert bool(locks(one) & locks(other)) == waits
+    # Locks that are several are taken in one order by all.
+    assert not any(hasattr(lock, "_locks") for stage in (one, other) for lock in locks(stage))
+    with one.lock, one.lock, other.lock:
+        pass

@@ -31,6 +31,7 @@ RUNS: dict[str, set[str]] = {
     "no backward": set(),
     "backward twice": set(),
     "evaluation between": set(),
+    "changed between": {"checkpointed, reentrant", "checkpointed", "borrowed"},
     "two forwards": set(),
     "autograd.grad": {"checkpointed, reentrant", "borrowed"},
     "inputs": {"checkpointed, reentrant", "borrowed"},
@@ -39,10 +40,24 @@ RUNS: dict[str, set[str]] = {
 AFTER = ["update", "update, zero", "accumulate", "freeze", "reload"]
 CHECKPOINT = ["never", "except_last", "always"]
 
+# What makes two of one tensor, or hands it on as it is, and what then changes both.
+ALIASES = [
+    "identity",
+    "linear",
+    "tied",
+    "shared",
+    "twice",
+    "and a view",
+    "and its input",
+    "swap",
+    "relu in place",
+    "add in place",
+]
+
 FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap"}
 USE_TWICE = {
     "tied", "shared", "shared norm", "borrowed", "lstm", "embedding", "pruned", "spectral norm",
-    "spectral norm, by a hook", "checkpointed, reentrant",
+    "spectral norm, by a hook", "checkpointed, reentrant", "two forwards",
 }  # fmt: skip
 
 
@@ -108,8 +123,9 @@ class Case:
         names = ("chunks", "engine", "checkpoint", "deferred_batch_norm", "portals", "dependency")
         return {name: getattr(self, name) for name in names}
 
-    def has(self, *kinds: str) -> bool:
-        return not {*kinds}.isdisjoint(self.kinds)
+    def has(self, *what: str) -> bool:
+        """Whether there is such a kind of layer, or such a step."""
+        return not {*what}.isdisjoint((*self.kinds, *(step.run for step in self.steps)))
 
     @property
     def in_place(self) -> bool:
@@ -119,21 +135,21 @@ class Case:
     def reorders(self) -> bool:
         """Whether more than two numbers may be added in another order: gradients of one tensor, or statistics."""
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips) + (self.input == "twice")
-        twice = self.has(*USE_TWICE) or any(step.run == "two forwards" for step in self.steps)
-        return forks > 1 or twice or self.deferred_batch_norm
+        return forks > 1 or self.has(*USE_TWICE) or self.deferred_batch_norm
 
 
 @st.composite
 def cases(draw: Callable[..., Any]) -> Case:
-    # Those in place half as often: much of what they do, PyTorch refuses.
-    kind = st.sampled_from([kind for kind in KINDS if "in place" not in kind] + [*KINDS])
+    # Few in place: PyTorch refuses much of what they do.
+    apart = [kind for kind in KINDS if "in place" not in kind]
+    kind = st.one_of(st.sampled_from(apart), st.sampled_from(ALIASES), st.sampled_from([*KINDS]))
     kinds = draw(st.lists(kind, min_size=1, max_size=7))
     n = len(kinds)
     cuts = draw(st.sets(st.integers(1, n - 1), max_size=3)) if n > 1 else set()
     pair = st.sampled_from([(a, b) for b in range(n) for a in range(b)] or [(0, 0)])
     skip = st.builds(lambda pair, *how: Skip(*pair, *how), pair, st.sampled_from([*STASHES]), st.sampled_from([*POPS]))
-    runs = [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
-    step = st.builds(Step, st.sampled_from(runs), st.sampled_from(AFTER), st.sampled_from([True, False]))
+    run = st.sampled_from(["backward"] * 2 + [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)])
+    step = st.builds(Step, run, st.sampled_from(AFTER), st.sampled_from([True, True, False]))
     return Case(
         kinds=tuple(kinds),
         balance=tuple(b - a for a, b in pairwise([0, *sorted(cuts), n])),

@@ -26,7 +26,7 @@ from .conftest import Outcome, Plain, compare, tensors, total
 from .layers import Draw
 from .models import INPUTS, Case, Step, cases
 
-MODELS = int(os.environ.get("MODELS", 300))
+MODELS = int(os.environ.get("MODELS", 400))
 SEED = os.environ.get("SEED")
 
 # float64 has 53 bits, and no model multiplies by more than some thousand.
@@ -34,13 +34,22 @@ REORDERED = {"rtol": 1e-9, "atol": 1e-9}
 
 # What a pipeline may refuse: the message, and whether a case gives reason for it.
 REFUSED: dict[str, Callable[[Case], bool]] = {
-    "modified by an inplace operation|modified inplace|in an in-place operation|written-to": lambda c: c.in_place,
+    "modified by an inplace operation|modified inplace|in an in-place operation|written-to": lambda c: (
+        c.in_place or c.has("changed between")
+    ),
     "changed an input in place that shares memory": lambda c: c.in_place,
     "partition . changed its input in place": lambda c: c.in_place,
-    "an input of partition . was changed in place after its forward": lambda c: c.in_place,
-    "parameter .* was changed in place": lambda c: c.has("embedding, rescaled", "constant", "parameter in place"),
+    "an input of partition . was changed in place after its forward": lambda c: (
+        c.in_place or c.has("constant", "changed between")
+    ),
+    "parameter .* was changed in place": lambda c: c.has(
+        "embedding, rescaled", "constant", "parameter in place", "changed between"
+    ),
+    "was changed in place before the partition took it": lambda c: c.has("and its buffer in place") or c.in_place,
+    "two partitions have layers that change the same buffer": lambda c: c.has("shared norm", "shared spectral norm"),
+    "cannot defer .*, whose train": lambda c: c.has("batch norm, frozen"),
     "draws random numbers within torch.utils.checkpoint": lambda c: c.has("dropout, checkpointed"),
-    "Inference tensor": lambda c: any(step.run == "inference" for step in c.steps),
+    "Inference tensor": lambda c: c.has("inference"),
 }
 
 
@@ -131,6 +140,8 @@ def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[T
             found = {f"{name} by grad": grad for name, grad in zip(wanted, grads, strict=True)}
         else:
             model.train(step.training and step.run != "evaluation between")
+            for p in leaves(model).values() if step.run == "changed between" else ():
+                p.detach().mul_(0.9)
             if step.run == "backward twice" and outputs[0].requires_grad:
                 total(outputs[0]).backward(retain_graph=True)
             loss.backward(inputs=[*wanted.values()][::2] or None if step.run == "inputs" else None)
@@ -175,6 +186,10 @@ def assert_equals_plain(case: Case) -> None:
         except RuntimeError:
             with refusing():  # at the latest now
                 backward(piped, step, inputs, outputs)
+            # Or a partition had a copy of what plain layers would change: a view of a parameter.
+            pairs = zip(leaves(piped).values(), leaves(plain).values(), strict=True)
+            if case.has("parameter in place", "embedding, rescaled") or all(p.equal(q) for p, q in pairs):
+                return
             raise
         with refusing():
             needed = [y if p.requires_grad else y.detach() for y, p in zip(outputs, plain_outputs, strict=True)]

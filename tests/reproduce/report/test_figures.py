@@ -13,7 +13,7 @@ from reproduce.report.curves import ideal, speed_up_figures
 from reproduce.report.figure import VARIABLES
 from reproduce.report.gather import Subject, gather
 from reproduce.report.timelines import SCHEDULES, costs, timeline_figures
-from torchgpipe.replay import replay
+from torchgpipe.plan.replay import replay
 
 
 def subjects(records: list[Record]) -> dict[str, Subject]:

@@ -11,7 +11,7 @@ import pytest
 from reproduce.record import RecordError
 from reproduce.report.timelines import trace_figures
 from reproduce.report.trace import read_trace
-from torchgpipe.replay import Event
+from torchgpipe.plan.replay import Event
 
 
 def task(kind: str, start: float, duration: float, micro_batch: int = 0, partition: int = 0) -> dict[str, Any]:

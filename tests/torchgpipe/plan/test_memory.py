@@ -42,7 +42,8 @@ def frozen() -> nn.Sequential:
 
 
 def in_place() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.ReLU(inplace=True))
+    return nn.Sequential(nn.Linear(8, 32), nn.Identity(), nn.Dropout(inplace=True), nn.ReLU(inplace=True),
+                         nn.Linear(32, 32), nn.ReLU(inplace=True))  # fmt: skip
 
 
 def small_unet() -> nn.Sequential:
@@ -57,7 +58,7 @@ CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]
     (plain, (24, 8), [[4], [2, 2], [1, 1, 1, 1]]),
     (mixed, (24, 8), [[8], [3, 5], [2, 2, 2, 2], [1, 1, 6]]),
     (frozen, (24, 8), [[8], [3, 5]]),
-    (in_place, (24, 8), [[4], [2, 2]]),
+    (in_place, (24, 8), [[6], [2, 4], [1, 5], [1, 3, 2]]),
     (small_unet, (8, 3, 16, 16), [[29], [10, 19], [6, 10, 13]]),
 ]
 

@@ -66,7 +66,7 @@ class Look(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
 def test_released_after_its_last_use(engine: Any) -> None:
     between, after = Look(), Look()
     model = GPipe(nn.Sequential(Stash(), between, Pop(), after), [1, 1, 1, 1], devices=["cpu"] * 4, engine=engine)
@@ -78,7 +78,7 @@ def test_released_after_its_last_use(engine: Any) -> None:
     assert after.notes == [(Tensor, False)]
 
 
-@pytest.mark.parametrize("engine", ["graph", "inline", "workers"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_released_when_backward_has_used_it(engine: Any, checkpoint: Any) -> None:
     layers = nn.Sequential(Stash(), nn.Identity(), Pop())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchgpipe.replay import Costs, replay
+from torchgpipe.plan.replay import Costs, replay
 
 
 def table(m: int, n: int, seconds: float) -> list[list[float]]:
@@ -25,6 +24,7 @@ def test_equal_partitions_without_checkpointing_speed_up_by_nm_over_n_plus_m_min
     assert timeline.seconds == pytest.approx(3 * (m + n - 1))
     assert costs.total / timeline.seconds == pytest.approx(n * m / (n + m - 1))
     assert timeline.bubble == pytest.approx((n - 1) / (n + m - 1))
+    assert [timeline.busy(j) for j in range(n)] == [3 * m] * n
 
 
 def test_one_partition_two_chunks_except_last_costs_a_seventh_more() -> None:
@@ -55,7 +55,7 @@ def any_costs(draw: st.DrawFn) -> Costs:
     copy = draw(st.one_of(cell, st.lists(cell, min_size=n - 1, max_size=n - 1)))
     routes = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.dictionaries(st.sampled_from(routes), cell, max_size=4)) if routes else {}
-    switches = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    switches = draw(st.booleans()), draw(st.booleans())
     return Costs(draw(rows), draw(rows), draw(rows), copy, draw(cell), skips, *switches)
 
 
@@ -85,7 +85,7 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
         early = e.kind == "recompute" and costs.ahead
         assert e.start == (free[j] if early else max(free[j], there[i, j]))
         assert e.end == e.start + getattr(costs, e.kind)[i][j]
-        free = [e.end] * n if costs.together else [*free[:j], e.end, *free[j + 1 :]]
+        free[j] = e.end
         if e.kind == "recompute":
             continue
         for a, b, seconds in routes_of(costs):
@@ -95,7 +95,7 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
             arrival = e.end + seconds
             if costs.blocking and seconds:  # both sides are busy until it is done
                 arrival = max(free[source], free[target]) + seconds
-                free = [arrival if costs.together or k in (source, target) else x for k, x in enumerate(free)]
+                free[source] = free[target] = arrival
             there[i, target] = max(there[i, target], arrival)
     assert timeline.seconds == max(free)
     for j in range(n):
@@ -110,17 +110,6 @@ def test_copies_each_take_their_own_time() -> None:
     assert replay(skipped).seconds == pytest.approx(1 + 5 + 1 + 5)
 
 
-def test_together_nothing_overlaps() -> None:
-    costs = Costs(table(4, 3, 1.0), table(4, 3, 2.0), table(4, 3, 1.0))
-    assert replay(costs).seconds < costs.total
-    timeline = replay(replace(costs, together=True))
-    assert timeline.seconds == costs.total
-    assert [timeline.busy(j) for j in range(3)] == [16.0] * 3
-    assert timeline.bubble == pytest.approx(2 / 3)
-    blocked = replay(replace(costs, together=True, blocking=True, copy=0.5))
-    assert blocked.seconds == costs.total + 0.5 * 4 * 2 * 2, "the one thread makes every copy, too"
-
-
 def test_blocking_copies_keep_both_sides_from_work() -> None:
     # The second micro-batch starts on partition 0 only after the copy of the first.
     table, none = [[1.0, 1.0]] * 2, [[0.0, 0.0]] * 2
@@ -132,7 +121,7 @@ def test_blocking_copies_keep_both_sides_from_work() -> None:
 def test_imports_no_torch() -> None:
     code = (
         "import importlib.util, sys; spec = importlib.util.find_spec('torchgpipe'); "
-        "path = spec.submodule_search_locations[0] + '/replay.py'; "
+        "path = spec.submodule_search_locations[0] + '/plan/replay.py'; "
         "s = importlib.util.spec_from_file_location('replay', path); m = importlib.util.module_from_spec(s); "
         "sys.modules['replay'] = m; s.loader.exec_module(m); sys.exit('torch' in sys.modules)"
     )

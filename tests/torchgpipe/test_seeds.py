@@ -1,0 +1,132 @@
+"""Seeds: which tasks of workers draw from a private generator, and what becomes of the default one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchgpipe.randomness import PrivateGenerator, Randomness
+from torchgpipe.seeds import Seeds
+
+M = 3
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def state() -> Tensor:
+    return torch.get_rng_state()
+
+
+class MiniBatch:
+    """Run the tasks of a mini-batch; `draws` says which partition draws in which micro-batch."""
+
+    def __init__(self, draws: list[list[bool]], meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.draws = draws
+        self.drawn: dict[tuple[int, int], list[float]] = {}
+        self.private: set[tuple[int, int]] = set()
+        self.sources: dict[tuple[int, int], Randomness] = {}
+        seeds = Seeds(len(draws), recomputed=True, grad=True)
+        with seeds:
+            for i in range(len(draws[0])):
+                for j in range(len(draws)):
+                    randomness = self.sources[i, j] = seeds.of(i, j)
+                    with randomness.first():
+                        self.private |= {(i, j)} if PrivateGenerator.in_use() else set()
+                        if draws[j][i]:
+                            self.drawn[i, j] = torch.rand(4).tolist()
+            meanwhile()
+
+    def recompute(self) -> dict[tuple[int, int], list[float]]:
+        found = {}
+        for (i, j), randomness in reversed(self.sources.items()):
+            with randomness.again():
+                if self.draws[j][i]:
+                    found[i, j] = torch.rand(4).tolist()
+        return found
+
+
+ALWAYS, NEVER = [True] * M, [False] * M
+
+
+# Which partitions draw, in each micro-batch, and which tasks are private.
+CASES: dict[str, tuple[list[list[bool]], set[tuple[int, int]]]] = {
+    "no partition": ([NEVER, NEVER], {(0, 0), (0, 1)}),
+    "the second": ([NEVER, ALWAYS], {(0, 0), (0, 1), (1, 1), (2, 1)}),
+    "both": ([ALWAYS, ALWAYS], {(i, j) for i in range(M) for j in range(2)}),
+    "in the first micro-batch only": ([[True, False, False]], {(0, 0), (1, 0), (2, 0)}),
+}
+
+
+@pytest.mark.parametrize("draws, private", CASES.values(), ids=CASES)
+def test_tasks(draws: list[list[bool]], private: set[tuple[int, int]]) -> None:
+    before = state()
+    batch = MiniBatch(draws)
+    assert batch.private == private
+    assert len({tuple(numbers) for numbers in batch.drawn.values()}) == len(batch.drawn), "two tasks drew the same"
+    # Where a task draws, the default generator goes on by one number; where none does, it stays.
+    after = state()
+    torch.set_rng_state(before)
+    if batch.drawn:
+        torch.randint(2**62, ())
+    assert torch.equal(state(), after)
+    assert batch.recompute() == batch.drawn
+    assert torch.equal(state(), after)
+
+
+def test_the_default_generators_seed_decides() -> None:
+    def drawn(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        return [MiniBatch([ALWAYS, NEVER]).drawn for _ in range(2)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    one, other = drawn(1)
+    assert one != other
+
+
+@pytest.mark.parametrize("draws", [[False, True, True], [False, False, True]])
+def test_a_draw_in_a_later_micro_batch_only_is_refused_when_it_would_be_repeated(draws: list[bool]) -> None:
+    batch = MiniBatch([NEVER, draws])
+    with pytest.raises(RuntimeError, match="drew random numbers in a later micro-batch, but not in the first one"):
+        batch.recompute()
+
+
+# What another thread of the program does to the default generator during a mini-batch.
+MEANWHILE: dict[str, Callable[[], object]] = {
+    "a draw": lambda: torch.rand(1),
+    "a mini-batch that draws": lambda: MiniBatch([ALWAYS]),
+    "a mini-batch that does not": lambda: MiniBatch([NEVER]),
+}
+
+
+@pytest.mark.parametrize("draws", [ALWAYS, NEVER], ids=["draws", "quiet"])
+@pytest.mark.parametrize("meanwhile", MEANWHILE.values(), ids=MEANWHILE)
+def test_draws_of_others_are_none_of_the_layers(meanwhile: Callable[[], object], draws: list[bool]) -> None:
+    batch = MiniBatch([draws], meanwhile)
+    assert batch.recompute() == batch.drawn
+
+
+def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
+    inner: list[MiniBatch] = []
+    outer = MiniBatch([ALWAYS], lambda: inner.append(MiniBatch([ALWAYS])))
+    assert inner[0].drawn != outer.drawn
+
+
+def test_within_an_outer_pipelines_task() -> None:
+    """The seed of an inner mini-batch is one of the outer task's numbers, so that its second pass has the same."""
+    found, before = [], state()
+    for _ in range(2):
+        drew: list[None] = []
+        with PrivateGenerator(7, lambda drew=drew: drew.append(None)):  # type: ignore[misc]
+            found.append([MiniBatch([ALWAYS]).drawn for _ in range(2)])
+        assert len(drew) == 2
+    assert torch.equal(state(), before)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
