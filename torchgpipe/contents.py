@@ -132,7 +132,8 @@ class Contents:
     def _slot(self, module: nn.Module, name: str, buffer: Tensor | None, *, apart: bool) -> _Slot:
         """Return the slot of a buffer as it is now; with a new copy only if it has changed since the last one."""
         slot = self._slots.get((module, name))
-        if slot is None or not slot.is_as_before():
+        # PyTorch does not count what batch normalization does to running statistics as a change in place.
+        if slot is None or not slot.is_as_before() or (_is_norm(module) and module.training):
             # A normalization layer in evaluation may have many, which do not change.
             changes = module.training or not _is_norm(module)
             copy = None

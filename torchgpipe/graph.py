@@ -121,7 +121,7 @@ class _MiniBatch:
             self.atomic[i] = work.atomic
         else:
             arrival.arrive(inputs)
-            with observed(self._observer, "forward", i, j):
+            with observed(self._observer, "forward", i, j), self._randomness(i, j).first():
                 outputs, self.atomic[i] = stage.run(inputs, self.atomic[i], shared)
             departure.leave()
         held = self._partitions[j].contents.held if self._apart else frozenset()
@@ -165,14 +165,17 @@ class _MiniBatch:
         self._latest[j] = tie if self._engine.dependency else None
 
     def _task_graph(self, i: int, j: int) -> TaskGraph:
-        twice, partition = i < self._checkpointed, self._partitions[j]
-        randomness = Randomness()
-        if twice:
-            # Within a worker's layers, numbers come from its task's generator, which is not there in backward.
-            private = private_generator() if PrivateGenerator.in_use() else None
-            defaults = () if private else partition.defaults
-            randomness = Randomness([*defaults, *partition.generators], private)
-        return TaskGraph(self._stages[j], partition.contents, self._ambient, randomness, checkpoint=twice)
+        stage, contents = self._stages[j], self._partitions[j].contents
+        return TaskGraph(stage, contents, self._ambient, self._randomness(i, j), checkpoint=i < self._checkpointed)
+
+    def _randomness(self, i: int, j: int) -> Randomness:
+        # A worker's task has a generator for its layers, which is not there any more in backward. So a pipeline among
+        # the layers seeds its own tasks, whether they are recomputed or not: then the outer task draws alike each time.
+        private = private_generator() if PrivateGenerator.in_use() else None
+        if i >= self._checkpointed:
+            return Randomness((), private)
+        partition = self._partitions[j]
+        return Randomness([*(() if private else partition.defaults), *partition.generators], private)
 
     def _dock(self, j: int, *, sends: bool = False) -> Dock:
         return Dock(self._stages[j].device, in_use=sends) if self._engine.copies.needed else _NOWHERE

@@ -167,7 +167,8 @@ class PrivateGenerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = self._kinds.get(func) or self._classify(func)
-        if kind == "quiet" or kwargs.get("generator") is not None:
+        # Of contexts within each other, the innermost one answers.
+        if kind == "quiet" or kwargs.get("generator") is not None or _thread.private is not self:
             return func(*args, **kwargs)
         self._drew()
         if kind == "takes a generator":
