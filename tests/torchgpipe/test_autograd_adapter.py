@@ -107,39 +107,23 @@ def test_private_names_are_found() -> None:
     assert private_names(source) == {"torch._dynamo", "torch._C.x", "torch.nn._a.b"}
 
 
-class TestRunBackward:
-    def test_accumulates_into_leaves(self) -> None:
-        from torch.autograd.graph import get_gradient_edge
+@pytest.mark.parametrize("keep", [True, False])
+def test_run_backward(keep: bool) -> None:
+    from torch.autograd.graph import get_gradient_edge
 
-        from torchgpipe._autograd import run_backward
+    from torchgpipe._autograd import run_backward
 
-        w, v = torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
-        w.grad = torch.tensor(100.0)
-        y, z = w * v, 2 * w
-        edges = [get_gradient_edge(y), get_gradient_edge(z)]
-        del y, z
-
-        run_backward(edges, (torch.tensor(10.0), torch.tensor(1.0)), keep_graph=False)
-
-        assert v.grad is not None
-        assert (w.grad.item(), v.grad.item()) == (100 + 50 + 2, 30)
-
-    @pytest.mark.parametrize("keep", [True, False])
-    def test_keeps_the_graph_if_asked(self, keep: bool) -> None:
-        from torch.autograd.graph import get_gradient_edge
-
-        from torchgpipe._autograd import run_backward
-
-        w = torch.tensor(3.0, requires_grad=True)
-        edges = [get_gradient_edge(w * w)]
-        run_backward(edges, (torch.tensor(1.0),), keep_graph=keep)
-        if keep:
-            run_backward(edges, (torch.tensor(1.0),), keep_graph=False)
-            assert w.grad is not None
-            assert w.grad.item() == 12
-        else:
-            with pytest.raises(RuntimeError, match="second time"):
-                run_backward(edges, (torch.tensor(1.0),), keep_graph=False)
+    w, v = torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
+    w.grad = torch.tensor(100.0)
+    edges, grads = [get_gradient_edge(w * v), get_gradient_edge(2 * w)], (torch.tensor(10.0), torch.tensor(1.0))
+    run_backward(edges, grads, keep_graph=keep)
+    assert v.grad is not None
+    assert (w.grad.item(), v.grad.item()) == (100 + 50 + 2, 30)
+    if keep:
+        run_backward(edges, grads, keep_graph=False)
+        assert v.grad.item() == 60
+    with pytest.raises(RuntimeError, match="second time"):
+        run_backward(edges, grads, keep_graph=False)
 
 
 class Ask(torch.autograd.Function):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from typing import Any, Literal
 
@@ -83,15 +82,6 @@ def test_every_task_starts_when_the_replay_says(
     assert sorted(step(costs, mode, streams)) == sorted(replay(costs).events)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("copies", ["some time", "many skips"])
-def test_also_where_tasks_are_observed(copies: str, mode: Mode, streams: Any) -> None:
-    """Every task is a node of the graph then; otherwise, of those that are not recomputed, every layer is."""
-
-    costs = cost(4, 4, mode, "any", copies)
-    assert sorted(step(costs, mode, streams, observer=unobtrusive)) == sorted(replay(costs).events)
-
-
 # Which thread is next to run a node, of those that can.
 TURNS: dict[str, Callable[[list[int]], int]] = {
     "first device ahead": min,
@@ -109,7 +99,7 @@ def test_no_thread_waits_for_what_another_is_ahead_with(
 ) -> None:
     costs = cost(4, 5, mode, times, copies)
     backward = backward_by_threads(streams, 4, TURNS[turns], monkeypatch)
-    found = step(costs, mode, streams, observer=unobtrusive, backward=backward)
+    found = step(costs, mode, streams, backward=backward)
     assert sorted(found) == sorted(replay(costs).events)
 
 
@@ -124,13 +114,7 @@ def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float,
     assert replay(costs).seconds == 2 * (m + seconds + 1)
 
 
-def unobtrusive(task: object) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
-def step(
-    costs: Costs, mode: Mode, streams: Any, *, observer: Any = None, backward: Any = Tensor.backward
-) -> list[Event]:
+def step(costs: Costs, mode: Mode, streams: Any, backward: Any = Tensor.backward) -> list[Event]:
     """Run a pipeline with these costs through one step; return when its tasks ran."""
     m, n = len(costs.forward), len(costs.forward[0])
     events: list[Event] = []
@@ -155,7 +139,6 @@ def step(
         checkpoint=mode,
         engine="graph",
     )
-    model.observer = observer
     y = model(torch.arange(m).float())
     # As if the loss were printed: the replay recomputes nothing before it is there, and a quick host would.
     streams.synchronize()
@@ -210,7 +193,7 @@ class Pop(nn.Module):
 def backward_by_threads(
     streams: Any, n: int, turns: Callable[[list[int]], int], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Tensor], None]:
-    """Return a backward as on CUDA, for a pipeline of `n` partitions whose every task is a node.
+    """Return a backward as on CUDA, for a pipeline of `n` partitions.
 
     A node belongs to the thread of its device; one of the CPU (here `n`), to the thread that called backward. A thread
     takes the latest node that has all its gradients. A node has the stream that was current when it was made, which

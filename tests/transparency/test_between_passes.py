@@ -232,7 +232,9 @@ def test_a_loss_that_is_a_tensor_subclass(way: dict[str, Any], plainly: Any) -> 
 # What may be done to the inside of a layer between steps; the model goes on with what is there.
 REPLACED: dict[str, Callable[[nn.Sequential], object]] = {
     "a norm by another kind": lambda module: setattr(module[2], "norm", nn.BatchNorm1d(5)),
-    "a layer by an adapter": lambda module: setattr(module[2], "linear", nn.Sequential(module[2].linear, nn.Linear(5, 5))),
+    "a layer by an adapter": lambda module: setattr(
+        module[2], "linear", nn.Sequential(module[2].linear, nn.Linear(5, 5))
+    ),
     "weight norm": lambda module: parametrizations.weight_norm(module[2].linear),
     "a parameter": lambda module: setattr(module[2].linear, "weight", nn.Parameter(torch.ones(5, 5))),
     "dropout": lambda module: setattr(module[2], "norm", nn.Dropout(0.0)),
