@@ -70,6 +70,7 @@ class Contents:
         self.held = frozenset(map(storage_of, held))
         self.begins_in_place = False
         self._index = index
+        self._recomputed = recomputed
         self._partition = partition
         if recomputed:
             self.begins_in_place = _begins_in_place(partition)
@@ -80,7 +81,7 @@ class Contents:
 
     def check_structure(self) -> None:
         """Raise `RuntimeError` if the partition does not consist of the same modules any more."""
-        if modules_of(self._partition) != self.modules:
+        if self._recomputed and modules_of(self._partition) != self.modules:
             raise RuntimeError(
                 f"a layer of partition {self._index} was replaced, added or removed between forward and backward, so a "
                 "checkpointed task cannot be recomputed; change layers between steps only"

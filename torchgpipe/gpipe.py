@@ -43,10 +43,10 @@ class GPipe(nn.Module):
         chunks: micro-batches per mini-batch, m. Dimension 0 of every input tensor is split by ⌈batch / m⌉.
         checkpoint: keep only the inputs of tasks, and recompute the rest in backward, for `"always"` all,
             `"except_last"` all but the last, or `"never"` any of the micro-batches.
-        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches. engine:
-        `"workers"` runs each partition in a thread of its own, on the CPU only; `"graph"` issues every task from
-            the calling thread. `"auto"` takes workers where several CPU partitions compute, and else the graph. Where
-            CPU tasks take less than a fraction of a millisecond, the graph is quicker.
+        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches.
+        engine: `"workers"` runs each partition in a thread of its own, on the CPU only; `"graph"` issues every task
+            from the calling thread. `"auto"` takes workers where several CPU partitions compute, and else the graph.
+            Where CPU tasks take less than a fraction of a millisecond, the graph is quicker.
         dependency: tie micro-batches so that backward has one order (on CUDA; elsewhere it has only one).
         copy_streams: copy between CUDA devices on streams of their own.
         portals: send skips straight to the partition that pops them, not through those in between.

@@ -82,7 +82,7 @@ class Leaves:
         self._under_way = False
 
     def in_place(self) -> InPlace:
-        """Put the leaves into the modules, unless they are there; hold their lock."""
+        """Put the leaves into the modules, unless they are there. The caller holds the lock of the modules."""
         return InPlace("_parameters", self._places, self._dicts)
 
     def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
@@ -176,7 +176,7 @@ class _Gate(torch.autograd.Function):
 
 
 class InPlace:
-    """Exchange one of the dictionaries that modules keep (`"_parameters"`, `"_buffers"`) for others; hold their lock.
+    """Exchange one of the dictionaries that modules keep (`"_parameters"`, `"_buffers"`) for others.
 
     Whole dictionaries, since a layer may add to them in its forward. What an interrupt (Ctrl-C) leaves exchanged is put
     back when this object goes away.

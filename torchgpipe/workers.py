@@ -21,6 +21,7 @@ costs no time unless a recomputation takes longer than the backward of the parti
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -248,7 +249,7 @@ class _MiniBatch:
 
 
 def _refuse_sharded(stages: Sequence[Stage]) -> None:
-    if any(sharded(modules_of(stage.partition)) for stage in stages):
+    if "torch.distributed.fsdp" in sys.modules and any(sharded(modules_of(stage.partition)) for stage in stages):
         raise RuntimeError(
             "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
             "them, but workers run at once; use engine='graph'"
