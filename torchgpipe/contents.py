@@ -26,7 +26,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import InPlace, Leaves, Lock
 
-__all__ = ["Contents", "modules_of"]
+__all__ = ["Buffers", "Contents", "begins_in_place", "modules_of"]
 
 SMALL = 1 << 16
 """Bytes up to which a buffer is copied."""
@@ -73,7 +73,7 @@ class Contents:
         self._recomputed = recomputed
         self._partition = partition
         if recomputed:
-            self.begins_in_place = _begins_in_place(partition)
+            self.begins_in_place = begins_in_place(partition)
             self._modes = [module.training for module in self.modules]
             # Only those that hold running statistics now, and do not need them.
             self._norms = {module for module in self.modules if module._buffers and _updates(module)}
@@ -213,7 +213,8 @@ class _Absent(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def _begins_in_place(partition: nn.Module) -> bool:
+def begins_in_place(partition: nn.Module) -> bool:
+    """Return whether the first layer changes its input in place, by its own account (`inplace`)."""
     layers = [partition]
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]

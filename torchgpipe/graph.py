@@ -141,7 +141,8 @@ class _MiniBatch:
 
     def _take_skips(self, i: int, j: int, dock: Dock) -> tuple[Flat, Shared]:
         inputs, shared = self.values[i], self._shared[i]
-        check_handed_on(j, self._versions[i], inputs)
+        if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
+            check_handed_on(j, self._versions[i], inputs)
         for arrival in self._stages[j].arrivals:
             parcel = self._portals.take(i, arrival.key)
             check_handed_on(j, parcel.version, (parcel.skip,))

@@ -160,7 +160,8 @@ class _MiniBatch:
                 item = self._enter(micro_batches[i]) if j == 0 else relay.take(j)
                 for arrival in stage.arrivals:
                     item = item.joined(portals.take(i, arrival.key))
-                check_handed_on(j, item.versions, item.flat)
+                if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
+                    check_handed_on(j, item.versions, item.flat)
 
                 relay.check()
                 with observed(self._observer, "forward", i, j):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.contents import SMALL, Contents, _begins_in_place, modules_of
+from torchgpipe.contents import SMALL, Contents, begins_in_place, modules_of
 
 LARGE = SMALL // 4 + 1  # elements
 
@@ -184,8 +184,8 @@ FIRST: dict[str, tuple[nn.Module, bool]] = {
 
 
 @pytest.mark.parametrize("partition, expected", FIRST.values(), ids=FIRST)
-def test_whether_a_partition_begins_in_place(partition: nn.Module, expected: bool) -> None:
-    assert _begins_in_place(partition) == expected
+def test_whether_a_partitionbegins_in_place(partition: nn.Module, expected: bool) -> None:
+    assert begins_in_place(partition) == expected
 
 
 def test_modules() -> None:

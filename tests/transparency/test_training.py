@@ -203,3 +203,18 @@ def test_in_place_at_a_partitions_start(kind: str, way: dict[str, Any], equals_p
     else:
         with pytest.raises(RuntimeError, match=r"partition \d changed its input in place"):
             equals_plain(lambda: in_place(kind), x, [1, 2, 2], **way)
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]], ids=str)
+def test_in_place_at_the_models_start(balance: list[int], way: dict[str, Any], plainly: Any) -> None:
+    # Micro-batches are parts of one tensor, for which PyTorch would refuse this in a plain loop: so out of place there.
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5), nn.Tanh())
+    plain = plainly(nn.Sequential(nn.ReLU(), *copy.deepcopy(module)[1:]), 3)
+    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, **way)
+    for x in torch.randn(2, 7, 5):
+        before = x.clone()
+        for run in (plain, model):
+            run.zero_grad()
+            run(x).square().sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert torch.equal(x, before)
