@@ -124,7 +124,8 @@ def with_torch_function() -> AbstractContextManager[object]:
 
 def storage_of(x: Tensor) -> int:
     """Return a number that tensors have in common if and only if they share memory."""
-    try:
-        return int(x.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return id(x)
+    if x.layout is torch.sparse_coo:
+        x = x._values()
+    elif x.layout is not torch.strided:
+        x = x.detach().values()
+    return int(x.untyped_storage()._cdata)

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchgpipe._autograd import storage_of
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.observe import NOTHING
-from torchgpipe.parameters import InPlace, Leaves, Lock
+from torchgpipe.parameters import InPlace, Leaves
 
 __all__ = ["Buffers", "Contents", "begins_in_place", "modules_of"]
 
@@ -62,7 +62,9 @@ class Contents:
         begins_in_place: whether the first layer changes its input in place, by its own account (`inplace`).
     """
 
-    def __init__(self, index: int, partition: nn.Module, lock: Lock, *, recomputed: bool) -> None:
+    def __init__(
+        self, index: int, partition: nn.Module, lock: AbstractContextManager[object], *, recomputed: bool
+    ) -> None:
         self.modules = modules_of(partition)
         self.leaves = Leaves(self.modules)
         self.lock = lock

@@ -1,6 +1,6 @@
 """Copies between devices, on CUDA streams of their own (torchgpipe paper, section 3.2.4).
 
-The tensors that go from one task to another device are copied together, by one node of the autograd graph. Around it:
+All tensors that a task sends to another device are copied together, by one node of the autograd graph:
 
     the task ends      the source's compute stream is marked by an event
     copy               on the two streams of this route, which wait for that event

@@ -170,7 +170,7 @@ class GPipe(nn.Module):
         self._look(self._switches[-1])
         micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
         if len(micro_batches) > 1 and isinstance(input, torch.Tensor) and begins_in_place(self._stages[0].partition):
-            # They are parts of one tensor. PyTorch would take a change of one for a change of all of them.
+            # Micro-batches are views of one tensor. For PyTorch a change of one is a change of all.
             micro_batches = [x.clone() for x in micro_batches if isinstance(x, torch.Tensor)]
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = [x._version for x in self._shared_buffers]

@@ -10,8 +10,8 @@ too:
 In one thread autograd runs the latest node first. So tasks go backward in exactly the reverse order of the clock
 cycles, each with its recomputation.
 
-But autograd has a thread for each CUDA device, and then its order is no longer ours. So the graph leaves it only one
-choice (torchgpipe paper, section 3.2.2): a task gives out one more tensor, an empty one, its tie.
+But autograd has a thread for each CUDA device, and the threads run on their own. So the graph leaves only one order
+(torchgpipe paper, section 3.2.2): a task gives out one more tensor, an empty one, its tie.
 
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)        micro-batch i goes backward after i + 1
                                ╰────────▶ copy to j + 1          and is recomputed when its gradient is on its way
@@ -97,8 +97,7 @@ class _MiniBatch:
         self._portals: Portals[_Parcel] = Portals()
         self._routes: dict[tuple[int, int], Route] = {}
         self._streamed = [self._sends_on_streams(j) for j in range(len(self._stages))]
-        # Of each micro-batch: where its next task takes it in, what of it shares memory, and the tie that comes with
-        # it.
+        # Of each micro-batch: where its next task takes it in, what of it shares memory, and the tie that comes along.
         self._docks = [self._dock(0) for _ in micro_batches]
         self._shared = [self._find_shared(flat) for flat in self.values]
         self._versions = [versions(flat) for flat in self.values]
@@ -124,6 +123,10 @@ class _MiniBatch:
             with observed(self._observer, "forward", i, j), self._randomness(i, j).first():
                 outputs, self.atomic[i] = stage.run(inputs, self.atomic[i], shared)
             departure.leave()
+        if self._one_graph:
+            # Here a task may change a skip of its own micro-batch, as layers without a pipeline may.
+            for parcel in self._portals.waiting(i):
+                parcel.version = versions((parcel.skip,))
         held = self._partitions[j].contents.held if self._apart else frozenset()
         self._hand_over(i, j, outputs, self._find_shared(outputs, inputs, shared, held), departure, tie)
 
@@ -143,9 +146,10 @@ class _MiniBatch:
         inputs, shared = self.values[i], self._shared[i]
         if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
             check_handed_on(j, self._versions[i], inputs)
+        for parcel in self._portals.waiting(i):
+            check_handed_on(j, parcel.version, (parcel.skip,))
         for arrival in self._stages[j].arrivals:
             parcel = self._portals.take(i, arrival.key)
-            check_handed_on(j, parcel.version, (parcel.skip,))
             skip: Flat = (parcel.skip,)
             if parcel.skip is not None:
                 skip = self._route(arrival.source, j).copy(skip, i, parcel.dock, dock)
@@ -170,8 +174,8 @@ class _MiniBatch:
         return TaskGraph(stage, contents, self._ambient, self._randomness(i, j), checkpoint=i < self._checkpointed)
 
     def _randomness(self, i: int, j: int) -> Randomness:
-        # A worker's task has a generator for its layers, which is not there any more in backward. So a pipeline among
-        # the layers seeds its own tasks, whether they are recomputed or not: then the outer task draws alike each time.
+        # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
+        # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
         private = private_generator() if PrivateGenerator.in_use() else None
         if i >= self._checkpointed:
             return Randomness((), private)
@@ -236,7 +240,8 @@ class _Work:
     def run(self, before: Tensor | None, sender: Tensor | None, inputs: Flat) -> tuple[Flat, Tensor | None]:
         """Run the task; return its outputs and its tie.
 
-        In backward it will come before what made the ties of the task `before`, and of the `sender` of its inputs.
+        `before` is the tie of the task before it in this partition, `sender` that of the task that its inputs come
+        from. Backward comes to this task first, and then to those two.
         """
         opened = _token if self.partition.gate is None else self.partition.gate
         outputs: Flat = _TaskNode.apply(self, opened, before, sender, *inputs)
@@ -285,7 +290,7 @@ class _Work:
         return input_grads
 
 
-# Makes a task part of the graph also where nothing it takes has a gradient that is known: a layer may have found one.
+# Makes every task a node, also where neither its inputs nor parameters take gradients: something else in it may.
 _token = torch.empty(0, requires_grad=True)
 
 

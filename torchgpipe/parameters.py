@@ -14,23 +14,14 @@ has hooks on the parameters, the partition is one function that used each of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe._autograd import keeps_graph, sharded
 
-__all__ = ["BY_ANOTHER_WAY", "InPlace", "Leaves", "Lock", "gate"]
-
-
-class Lock(Protocol):
-    """What keeps all but one thread from running some modules; the same thread may take it several times."""
-
-    def acquire(self) -> object: ...
-    def release(self) -> object: ...
-    def __enter__(self) -> object: ...
-    def __exit__(self, *_: Any) -> object: ...
+__all__ = ["BY_ANOTHER_WAY", "InPlace", "Leaves", "gate"]
 
 
 BY_ANOTHER_WAY = (

@@ -121,7 +121,7 @@ class Workers:
 
         try:
             try:
-                # Under a lock: if two threads run a mini-batch each, all workers must get the two in the same order.
+                # Two threads may run a mini-batch each. The lock lets all workers get the two in one order.
                 with self._lock:
                     self._start()
                     for inbox, program in zip(self._inboxes, others, strict=True):

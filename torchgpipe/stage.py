@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.contents import Contents, modules_of
 from torchgpipe.microbatch import check
 from torchgpipe.observe import NOTHING
-from torchgpipe.parameters import Lock
 from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
@@ -23,6 +23,9 @@ __all__ = ["Flat", "Stage"]
 
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
+
+Lock = AbstractContextManager[object]
+"""What keeps all but one thread from running some modules; one thread may take it several times."""
 
 _locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
@@ -96,25 +99,19 @@ class Stage:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
 
 
-class _Locks:
+class _Locks(AbstractContextManager[object]):
     """Several locks as one, always taken in the same order."""
 
     def __init__(self, locks: set[Lock]) -> None:
         self._locks = sorted(locks, key=id)
 
-    def acquire(self) -> None:
-        for lock in self._locks:
-            lock.acquire()
-
-    def release(self) -> None:
-        for lock in reversed(self._locks):
-            lock.release()
-
     def __enter__(self) -> None:
-        self.acquire()
+        for lock in self._locks:
+            lock.__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, *error: Any) -> None:
+        for lock in reversed(self._locks):
+            lock.__exit__(*error)
 
 
 def _lock_of(modules: list[nn.Module]) -> Lock:

@@ -99,7 +99,7 @@ class TaskGraph:
             )
         in_place = atomic and self._contents.begins_in_place
         with (
-            self._stage.lock,
+            self._contents.lock,
             torch.enable_grad(),
             self._ambient.again(),
             recomputing(),
@@ -167,8 +167,7 @@ class TaskGraph:
         self._versions = versions(inputs)
         # Without the caller's graph: a layer may put hooks on its input.
         given = detached(inputs)
-        # Shared memory must not be copied: that it is changed has to be seen.
-        if atomic and self._contents.begins_in_place and True not in shared:
+        if atomic and self._contents.begins_in_place:
             given = copied(given)
         before = versions(given)
         with (

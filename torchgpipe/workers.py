@@ -11,8 +11,8 @@ program per partition:
         run task (i, j)                          take the gradient from j + 1
         give the output to j + 1                 run the backward of task (i, j), give the rest to j - 1
 
-So the order that ties enforce on a graph holds by construction: micro-batch i before i - 1 in every partition, and a
-task's recomputation while its gradient is still on the way.
+So the programs themselves keep the order for which the graph engine needs ties: micro-batch i goes backward before
+i - 1 in every partition, and a task is recomputed while its gradient is still on the way.
 
 A recomputation fills memory, so it is not done before there is a use for it: it starts when partition j + 1 has begun
 the backward that its gradient comes from, and partition j - 1 has taken the gradient of the micro-batch before. That
@@ -257,7 +257,7 @@ def _refuse_sharded(stages: Sequence[Stage]) -> None:
         )
 
 
-# Makes the pipeline part of the graph also where a layer has found something that takes a gradient by itself.
+# Makes the pipeline a node, also where neither its inputs nor parameters take gradients: something else in it may.
 _token = torch.empty(0, requires_grad=True)
 
 

@@ -307,7 +307,7 @@ def test_within_plain_checkpointing(reentrant: bool, way: dict[str, Any]) -> Non
         with pytest.raises(RuntimeError, match=r"within torch\.utils\.checkpoint"):
             model(torch.randn(8, 6))
         return
-    # Linear in the input, so that with one mask forward and backward agree: y · y' = gradient of y at x · x'.
+    # The layers are linear in x. So with the same mask in both passes, the gradient times x is the output.
     x = torch.randn(8, 6, requires_grad=True)
     for layer in module.modules():
         if isinstance(layer, nn.Linear):

@@ -175,3 +175,34 @@ def test_every_boundary(way: dict[str, Any], equals_plain: Callable[..., Any]) -
     x = torch.randn(5, 4).requires_grad_()
     for a, b in combinations(range(1, len(pattern)), 2):
         equals_plain(lambda: paired(pattern), x, [a, b - a, len(pattern) - b], **way)
+
+
+@skippable(stash=["skip"])
+class StashOutput(nn.Module):
+    """Stash what is returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        yield stash("skip", y)
+        return y
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("balance", [[4], [2, 2], [1, 3], [1, 1, 2]], ids=str)
+def test_a_skip_that_is_the_output_changed_in_place(
+    balance: list[int], grad: bool, way: dict[str, Any], equals_plain: Callable[..., Any]
+) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(StashOutput(), nn.ReLU(inplace=True), nn.Linear(4, 4), Pop())
+
+    options = {} if grad else {"backward": None, "within": torch.no_grad}
+    one_graph = way["engine"] == "graph" and (way["checkpoint"] == "never" or not grad)
+    if one_graph or balance in ([4], [2, 2]):  # without a boundary between the two layers, both change as one
+        equals_plain(build, torch.randn(7, 4), balance, steps=3, **options, **way)
+    else:
+        with pytest.raises(RuntimeError, match="changed an input in place that shares memory"):
+            equals_plain(build, torch.randn(7, 4), balance, **options, **way)

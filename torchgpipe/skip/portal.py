@@ -35,5 +35,9 @@ class Portals(Generic[T]):
         """Take skip `key` of micro-batch `i` out; the portal keeps nothing."""
         return self._slots.pop((i, key))
 
+    def waiting(self, i: int) -> list[T]:
+        """Return the skips of micro-batch `i` that are under way."""
+        return [item for (k, _), item in self._slots.items() if k == i]
+
     def __len__(self) -> int:
         return len(self._slots)
