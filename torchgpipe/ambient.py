@@ -5,6 +5,7 @@ Worker threads enter all of them; a recomputation enters those that may have cha
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -24,6 +25,9 @@ class Ambient:
     """Remember the modes of the thread that makes it, to enter them in another thread or at a later time.
 
     They are grad mode, inference mode, autocast, the default device, and the pass of an outer pipeline.
+
+    Attributes:
+        context: the thread's context variables, which a recomputation runs in, too.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -36,6 +40,7 @@ class Ambient:
         self._device = default_device()
         self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
         self._torch_function = torch_function_enabled()
+        self.context = contextvars.copy_context()
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -6,9 +6,11 @@ which would only wait otherwise.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -90,7 +92,10 @@ class Relay:
 
 
 class Workers:
-    """Threads that wait for programs; `count` of them, started when first needed."""
+    """Threads that wait for programs; `count` of them, started when first needed.
+
+    A program meets the context variables (`contextvars`) of the thread that calls `run`.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -125,6 +130,7 @@ class Workers:
                 with self._lock:
                     self._start()
                     for inbox, program in zip(self._inboxes, others, strict=True):
+                        program = partial(contextvars.copy_context().run, program)
                         inbox.put(_finishing(relay, program, ended, wake))
                         posted += 1
                 relay.attempt(own)

@@ -87,10 +87,12 @@ class TaskGraph:
         Raises:
             RuntimeError: what the layers would meet is not what they met in the first pass.
         """
-        if self._kept is None or self._edges is not None:
-            return
+        if self._kept is not None and self._edges is None:
+            # A copy, as other threads may recompute at the same time.
+            self._ambient.context.copy().run(self._recompute, *self._kept, keep)
+
+    def _recompute(self, inputs: Flat, atomic: bool, needs: Needs, keep: bool) -> None:
         _check_not_cached()
-        inputs, atomic, needs = self._kept
         if versions(inputs) != self._versions:
             raise RuntimeError(
                 f"an input of partition {self._stage.index} was changed in place after its forward, so a recomputation "

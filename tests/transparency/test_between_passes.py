@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -226,6 +227,27 @@ def test_a_loss_that_is_a_tensor_subclass(way: dict[str, Any], plainly: Any) -> 
     x = torch.randn(9, 5)
     for run in (plain, model):
         run(x).square().sum().as_subclass(Loss).backward()
+    assert_alike(model, plain)
+
+
+by = contextvars.ContextVar("by", default=3.0)
+
+
+class ScaleBy(nn.Module):
+    """Scale by a context variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * by.get()
+
+
+def test_a_context_variable(way: dict[str, Any], plainly: Any) -> None:
+    plain, model = pair(way, plainly, nn.Sequential(nn.Linear(5, 5), ScaleBy(), nn.Linear(5, 5), ScaleBy()))
+    x = torch.randn(9, 5)
+    for run in (plain, model):
+        token = by.set(2.0)
+        y = run(x)
+        by.reset(token)
+        y.square().sum().backward()
     assert_alike(model, plain)
 
 

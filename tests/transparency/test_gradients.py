@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -307,8 +309,30 @@ def test_a_parameter_in_two_layers(balance: list[int], way: dict[str, Any], equa
         module[3].weight = module[0].weight
         return module
 
-    # Micro-batches of two layers are added up in turn, and by two threads in the order in which they come.
+    # A pipeline adds up each partition's share before it adds the shares; in one partition, each task's.
     equals_plain(tied, torch.randn(7, 6).requires_grad_(), balance, tolerance=REORDERED, **way)
+
+
+class Pause(nn.Module):
+    """Let the threads take turns in another order each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(1e-3 * random.random())
+        return x.sin()
+
+
+def test_a_parameter_in_two_partitions_gets_the_same_bits_every_time(way: dict[str, Any]) -> None:
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    second.weight = first.weight
+    module = nn.Sequential(nn.Sequential(first, Pause()), nn.Sequential(second, Pause()))
+    model = GPipe(module, [1, 1], devices=["cpu"] * 2, chunks=7, **way)
+    x, found = torch.randn(7, 6), []
+    for _ in range(10):
+        model.zero_grad()
+        model(x).exp().sum().backward()
+        assert first.weight.grad is not None
+        found.append(first.weight.grad)
+    assert all(torch.equal(found[0], grad) for grad in found)
 
 
 def test_hooks_on_outputs(way: dict[str, Any], equals_plain: Callable[..., Any]) -> None:
