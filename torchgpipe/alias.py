@@ -30,8 +30,8 @@ def shared_by(
 
     `held` are the storages of its layers' parameters and buffers. Inputs that are `shared` and handed on stay so.
     """
-    if len(outputs) == 1 and True not in shared and not held:
-        return (False,)
+    if len(outputs) == 1 and True not in shared:
+        return (bool(held) and outputs[0] is not None and storage_of(outputs[0]) in held,)
     storages = [None if y is None else storage_of(y) for y in outputs]
     times = Counter(storages)
     before = held | {storage_of(x) for x, s in zip(inputs, shared, strict=False) if s and x is not None}

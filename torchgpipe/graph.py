@@ -277,15 +277,13 @@ class _Work:
                 self.partition.contents.leaves.check_without_gradients()
 
     def backward(self, grads: Flat) -> Flat:
-        contents = self.partition.contents
-        with contents.lock, contents.leaves.in_place():
-            if all_none(grads):
-                self.begin()
-            else:
-                self.recompute()
-            self.departure.arrive(grads)
-            with observed(self.observer, "backward", self.i, self.j):
-                input_grads = self.graph.backward(grads, keep=keeps_graph())
+        if all_none(grads):
+            self.begin()
+        else:
+            self.recompute()
+        self.departure.arrive(grads)
+        with observed(self.observer, "backward", self.i, self.j):
+            input_grads = self.graph.backward(grads, keep=keeps_graph())
         self.arrival.leave()
         return input_grads
 

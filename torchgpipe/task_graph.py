@@ -72,7 +72,9 @@ class TaskGraph:
             return self._first_pass(inputs, atomic, needs, shared)
         self.checkpoint = False
         with torch.enable_grad(), self._randomness.first():
-            return self._build(self._entered(inputs, needs), atomic, shared)
+            outputs, out_atomic = self._build(self._entered(inputs, needs), atomic, shared)
+        assert self._edges is not None
+        return detached(outputs), out_atomic, tuple([edge is not None for edge in self._edges])
 
     @property
     def awaits_recomputation(self) -> bool:
@@ -169,9 +171,9 @@ class TaskGraph:
         self._versions = versions(inputs)
         # Without the caller's graph: a layer may put hooks on its input.
         given = detached(inputs)
-        if atomic and self._contents.begins_in_place:
+        in_place = atomic and self._contents.begins_in_place
+        if in_place:
             given = copied(given)
-        before = versions(given)
         with (
             torch.no_grad() if torch.is_grad_enabled() else NOTHING,
             self._ambient.for_first_pass(),
@@ -188,9 +190,10 @@ class TaskGraph:
             )
         self._kept = (inputs, atomic, needs)
         # What is handed on unchanged takes a gradient if it did before.
-        unchanged = [old == new for old, new in zip(before, versions(given), strict=True)]
-        need = {id(x): n for x, n, same in zip(given, needs, unchanged, strict=True) if same}
-        out_needs = tuple([need.get(id(y), y is not None and differentiable(y)) for y in outputs])
+        unchanged = {id(x): n for x, n in zip(given, needs, strict=True)}
+        if in_place and given[0] is not None and given[0]._version:
+            del unchanged[id(given[0])]
+        out_needs = tuple([unchanged.get(id(y), y is not None and differentiable(y)) for y in outputs])
         return detached(outputs), out_atomic, out_needs
 
     def _entered(self, inputs: Flat, needs: Needs) -> Flat:
@@ -199,12 +202,11 @@ class TaskGraph:
         entered: Flat = _Entrance.apply(self._input_grads, needs, inputs, _token)
         return entered
 
-    def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool, Needs]:
+    def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
         with self._contents.lock, self._contents.leaves.in_place():
             outputs, out_atomic = self._stage.run(inputs, atomic, shared)
-        out_needs = tuple([y is not None and y.requires_grad for y in outputs])
-        self._edges = [None if y is None or not n else _edge(y) for y, n in zip(outputs, out_needs, strict=True)]
-        return detached(outputs), out_atomic, out_needs
+        self._edges = [None if y is None or not y.requires_grad else _edge(y) for y in outputs]
+        return outputs, out_atomic
 
 
 def _edge(y: Tensor) -> GradientEdge:
