@@ -42,7 +42,7 @@ def main() -> int:
     if problem is not None:
         print(f"reproduce: {problem}", file=sys.stderr)
         return 1
-    from reproduce.cli import main
+    from reproduce.cli.main import main
 
     signal.signal(signal.SIGINT, handler)
     return main()

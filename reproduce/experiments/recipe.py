@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reproduce.decode import Json
 from reproduce.experiments.row import Row, Scale
+from reproduce.records.decode import Json
 
 __all__ = ["AccuracyRow", "AccuracyScale", "Made", "Recipe"]
 
@@ -86,7 +86,7 @@ class AccuracyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """Ask for a data set that the program makes (`reproduce.datasets.Gratings`), out of these numbers and a seed."""
+    """Ask for a data set that the program makes of these numbers and a seed (`reproduce/run/accuracy/datasets.py`)."""
 
     train_size: int
     val_size: int

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from reproduce.decode import Json
+from reproduce.records.decode import Json
 
 __all__ = ["AS_PUBLISHED", "COMPONENTS", "LIKE_PUBLISHED", "P40_MEMORY", "Checkpoint", "Component", "Equal",
            "Experiment", "GiB", "Optimizer", "Row", "Scale"]  # fmt: skip

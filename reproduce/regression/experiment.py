@@ -22,12 +22,12 @@ from typing import Any
 
 from benchmarks.cases import CASES
 from benchmarks.circumstances import checkout, circumstances, keep
-from reproduce.benchmark_block import BENCHMARKS
-from reproduce.decide import Decision, Rule
+from reproduce.numbers.significance import Decision, Rule
 from reproduce.regression.job import JobError, Settings
 from reproduce.regression.judge import TOGETHER, Judgement
 from reproduce.regression.main import measure
 from reproduce.regression.trees import TreeError, trees
+from reproduce.tables.benchmark_block import BENCHMARKS
 
 __all__ = ["main", "order", "prove", "table"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.allocator import KEEP_FREED
-from reproduce.machine import ROOT
+from reproduce.machine.description import ROOT
 from reproduce.regression.signals import undivided
 from reproduce.regression.trees import Tree
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy
 from scipy import stats
 
-from reproduce.compare.judge import verdict
-from reproduce.decide import Decision, Rule, decide, needed
+from reproduce.numbers.judge import verdict
+from reproduce.numbers.significance import Decision, Rule, decide, needed
 from reproduce.regression.job import Samples
 
 __all__ = ["METRIC", "TOGETHER", "Judged", "Judgement", "judge", "least_restarts", "ratios", "shared"]

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.cases import CASES
-from reproduce.compare.render import as_csv, as_json, legend, table
-from reproduce.decide import Rule
-from reproduce.layout import bullets, many
-from reproduce.machine import load_average, machine, versions
-from reproduce.record import Git, Run
-from reproduce.recorder import now
+from reproduce.machine.description import load_average, machine, versions
+from reproduce.numbers.significance import Rule
+from reproduce.records.record import Git, Run
 from reproduce.regression.job import JobError, Settings, collect, interleaved
 from reproduce.regression.judge import Judgement, judge, least_restarts, shared
 from reproduce.regression.show import comparison, sides
 from reproduce.regression.trees import Tree, TreeError, trees
+from reproduce.run.recorder import now
+from reproduce.tables.comparison import as_csv, as_json, legend, table
+from reproduce.tables.layout import bullets, many
 
 __all__ = ["Answer", "JobError", "QuestionError", "Settings", "TreeError", "answer", "choose_cases", "measure"]
 

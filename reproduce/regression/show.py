@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reproduce.compare.judge import Comparison, Row
-from reproduce.compare.match import Line
-from reproduce.compare.metric import Reading
-from reproduce.compare.sides import Entry, Side, gather
-from reproduce.decide import Rule
-from reproduce.layout import many
-from reproduce.record import Record, Result, Run
+from reproduce.numbers.judge import Comparison, Row
+from reproduce.numbers.match import Line
+from reproduce.numbers.metric import Reading
+from reproduce.numbers.significance import Rule
+from reproduce.numbers.sources import Entry, Side, gather
+from reproduce.records.record import Record, Result, Run
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import METRIC, Judgement
+from reproduce.tables.layout import many
 
 __all__ = ["comparison", "sides"]
 

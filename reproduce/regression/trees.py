@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reproduce.machine import ROOT
+from reproduce.machine.description import ROOT
 from reproduce.regression.signals import terminable, undivided
 
 __all__ = ["Tree", "TreeError", "checked_out", "commit_of", "snapshot", "trees"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.patches import Patch
 
-from reproduce.compare.metric import BYTES
-from reproduce.decode import Json
+from reproduce.numbers.metric import BYTES
+from reproduce.records.decode import Json
 from reproduce.report.curves import COLORS
 from reproduce.report.figure import BACK, DEVICES, SERIES, new_figure, styled, svg
 from reproduce.report.gather import Source, Subject

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reproduce.compare.match import CHOSEN, differing
-from reproduce.compare.metric import Reading
-from reproduce.compare.render import number, three_digits
+from reproduce.numbers.match import CHOSEN, differing
+from reproduce.numbers.metric import Reading
+from reproduce.numbers.spread import spread
 from reproduce.report.gather import Source, Subject
-from reproduce.statistic import spread
+from reproduce.tables.comparison import number, three_digits
 
 __all__ = ["Beside", "Column", "lay_beside"]
 

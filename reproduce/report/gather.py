@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from reproduce.compare.metric import Reading, over, read
-from reproduce.compare.sides import Entry
 from reproduce.experiments import EXPERIMENTS
-from reproduce.record import Record, Result, hardware_name, load
+from reproduce.numbers.metric import Reading, over, read
+from reproduce.numbers.sources import Entry
+from reproduce.records.record import Record, Result, hardware_name, load
 
 __all__ = ["Source", "Subject", "gather", "load_folder"]
 

@@ -7,15 +7,15 @@ from html import escape
 from pathlib import Path
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.layout import Table, many
-from reproduce.record import Record
+from reproduce.records.record import Record
 from reproduce.report.bars import ablation_figures, memory_figures
 from reproduce.report.beside import Beside, lay_beside
 from reproduce.report.curves import speed_up_figures
 from reproduce.report.gather import Source, Subject, gather
 from reproduce.report.machines import facts
 from reproduce.report.timelines import timeline_figures, trace_figures
-from reproduce.tables import tables
+from reproduce.tables.all import tables
+from reproduce.tables.layout import Table, many
 from torchgpipe.plan.replay import Timeline
 
 __all__ = ["page"]

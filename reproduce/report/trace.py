@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from reproduce.decode import DecodeError, Json, decode
-from reproduce.record import RecordError, read_json
+from reproduce.records.decode import DecodeError, Json, decode
+from reproduce.records.record import RecordError, read_json
 from torchgpipe.plan.replay import Event, Timeline
 
 __all__ = ["read_trace"]

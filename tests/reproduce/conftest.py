@@ -4,15 +4,18 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-import reproduce.devices
-import reproduce.training
+import reproduce.machine.devices
+import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.records.record import Machine, Record, Result, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Path(__file__).with_name("tiny.py")
@@ -45,8 +48,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Experiment]:
     found: dict[str, Experiment] = runpy.run_path(str(TINY))["TINY"]
     for name, experiment in found.items():
         monkeypatch.setitem(EXPERIMENTS, name, experiment)
-    monkeypatch.setattr(reproduce.devices, "cores", lambda: 2)
-    monkeypatch.setattr(reproduce.training, "PROFILE_SECONDS", 0.05)
+    monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: 2)
+    monkeypatch.setattr(reproduce.run.training, "PROFILE_SECONDS", 0.05)
     return found
 
 
@@ -94,3 +97,45 @@ def broken_modules(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+RUN = Run(
+    state="finished",
+    command=["python", "-m", "reproduce"],
+    seed=0,
+    started="2020-04-21T10:02:05Z",
+    ended=None,
+    device="cpu",
+    devices=2,
+    threads_per_device=1,
+    machine=Machine("Linux", "a CPU", 2, 2, 8 << 30),
+    versions={"torch": "2.11.0"},
+    git=None,
+    load=None,
+)
+STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
+
+
+def make_row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
+    """Make a measured row of eight steady steps of so many seconds, or of the steps given."""
+    config = {"model": "AmoebaNet-D", "batch_size": 8, **changes.pop("config", {"row": name})}
+    steps = [seconds * step for step in STEADY] if isinstance(seconds, float) else list(seconds or [])
+    samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
+    base = Result("e", name, "measured", "small", "cpu", config, samples=samples)
+    return replace(base, **changes)
+
+
+def make_record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: Any) -> Record:
+    """Make a record of rows that were measured on a machine with that CPU."""
+    run = replace(RUN, machine=replace(RUN.machine, cpu=cpu), versions={"torch": torch})
+    return Record("name", "Title", "measured", {"loss": "1"}, list(rows), run=replace(run, **changes))
+
+
+@pytest.fixture
+def row() -> Callable[..., Result]:
+    return make_row
+
+
+@pytest.fixture
+def record() -> Callable[..., Record]:
+    return make_record

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import reproduce.devices
-import reproduce.training
+import reproduce.machine.devices
+import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment
 
 PROFILE_SECONDS = 0.05
@@ -64,12 +64,12 @@ TINY = {
 
 if __name__ == "__main__":
     EXPERIMENTS.update(TINY)
-    reproduce.devices.cores = lambda: CORES
-    reproduce.training.PROFILE_SECONDS = PROFILE_SECONDS
-    from reproduce.cli import main
+    reproduce.machine.devices.cores = lambda: CORES
+    reproduce.run.training.PROFILE_SECONDS = PROFILE_SECONDS
+    from reproduce.cli.main import main
 
     if os.environ.get("TINY_SLEEP"):  # make every step last, to be interrupted
-        from reproduce.accuracy_training import AccuracyTraining
+        from reproduce.run.accuracy.training import AccuracyTraining
 
         def slow(step: Callable[..., object]) -> Callable[..., object]:
             def sleep(*arguments: object) -> object:
@@ -78,6 +78,6 @@ if __name__ == "__main__":
 
             return sleep
 
-        for training in (reproduce.training.Training, AccuracyTraining):
+        for training in (reproduce.run.training.Training, AccuracyTraining):
             training.step = slow(training.step)
     sys.exit(main())

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks.circumstances import keep
-from reproduce.benchmark_block import benchmark_block
-from reproduce.decide import Rule
+from reproduce.numbers.significance import Rule
 from reproduce.regression import experiment
 from reproduce.regression.experiment import order, prove, table
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import Judgement, judge
 from reproduce.regression.trees import Tree
+from reproduce.tables.benchmark_block import benchmark_block
 
 UNDER = {"when": "2026-01-02T03:04:05+00:00", "torch": "2", "python": "3", "cpu": "a CPU", "cores": 2, "load": 0.0,
          "revision": "0123456789", "dirty": False}  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from reproduce.compare.judge import verdict
-from reproduce.decide import Rule
+from reproduce.numbers.judge import verdict
+from reproduce.numbers.significance import Rule
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import TOGETHER, judge, least_restarts, ratios, shared
 

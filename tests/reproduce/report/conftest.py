@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.record import Git, Gpu, Machine, Record, Result, Run
+from reproduce.records.record import Git, Gpu, Machine, Record, Result, Run
 from reproduce.report.gather import load_folder
 from reproduce.report.page import page
-from reproduce.training import size_names
+from reproduce.run.training import size_names
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reproduce.record import Record
+from reproduce.records.record import Record
 from reproduce.report.beside import Beside, lay_beside
 from reproduce.report.gather import gather
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from reproduce.record import Record
+from reproduce.records.record import Record
 from reproduce.report.bars import ablation_figures, memory_figures
 from reproduce.report.curves import ideal, speed_up_figures
 from reproduce.report.figure import VARIABLES

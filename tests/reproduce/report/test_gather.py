@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from reproduce.record import Record, Result
+from reproduce.records.record import Record, Result
 from reproduce.report.gather import Subject, gather
 
 from .conftest import RUN, TABLES

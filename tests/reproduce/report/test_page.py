@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from reproduce.record import Record, Result
+from reproduce.records.record import Record, Result
 from reproduce.report.gather import load_folder
 from reproduce.report.page import page
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reproduce.record import RecordError
+from reproduce.records.record import RecordError
 from reproduce.report.timelines import trace_figures
 from reproduce.report.trace import read_trace
 from torchgpipe.plan.replay import Event

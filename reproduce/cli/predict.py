@@ -1,0 +1,83 @@
+"""`python -m reproduce predict EXPERIMENT… --hardware NAME`: published tables, predicted without running anything."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+
+import click
+
+from reproduce.cli.shared import need
+from reproduce.machine.description import ROOT
+from reproduce.predict.rows import predict_table, predictable
+from reproduce.records.record import save, write_atomically
+from reproduce.run.recorder import prepare_folder
+from reproduce.tables.all import tables
+from reproduce.tables.layout import many
+from reproduce.tables.prediction_docs import DOCS, rendered
+from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+
+__all__ = ["PREDICTED", "hardware_by_name", "predict"]
+
+PREDICTED = ROOT / "results" / "predicted"
+
+
+def hardware_by_name(_: click.Context, __: click.Parameter, name: str | None) -> Hardware | None:
+    """Return the description of that name, or in that file."""
+    try:
+        return None if name is None else load_hardware(name)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
+    """Return the names that can be predicted, each once; `all` stands for every one."""
+    known = predictable()
+    for name in names:
+        if name not in known and name != "all":
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}" if close else f"there are {', '.join(known)}, and all"
+            raise click.BadParameter(f"no experiment that can be predicted is called {name!r}; {meant}")
+    return list(known) if "all" in names else list(dict.fromkeys(names))
+
+
+@click.command()
+@click.argument("experiments", nargs=-1, required=True, callback=experiments_by_name)
+@click.option(
+    "--hardware",
+    default="p40x8",
+    show_default=True,
+    callback=hardware_by_name,
+    metavar="NAME|FILE",
+    help=f"A shipped description ({', '.join(hardware_names())}) or the path of one (.json).",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=PREDICTED,
+    metavar="DIR",
+    help="Where to put the records. Default: results/predicted.",
+)
+@click.option("--docs", is_flag=True, help="Also renew the tables in docs/prediction.md, from the records in --out.")
+def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -> None:
+    """Predict the published tables of EXPERIMENTS (or: all) at scale paper, on any machine and without a GPU."""
+    if docs and importlib.util.find_spec("torchvision") is None:
+        raise click.UsageError(
+            "--docs counts torchvision's models, and there is no torchvision: install it, or leave --docs out"
+        )
+    if docs:
+        need("scipy")
+    prepare_folder(out)
+    written = []
+    for experiment in experiments:
+        record = predict_table(experiment, hardware)
+        for table in tables(record):
+            click.echo(f"\n{table.text()}")
+        path = out / f"{record.name}.json"
+        save(record, path)
+        written.append(path)
+    click.echo(f"\nwritten: {many(len(written), 'record')} to {out}")
+    if docs:
+        write_atomically(DOCS, rendered(DOCS.read_text(encoding="utf-8"), out))
+        click.echo(f"renewed: {DOCS}")

@@ -1,0 +1,27 @@
+"""Write anew everything that is made from records: `python -m reproduce render`."""
+
+from __future__ import annotations
+
+import click
+
+from reproduce.machine.description import ROOT
+from reproduce.records.record import write_atomically
+from reproduce.tables.render import render, stale
+
+__all__ = ["render_command"]
+
+
+@click.command("render")
+@click.option("--check", is_flag=True, help="Write nothing; fail where something is stale.")
+def render_command(check: bool) -> None:
+    """Write anew what is made from records: the pages in results/, and the marked blocks of README.md and docs/."""
+    files = render(ROOT)
+    changed = stale(files)
+    if check and changed:
+        named = ", ".join(str(path.relative_to(ROOT)) for path in changed)
+        raise click.ClickException(f"stale: {named}; run 'python -m reproduce render'")
+    for path in changed:
+        write_atomically(path, files[path])
+        click.echo(str(path.relative_to(ROOT)))
+    if not changed:
+        click.echo(f"{len(files)} files are as their records say")

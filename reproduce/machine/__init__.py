@@ -1,0 +1,1 @@
+"""The machine that runs: its devices, and what it consists of."""

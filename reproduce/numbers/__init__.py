@@ -1,0 +1,1 @@
+"""The one place that divides: spreads, metrics, matching, significance."""

@@ -1,0 +1,146 @@
+"""Match the rows of several sides: those with the same configuration stand on one line.
+
+Two rows have the same configuration if no field that both record differs, but for what a run chooses by itself, such
+as a profiled balance. A published row is also matched with the rows that are marked as reproducing it: with those of
+its own configuration where a side has any, else with all, at whatever scale; what then differs is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from reproduce.experiments import EXPERIMENTS
+from reproduce.numbers.sources import Entry, Side
+from reproduce.records.decode import Json
+
+__all__ = ["ALIASES", "CHOSEN", "Line", "differing", "match", "same_work", "value"]
+
+CHOSEN = ("balance",)  # by a run itself, where the experiment does not fix it
+ALIASES = {"n": "partitions", "m": "chunks"}
+
+
+@dataclass
+class Line:
+    """Hold what stands on one line of a table: at most one row of each side, by the side's number."""
+
+    experiment: str
+    entries: dict[int, Entry] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def first(self) -> Entry:
+        """Give the row that says what the line is about: one that was run rather than published, where there is one."""
+        return min(self.entries.values(), key=lambda entry: entry.result.status == "published")
+
+
+def match(sides: Sequence[Side]) -> list[Line]:
+    """Return the lines that hold every row of every side, those of one experiment together."""
+    lines: list[Line] = []
+    for number, side in enumerate(sides):
+        for entry in side.entries:
+            if entry.result.status != "published":
+                _place(lines, number, entry, entry.result.experiment)
+    for number, side in enumerate(sides):
+        for entry in side.entries:
+            if entry.result.status == "published":
+                _place_published(lines, number, entry)
+    _label(lines)
+    order = list(dict.fromkeys(line.experiment for line in lines))
+    return sorted(lines, key=lambda line: order.index(line.experiment))
+
+
+def differing(one: Entry, other: Entry) -> list[str]:
+    """Return the names of the fields that both rows record, and differently."""
+    ours, theirs = one.result.config, other.result.config
+    return [name for name in ours if name in theirs and ours[name] != theirs[name]]
+
+
+def same_work(one: Entry, other: Entry) -> bool:
+    """Say whether two rows did the same work: nothing but what runs choose by themselves differs."""
+    return set(differing(one, other)) <= set(CHOSEN)
+
+
+def value(line: Line, name: str) -> Json:
+    """Return a field of the line's configuration, or `row`, `experiment`, `scale`, `device`; None if it has none."""
+    name = ALIASES.get(name, name)
+    if name == "experiment":
+        return line.experiment
+    for entry in (line.first, *line.entries.values()):
+        found = getattr(entry.result, name) if name in ("row", "scale", "device") else entry.result.config.get(name)
+        if found is not None:
+            return found
+    return None
+
+
+def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
+    """Put a row on the line that fits best, or on a new one."""
+
+    def likeness(line: Line) -> int:
+        other = line.first
+        same = [getattr(other.result, name) == getattr(entry.result, name) for name in ("row", "scale", "device")]
+        return sum([*same, other.hardware == entry.hardware])
+
+    fitting = [
+        line
+        for line in lines
+        if line.experiment == experiment and number not in line.entries and _same(line.first, entry)
+    ]
+    if fitting:
+        max(fitting, key=likeness).entries[number] = entry
+    else:
+        lines.append(Line(experiment, {number: entry}))
+
+
+def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
+    """Put a published row on every line that reproduces it, or else where rows are placed."""
+    name = f"{entry.result.experiment}/{entry.result.row}"
+    reproducing = [line for line in lines if number not in line.entries and line.first.result.published == name]
+    for side in {side for line in reproducing for side in line.entries}:
+        theirs = [line for line in reproducing if side in line.entries]
+        for line in [line for line in theirs if same_work(line.entries[side], entry)] or theirs:
+            line.entries[number] = entry
+    if not reproducing:
+        tables = {experiment.table: experiment.name for experiment in EXPERIMENTS.values()}
+        _place(lines, number, entry, tables.get(entry.result.experiment, entry.result.experiment))
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    both = (one.result, other.result)
+    if not same_work(one, other):
+        return False
+    # Rows that record nothing in common, or were published both, are told apart by their names.
+    named = all(result.status == "published" for result in both) or not (both[0].config.keys() & both[1].config.keys())
+    return not named or both[0].row == both[1].row
+
+
+def _label(lines: Sequence[Line]) -> None:
+    """Name the lines after their rows, and after what else it takes to tell them apart."""
+    for line in lines:
+        line.label = line.first.result.row
+    for extra in (_scale, _device, _hardware):
+        for group in _alike(lines):
+            for line in group:
+                found = extra(line.first)
+                if found is not None and len({extra(other.first) for other in group}) > 1:
+                    line.label += f" ({found})"
+
+
+def _scale(entry: Entry) -> str | None:
+    return entry.result.scale
+
+
+def _device(entry: Entry) -> str | None:
+    return entry.result.device
+
+
+def _hardware(entry: Entry) -> str | None:
+    return entry.hardware
+
+
+def _alike(lines: Sequence[Line]) -> list[list[Line]]:
+    """Return the lines that share experiment and label, in groups."""
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.experiment, line.label), []).append(line)
+    return [group for group in groups.values() if len(group) > 1]

@@ -1,0 +1,122 @@
+"""Load a side of a comparison: a record, a folder of them, pytest-benchmark's JSON, or a git revision with some."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from reproduce.records.foreign import from_pytest_benchmark, is_pytest_benchmark
+from reproduce.records.record import Record, RecordError, Result, hardware_name, parse, read_json
+
+__all__ = ["Entry", "Side", "SideError", "gather", "load_side"]
+
+IN_REVISION = "results/measured"  # where a revision's records are looked for if no place is named
+
+
+class SideError(Exception):
+    """Tell in one line why there is nothing to compare in what was named."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Hold a row and the record that it comes from."""
+
+    record: Record
+    result: Result
+
+    @property
+    def hardware(self) -> str | None:
+        """Give the name of the hardware description that a prediction was made with."""
+        return hardware_name(self.record, self.result) if self.result.status == "predicted" else None
+
+
+@dataclass(frozen=True)
+class Side:
+    """Hold the rows of a side, each once: the newest where several runs have it.
+
+    `letter` is its short name in tables, `name` what the user called it.
+    """
+
+    letter: str
+    name: str
+    entries: list[Entry]
+    records: list[Record]
+    superseded: int = 0
+
+
+def load_side(letter: str, name: str) -> Side:
+    """Load what `name` names: a path where there is one, or else REVISION or REVISION:PATH of the current git checkout.
+
+    Raises:
+        RecordError: a file is broken, or no record.
+        SideError: there is nothing of that name, or no record in it.
+    """
+    path = Path(name or "''")
+    if path.is_dir():
+        files = sorted(path.glob("*.json"))
+        if not files:
+            inside = sorted({file.parent.relative_to(path).as_posix() for file in path.rglob("*.json")})
+            advice = f"; there are some in {', '.join(f'{path / folder}' for folder in inside[:3])}" if inside else ""
+            raise SideError(f"{name}: no record (*.json) in this folder{advice}")
+        return gather(letter, name, [_read(_bytes(file), str(file)) for file in files])
+    if path.exists():
+        return gather(letter, name, [_read(_bytes(path), name)])
+    return gather(letter, name, list(_from_git(name)))
+
+
+def gather(letter: str, name: str, records: Sequence[Record]) -> Side:
+    """Make a side of records: where several hold a row, the one that started last counts."""
+    newest: dict[tuple[str | None, ...], Entry] = {}
+    count = 0
+    for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
+        for result in record.results:
+            count += 1
+            key = (result.experiment, result.scale, result.device, result.row, hardware_name(record, result))
+            newest.pop(key, None)
+            newest[key] = Entry(record, result)
+    return Side(letter, name, list(newest.values()), list(records), count - len(newest))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _read(content: bytes, where: str) -> Record:
+    data = read_json(content, where)
+    return from_pytest_benchmark(data, where) if is_pytest_benchmark(data) else parse(data, where)
+
+
+def _from_git(name: str) -> Iterator[Record]:
+    revision, _, place = name.partition(":")
+    commit = (
+        _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}") if revision else None
+    )
+    top = _git("rev-parse", "--show-toplevel")
+    if commit is None or top is None:
+        raise SideError(
+            f"{name}: no such file or folder, and no git revision here; name a record, a folder or a revision"
+        )
+    place = place or IN_REVISION
+    listed = _git("ls-tree", "-r", "-z", "--full-tree", "--name-only", commit.decode().strip(), "--", place) or b""
+    found = [file for file in listed.decode().split("\0") if file.endswith(".json")]
+    if PurePosixPath(place) not in map(PurePosixPath, found):  # a folder: like on disk, without those below it
+        found = [file for file in found if PurePosixPath(file).parent == PurePosixPath(place)]
+    if not found:
+        raise SideError(f"{name}: that revision holds no record (*.json) in {place}; name a place as {revision}:FOLDER")
+    for file in found:
+        content = _git("cat-file", "blob", f"{commit.decode().strip()}:{file}")
+        if content is None:
+            raise SideError(f"{revision}:{file}: git cannot read it")
+        yield _read(content, f"{revision}:{file}")
+
+
+def _git(*arguments: str) -> bytes | None:
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,1 @@
+"""How the efficiencies of the P40 were found."""

@@ -1,0 +1,1 @@
+"""Predict rows that are not run."""

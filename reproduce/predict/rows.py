@@ -1,0 +1,204 @@
+"""Predict the rows of a published table, as they were configured there, on a described node and without running them.
+
+Results are records like any other, with status `predicted`; which description of hardware was used stands in them.
+They hold no time and no machine, so that the same source gives the same file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from reproduce.experiments import EXPERIMENTS
+from reproduce.records.decode import Json
+from reproduce.records.published import published
+from reproduce.records.record import Record, Result
+from torchgpipe.plan.count import Counts, count
+from torchgpipe.plan.hardware import Hardware
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.predict import Predictor, Setup
+
+__all__ = [
+    "BUILDERS",
+    "SPEED_TABLES",
+    "UNITS",
+    "predict_row",
+    "predict_table",
+    "predictable",
+    "predictor_of",
+    "setup_of",
+    "speed",
+]
+
+# experiment -> the published table that it repeats; those that can also be run say so themselves
+TABLES = {
+    "amoebanet-speed": "tg-amoebanetd-speed",
+    "amoebanet-memory": "tg-amoebanetd-memory",
+    "unet-speed": "tg-unet-speed",
+    "unet-memory": "tg-unet-memory",
+    "unet-ablation": "tg-unet-ablation",
+    "resnet101-speed": "tg-resnet101-speed",
+}
+
+SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
+"""Those whose speed-ups the targets are about."""
+
+UNITS = {
+    "throughput": "samples/s, over an epoch where the published one is",
+    "step_time": "s",
+    "bubble": "share of the devices' time",
+    "allocated": "bytes, of each device: the peak of what is allocated to tensors",
+    "model": "bytes, of all devices: parameters, buffers, gradients and optimizer state",
+}
+DIGITS = 6  # that are kept: more would be noise of the arithmetic
+
+RESERVED = ("memory", "peak_activation_memory")
+"""Published values of memory: GiB, as reserved by the caching allocator, summed over devices."""
+
+UNORDERED = "without the dependency nothing orders backward, so there is no one schedule to replay"
+
+
+def predictable() -> dict[str, str]:
+    """Return the experiments that can be predicted, each with its published table."""
+    return {name: EXPERIMENTS[name].table if name in EXPERIMENTS else table for name, table in TABLES.items()}
+
+
+def predict_table(experiment: str, hardware: Hardware) -> Record:
+    """Predict every row of the experiment's published table on `hardware`."""
+    table = published(predictable()[experiment])
+    return Record(
+        name=f"{experiment}-{hardware.name}",
+        title=f"{table.title}: predicted, on {hardware.name}",
+        kind="predicted",
+        unit=UNITS,
+        scale="paper",
+        hardware=describe(hardware),
+        results=[predict_row(experiment, table.name, row, hardware) for row in table.results],
+    )
+
+
+def describe(hardware: Hardware) -> dict[str, Json]:
+    """Return the description's figures, as a record keeps them."""
+    figures: dict[str, Json] = {key: getattr(hardware, key) for key in ("name", "title", "devices")}
+    for key in hardware.sources:
+        table, _, item = key.partition(".")
+        value = getattr(hardware, table)
+        figures[key] = value[item] if item else value
+    return figures
+
+
+def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
+    """Predict one published row of `table`."""
+    result = Result(
+        experiment=experiment,
+        row=row.row,
+        status="predicted",
+        scale="paper",
+        device="meta",
+        config=row.config,
+        published=f"{table}/{row.row}",
+    )
+    components = row.config.get("components")
+    if components is not None and "dependency" not in components:
+        return replace(result, status="not run", reason=UNORDERED)
+    holds = any(name in row.values for name in RESERVED)
+    predictor = predictor_of(row.config, hardware, memory=holds)
+    values: dict[str, Json] = {}
+    if "throughput" in row.values:
+        values.update(speed(predictor, row.config))
+    if holds:
+        values.update(_memory(predictor.counts, row.config))
+    return replace(result, values={name: _rounded(value) for name, value in values.items()})
+
+
+def predictor_of(config: dict[str, Json], hardware: Hardware, *, memory: bool = False) -> Predictor:
+    """Return what predicts a published row's model on `hardware`; its layers' memory only if asked for."""
+    return Predictor(_counts(*_model(config), memory), hardware)
+
+
+def setup_of(config: dict[str, Json], layers: int) -> Setup:
+    """Return a published row's setup; a row without a pipeline is one partition and one micro-batch."""
+    components = config.get("components")
+    name = config["optimizer"].lower()
+    return Setup(
+        batch_size=config["batch_size"],
+        balance=tuple(config["balance"] or (layers,)),
+        chunks=config["chunks"] or 1,
+        checkpoint=config["checkpoint"] or "never",
+        # PyTorch of that time updated one parameter after another, on GPUs too, and set gradients to zero.
+        optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
+        portals=components is None or "portals" in components,
+        streams=components is None or "streams" in components,
+        zeroed=True,
+    )
+
+
+def speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
+    """Predict one step, and the throughput of an epoch as the papers took it: with its last, smaller mini-batch."""
+    setup = setup_of(config, len(predictor.counts))
+    step = predictor.step(setup)
+    samples, seconds = float(setup.batch_size), step.seconds
+    if "last_batch_size" in config:
+        steps, last = config["steps_per_epoch"], config["last_batch_size"]
+        samples = setup.batch_size * (steps - 1) + last
+        seconds = step.seconds * (steps - 1) + predictor.step(replace(setup, batch_size=last)).seconds
+    return {"throughput": samples / seconds, "step_time": step.seconds, "bubble": step.bubble}
+
+
+def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
+    """Predict every device's peak, with PyTorch of today; without portals, nothing."""
+    setup = replace(setup_of(config, len(counts)), zeroed=False)
+    if not setup.portals:
+        return {}
+    devices = setup_memory(counts, setup)
+    kept = round(sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low))
+    return {"allocated": [round(device.peak) for device in devices], "model": kept}
+
+
+def _model(config: dict[str, Json]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return what says which model a row trains: its name, its sizes and the shape of a sample."""
+    sizes = tuple(config[name] for name in ("L", "D", "B", "C") if name in config)
+    return config["model"], sizes, tuple(config["input_shape"])
+
+
+def _amoebanet(layers: int, filters: int) -> nn.Sequential:
+    from benchmarks.models import amoebanetd
+
+    return amoebanetd(layers, filters)
+
+
+def _unet(convs: int, channels: int) -> nn.Sequential:
+    from benchmarks.models import unet
+
+    return unet(5, convs, channels)
+
+
+def _resnet101() -> nn.Sequential:
+    from benchmarks.models import resnet101
+
+    return resnet101()
+
+
+BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
+    "AmoebaNet-D": _amoebanet,
+    "U-Net": _unet,
+    "ResNet-101": _resnet101,
+}
+
+
+@functools.lru_cache(maxsize=8)
+def _counts(model: str, sizes: tuple[int, ...], shape: tuple[int, ...], memory: bool) -> Counts:
+    with torch.device("meta"):
+        module, sample = BUILDERS[model](*sizes), torch.empty(1, *shape)
+    return count(module, sample, memory=memory)
+
+
+def _rounded(value: Json) -> Json:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

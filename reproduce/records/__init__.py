@@ -1,0 +1,1 @@
+"""Results on disk: measured, emulated, predicted and published ones."""

@@ -1,0 +1,1 @@
+"""Run the rows of experiments."""

@@ -1,0 +1,1 @@
+"""Train to an accuracy."""

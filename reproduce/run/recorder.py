@@ -1,0 +1,108 @@
+"""Write a run's record while the run goes on, so that whatever ends it, every finished row is kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from reproduce.machine.description import git, load_average, machine, versions
+from reproduce.machine.devices import Devices
+from reproduce.records.decode import Json
+from reproduce.records.record import Record, RecordError, Result, Run, save
+
+__all__ = ["Recorder", "new_recorder", "now", "prepare_folder"]
+
+
+class Recorder:
+    """Hold a run's record and its file."""
+
+    def __init__(self, path: Path, record: Record) -> None:
+        self.path = path
+        self.empty = record
+        self.results: dict[tuple[str, str | None, str | None, str], Result] = {}
+
+    @property
+    def record(self) -> Record:
+        """Give the record with all results so far, in the order in which they were first put."""
+        return replace(self.empty, results=list(self.results.values()))
+
+    def put(self, result: Result) -> None:
+        """Add a result, or replace the one of the same row."""
+        self.results[result.experiment, result.scale, result.device, result.row] = result
+
+    def add_values(self, experiment: str, scale: str | None, device: str | None, row: str, **values: Json) -> None:
+        """Add values to a result that was put before, or replace them."""
+        key = (experiment, scale, device, row)
+        self.results[key] = replace(self.results[key], values={**self.results[key].values, **values})
+
+    def save(self) -> None:
+        """Write the file."""
+        save(self.record, self.path)
+
+    def end(self, state: Literal["finished", "interrupted"]) -> None:
+        """Write the file for the last time."""
+        assert self.empty.run is not None
+        self.empty = replace(self.empty, run=replace(self.empty.run, state=state, ended=now()))
+        self.save()
+
+
+def new_recorder(
+    folder: Path,
+    experiments: Sequence[str],
+    *,
+    title: str,
+    scale: str,
+    unit: dict[str, str],
+    devices: Devices,
+    seed: int,
+    command: Sequence[str],
+    settings: dict[str, Json] | None = None,
+) -> Recorder:
+    """Start a record in `folder` that knows the machine, and whose name no other file has."""
+    started = now()
+    name = f"{'_'.join(experiments)}-{scale}-{started.replace(':', '').replace('-', '')}"
+    path = folder / f"{name}.json"
+    for again in range(2, 1000):
+        if not path.exists():
+            break
+        path = folder / f"{name}-{again}.json"
+    run = Run(
+        state="running",
+        command=list(command),
+        seed=seed,
+        started=started,
+        ended=None,
+        device=devices.kind,
+        devices=devices.count,
+        threads_per_device=devices.threads,
+        machine=machine(),
+        versions=versions(),
+        git=git(),
+        load=load_average(),
+        settings=settings or {},
+    )
+    return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
+
+
+def prepare_folder(folder: Path, option: str = "--out") -> None:
+    """Make `folder`, and make sure that files can be written there.
+
+    Raises:
+        RecordError: they cannot.
+    """
+    trial = folder / f".trial.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        raise RecordError(f"{option} {folder}: cannot be written ({error.strerror or error}); name another") from error
+
+
+def now() -> str:
+    """Return the time in UTC, such as 2020-04-21T10:02:05Z."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

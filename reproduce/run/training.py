@@ -1,0 +1,211 @@
+"""Make one row of an experiment ready to train: its model, on its devices, with data and an optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reproduce.experiments import Row
+from reproduce.machine.devices import Devices
+from torchgpipe.observe import Observer, observed
+
+__all__ = ["LOSSES", "MODELS", "Balancer", "FakeData", "Training", "build_model", "count_parameters", "size_names"]
+
+PROFILE_SECONDS = 1.0  # for each balance
+PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _amoebanetd(num_layers: int, num_filters: int) -> nn.Sequential:
+    from benchmarks.models import amoebanetd
+
+    return amoebanetd(num_layers, num_filters)
+
+
+def _unet(num_convs: int, base_channels: int) -> nn.Sequential:
+    from benchmarks.models import unet
+
+    return unet(num_convs=num_convs, base_channels=base_channels)
+
+
+def _resnet101() -> nn.Sequential:
+    from benchmarks.models import resnet101
+
+    return resnet101()
+
+
+def _resnet(blocks: int, width: int, expansion: int) -> nn.Sequential:
+    from benchmarks.models.resnet import resnet
+
+    return resnet((blocks,) * 4, width=width, expansion=expansion)
+
+
+# name -> (the names of its sizes, its builder), the names as in the published tables
+MODELS: dict[str, tuple[tuple[str, ...], Callable[..., nn.Sequential]]] = {
+    "AmoebaNet-D": (("L", "D"), _amoebanetd),
+    "U-Net": (("B", "C"), _unet),
+    "ResNet-101": ((), _resnet101),
+    "ResNet": (("blocks", "width", "expansion"), _resnet),
+}
+
+
+def class_labels(row: Row, generator: torch.Generator) -> Tensor:
+    """Draw a class for each sample."""
+    assert row.num_classes is not None
+    return torch.randint(row.num_classes, (row.batch_size,), generator=generator)
+
+
+def masks(row: Row, generator: torch.Generator) -> Tensor:
+    """Draw foreground, 1, or background, 0, for each pixel of each output channel."""
+    shape = (row.batch_size, row.options["output_channels"], *row.input_shape[1:])
+    return torch.randint(2, shape, generator=generator).float()
+
+
+# name -> (the function, what draws targets for it)
+LOSSES: dict[str, tuple[Loss, Callable[[Row, torch.Generator], Tensor]]] = {
+    "cross_entropy": (F.cross_entropy, class_labels),
+    "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, masks),
+}
+
+
+def size_names(model: str) -> tuple[str, ...]:
+    """Return what the sizes of `model` are called."""
+    return MODELS[model][0]
+
+
+def build_model(row: Row) -> nn.Sequential:
+    """Build the row's model on PyTorch's default device."""
+    return MODELS[row.model][1](*row.size)
+
+
+def count_parameters(row: Row) -> int:
+    """Count the parameters of the row's model, on the meta device: exactly, and without memory for them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(row).parameters())
+
+
+class FakeData:
+    """Draw inputs once and hand out their first samples, so that rows share them whatever their batch sizes."""
+
+    def __init__(self, rows: Sequence[Row], seed: int) -> None:
+        self.seed = seed
+        self.most = {row.input_shape: 0 for row in rows}
+        for row in rows:
+            self.most[row.input_shape] = max(self.most[row.input_shape], row.batch_size)
+        self.inputs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def input(self, row: Row, device: torch.device) -> Tensor:
+        """Return the row's mini-batch, uniform in 0 to 1, (batch_size, *input_shape) on `device`."""
+        key = (row.input_shape, device)
+        if key not in self.inputs:
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = torch.rand(self.most[row.input_shape], *row.input_shape, generator=generator)
+            self.inputs[key] = drawn.to(device)
+        return self.inputs[key][: row.batch_size]
+
+    def target(self, row: Row, device: torch.device) -> Tensor:
+        """Return targets that suit the row's loss, on `device`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return LOSSES[row.loss][1](row, generator).to(device)
+
+
+class Balancer:
+    """Balance models over partitions by profiling, once for each model, number of partitions and samples."""
+
+    def __init__(self, devices: Devices, seconds: float | None = None) -> None:
+        self.device = devices.first(1)[0]
+        self.seconds = PROFILE_SECONDS if seconds is None else seconds
+        self.known: dict[tuple[str, tuple[int, ...], int, int], tuple[int, ...]] = {}
+
+    def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
+        """Return `row` with a balance: its own, where it has one."""
+        if row.partitions is None or row.balance is not None:
+            return row
+        if row.partitions == 1:
+            return replace(row, balance=(len(model),))
+
+        # Rows at equal batch size share a balance: a quarter of the batch is between their micro-batches.
+        samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
+        key = (row.model, row.size, row.partitions, min(samples, PROFILE_SAMPLES))
+        if key not in self.known:
+            from torchgpipe.balance import balance_by_time
+
+            sample = data.input(row, self.device)[: key[-1]]
+            balance = balance_by_time(row.partitions, model, sample, timeout=self.seconds, device=self.device)
+            self.known[key] = tuple(balance)
+        return replace(row, balance=self.known[key])
+
+
+class Training:
+    """Train one row's model, a step at a time. Between steps only parameters and optimizer state stay alive."""
+
+    def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int) -> None:
+        """Build everything; `self.row` has the balance that is used.
+
+        Raises:
+            whatever the model, the balancer or the devices raise, out of memory included.
+        """
+        torch.manual_seed(seed)
+        with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
+            model = build_model(row)
+        self.row = balancer.balanced(row, model, data)
+        self.devices = devices.first(row.devices)
+        self.observer: Observer | None = None
+        self.model: nn.Module
+        self.partitions: list[nn.Module]
+
+        if self.row.partitions is None:
+            self.model = model.to(self.devices[0])
+            self.partitions = [self.model]
+        else:
+            from torchgpipe import GPipe
+
+            self.model = GPipe(
+                model,
+                self.row.balance,
+                devices=self.devices,
+                chunks=self.row.chunks or 1,
+                checkpoint=self.row.checkpoint or "never",
+                dependency="dependency" in row.components,
+                copy_streams="streams" in row.components,
+                portals="portals" in row.components,
+            )
+            self.partitions = list(self.model.partitions)
+
+        self.input = data.input(row, self.devices[0])
+        self.target = data.target(row, self.devices[-1])
+        self.loss = LOSSES[row.loss][0]
+        optimizer = row.optimizer
+        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, optimizer.name)(
+            self.model.parameters(), **optimizer.options
+        )
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Show `observer` every task; without a pipeline, forward and backward of the whole are one task each."""
+        watched: Any = self if self.row.partitions is None else self.model
+        watched.observer = observer
+        try:
+            yield
+        finally:
+            watched.observer = None
+
+    def step(self) -> Tensor:
+        """Do one whole training step on the mini-batch and return its loss, still on its device."""
+        with observed(self.observer, "forward", 0, 0):
+            output = self.model(self.input)
+        loss = self.loss(output, self.target)
+        del output
+        with observed(self.observer, "backward", 0, 0):
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()

@@ -1,0 +1,73 @@
+"""Say how busy each device is: on a CPU from a step's timeline, on CUDA by asking the driver while steps run.
+
+The driver (NVML) says in which share of a short time the GPU ran any kernel at all; it is sampled as often as the
+published runs did, and averaged.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from reproduce.run.timeline import StepTimeline
+
+__all__ = ["SAMPLING_SECONDS", "UtilizationError", "from_driver", "from_timeline"]
+
+SAMPLING_SECONDS = 0.05  # as published
+LEAST_SECONDS = 2.0
+MOST_STEPS = 50
+
+
+class UtilizationError(Exception):
+    """Tell in one line why utilization cannot be had."""
+
+
+def from_timeline(timeline: StepTimeline) -> list[float]:
+    """Return the share of the step, from 0 to 1, in which each device's worker was in a task."""
+    return timeline.busy()
+
+
+def from_driver(
+    devices: Sequence[torch.device], step: Callable[[], object], ask: Callable[[torch.device], int] | None = None
+) -> list[float]:
+    """Run steps for some seconds, and return each CUDA device's mean utilization meanwhile, from 0 to 1.
+
+    `ask` returns a device's present utilization in percent; by default the driver is asked.
+
+    Raises:
+        UtilizationError: the driver does not tell, or its Python bindings are not installed.
+    """
+    ask = torch.cuda.utilization if ask is None else ask
+    samples: list[list[int]] = [[] for _ in devices]
+    try:
+        for device in devices:
+            ask(device)
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UtilizationError(f"utilization is not available ({said}); try 'pip install nvidia-ml-py'") from error
+
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(SAMPLING_SECONDS):
+            for device, taken in zip(devices, samples, strict=True):
+                taken.append(ask(device))
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        started = time.monotonic()
+        for _ in range(MOST_STEPS):
+            step()
+            if time.monotonic() - started > LEAST_SECONDS:
+                break
+    finally:
+        over.set()
+        sampler.join()
+    if not all(samples):
+        raise UtilizationError(f"utilization is not available (the steps took less than {SAMPLING_SECONDS} s)")
+    return [statistics.mean(taken) / 100 for taken in samples]

@@ -1,0 +1,144 @@
+"""Experiments: the paper scale is the published configuration, to the digit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reproduce.experiments import AS_PUBLISHED, COMPONENTS, EXPERIMENTS, LIKE_PUBLISHED, Experiment, Row
+from reproduce.records.published import published
+from reproduce.records.record import Result
+from reproduce.run.training import LOSSES, MODELS, build_model, count_parameters, size_names
+
+ALL = [
+    (experiment, scale, row) for experiment in EXPERIMENTS.values() for scale in experiment.scales for row in scale.rows
+]
+EXACT = [
+    (experiment, row)
+    for experiment, scale, row in ALL
+    if scale.name == "paper" and (row.configuration == AS_PUBLISHED or experiment.measures == "memory")
+]
+
+# What a published configuration says that a row does not: what it measured in, and what is known from the rest.
+NOT_OURS = {
+    "n", "m", "parameters_exact", "layers", "dataset_size", "epochs",
+    "last_batch_size", "bytes_per_parameter", "steps", "utilization_sampling_interval_s", "devices_in_code", "cli_name",
+    "gpus_source", "outcome", "implemented_in_main_py",
+}  # fmt: skip
+
+
+def find(experiment: Experiment, row: Row) -> Result:
+    return next(result for result in published(experiment.table).results if result.row == row.published)
+
+
+@pytest.mark.parametrize(("experiment", "row"), EXACT, ids=lambda value: value.name)
+def test_paper_scale_is_the_published_configuration(experiment: Experiment, row: Row) -> None:
+    theirs = {key: value for key, value in find(experiment, row).config.items() if key not in NOT_OURS}
+    ours = row.config(size_names(row.model))
+    assert {key: ours.get(key) for key in theirs} == theirs
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda value: value.name)
+def test_every_published_row_is_there_at_paper_scale(experiment: Experiment) -> None:
+    exact = [row.published for other, row in EXACT if other is experiment]
+    assert exact == [result.row for result in published(experiment.table).results]
+
+
+SPEED_AND_MEMORY = [experiment for experiment in EXPERIMENTS.values() if experiment.measures != "accuracy"]
+
+
+@pytest.mark.parametrize("experiment", SPEED_AND_MEMORY, ids=lambda value: value.name)
+def test_the_small_scale_keeps_the_shape(experiment: Experiment) -> None:
+    """The same n and m; but a memory experiment's m is its batch size, and that is smaller."""
+
+    def shape(scale: str) -> set[tuple[str, int | None, int | None]]:
+        rows = experiment.scale(scale).rows
+        return {(row.name, row.partitions, None if experiment.measures == "memory" else row.chunks) for row in rows}
+
+    assert shape("small") <= shape("paper")
+    kept = {shape[1:] for shape in shape("small")}
+    assert {shape[1:] for shape in shape("paper")} == kept
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda value: value.name)
+def test_small_rows_are_not_called_published(experiment: Experiment) -> None:
+    assert not any(row.configuration == AS_PUBLISHED for row in experiment.scale("small").rows)
+    assert not any(row.configuration == LIKE_PUBLISHED for row in experiment.scale("paper").rows)
+
+
+@pytest.mark.parametrize("scale", ["paper", "small"])
+def test_the_ablation_adds_one_component_at_a_time(scale: str) -> None:
+    rows = EXPERIMENTS["unet-ablation"].scale(scale).rows
+    assert [(row.partitions, row.components) for row in rows] == [
+        (n, COMPONENTS[:count]) for n in (4, 2) for count in range(4)
+    ]
+    others = [replace(row, name="", over="", published="", components=()) for row in rows[:4]]
+    assert all(other == others[0] for other in others)
+
+
+def test_the_small_resnet_is_small() -> None:
+    small = EXPERIMENTS["resnet101-speed"].scale("small").rows[0]
+    with torch.device("meta"):
+        model = build_model(small)
+    assert len(model) == 51
+    assert count_parameters(small) < 2**21
+
+
+@pytest.mark.parametrize(("experiment", "scale", "row"), ALL, ids=lambda value: value.name)
+def test_rows_are_sound(experiment: Experiment, scale: object, row: Row) -> None:
+    names, _ = MODELS[row.model]
+    assert len(names) == len(row.size)
+    assert row.loss in LOSSES
+    assert row.balance is None or len(row.balance) == row.partitions
+    if row.chunks is not None:  # the batch yields every micro-batch that is asked for; one published row asks for more
+        assert row.micro_batches == min(row.chunks, row.batch_size)
+    assert row.over is None or any(row.over == other.name for e, s, other in ALL if e is experiment and s is scale)
+    assert row.published is None or find(experiment, row)
+
+
+@pytest.mark.parametrize("name", ["paper", "small"])
+def test_accuracy_is_told_by_the_whole_recipe(name: str) -> None:
+    """What `NOT_OURS` leaves out because speed experiments have no such thing: how long is trained."""
+    experiment = EXPERIMENTS["resnet101-accuracy"]
+    scale = experiment.scale(name)
+    for row in scale.rows:
+        config = row.config(size_names(row.model))
+        assert config["epochs"] == (find(experiment, row).config.get("epochs", 90) if name == "paper" else 6)
+        assert config["gpus"] == row.devices and config["drop_last"] is True
+    if name == "small":
+        plain, *pipelines = scale.rows
+        same = ("model", "size", "batch_size", "optimizer", "recipe", "data", "num_classes", "input_shape")
+        for row in pipelines:
+            assert [getattr(row, key) for key in same] == [getattr(plain, key) for key in same]
+            assert row.over == plain.name and row.checkpoint == "except_last"
+        assert {row.chunks for row in pipelines if row.deferred_batch_norm and row.partitions == 2} == {2, 4}
+
+
+@pytest.mark.parametrize("equal", ["batch", "micro-batch"])
+@pytest.mark.parametrize("scale", ["paper", "small"])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("amoebanet-speed", (1, 4, 32)), ("unet-speed", (4, 32)), ("resnet101-speed", (4, 32))]
+)
+def test_controls_keep_one_thing_equal(name: str, chunks: tuple[int, ...], scale: str, equal: str) -> None:
+    rows = [row for row in EXPERIMENTS[name].scale(scale).rows if row.equal == equal]
+    size = {row.batch_size if equal == "batch" else row.micro_batch_size for row in rows}
+    assert len(size) == len({(row.model, row.size, row.optimizer.name) for row in rows}) == 1
+    assert [(row.configuration, row.partitions, row.chunks, row.checkpoint) for row in rows] == [
+        *(("naive", n, 1, "never") for n in (2, 4, 8)),
+        *(("checkpoint-only", 1, m, "always") for m in chunks),
+        *(("GPipe", n, m, "except_last") for n in (2, 4, 8) for m in chunks),
+    ]
+    names = {row.name: row for row in rows}
+    assert all(names[str(row.over)].configuration == "naive" for row in rows)
+    assert all(names[str(row.over)].partitions == row.partitions for row in rows if row.partitions != 1)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "chunks", "size", "count"),
+    [(32, 32, 1, 32), (32, 128, 1, 32), (13, 8, 2, 7), (64, 4, 16, 4), (5, None, None, None)],
+)
+def test_micro_batches(batch_size: int, chunks: int | None, size: int | None, count: int | None) -> None:
+    row = Row(**{**vars(ALL[0][2]), "batch_size": batch_size, "chunks": chunks})
+    assert (row.micro_batch_size, row.micro_batches) == (size, count)

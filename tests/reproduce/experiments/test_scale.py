@@ -1,0 +1,62 @@
+"""Scales: the largest that fits is chosen, and one that does not fit is refused with what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.scale import ScaleError, choose_scale
+
+GiB = 2**30
+BOTH = list(EXPERIMENTS.values())
+
+
+@dataclass
+class Fake:
+    """Stand in for devices."""
+
+    kind: str
+    memory: int | None
+    count: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.count} fake devices"
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "expected"),
+    [
+        (Fake("cuda", 24 * GiB), None, "paper"),
+        (Fake("cuda", 24 * GiB), "small", "small"),
+        (Fake("cuda", 24 * GiB, count=1), "paper", "paper"),
+        (Fake("cuda", 8 * GiB), None, "small"),
+        (Fake("cpu", 64 * GiB), None, "small"),
+        (Fake("cpu", None), None, "small"),
+        (
+            Fake("cuda", 8 * GiB),
+            "paper",
+            "--scale paper: it needs 22 GiB of memory each, and 2 fake devices have 8.0 GiB; use --scale small",
+        ),
+        (
+            Fake("cpu", 64 * GiB),
+            "paper",
+            "--scale paper: it needs CUDA devices with 22 GiB of memory each, and this run is on 2 fake devices; "
+            "use --scale small",
+        ),
+        (
+            Fake("cpu", GiB // 2),
+            None,
+            "--scale small: it needs 4 GiB of memory in all, and 2 fake devices have 0.5 GiB",
+        ),
+        (Fake("cpu", 64 * GiB), "huge", "--scale huge: no such scale of amoebanet-speed; there are paper, small"),
+    ],
+)
+def test_choose_scale(devices: Fake, asked: str | None, expected: str) -> None:
+    if " " not in expected:
+        assert choose_scale(BOTH, devices, asked) == expected  # type: ignore[arg-type]
+        return
+    with pytest.raises(ScaleError) as caught:
+        choose_scale(BOTH, devices, asked)  # type: ignore[arg-type]
+    assert str(caught.value) == expected

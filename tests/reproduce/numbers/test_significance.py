@@ -1,0 +1,125 @@
+"""Decide: real differences are found, noise and trifles are not, and too few samples are said to be too few."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reproduce.numbers.significance import Measurement, Rule, decide, needed
+
+EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
+
+
+def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
+    return [factor * sample for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "paired", "outcome"),
+    [
+        (EIGHT, times(1.2), False, "higher"),
+        (EIGHT, times(0.8), False, "lower"),
+        (EIGHT, EIGHT, False, "same"),
+        (EIGHT, times(1.06), False, "higher"),
+        (times(1, EIGHT * 9), times(1.03, EIGHT * 9), False, "same"),  # significant, and smaller than the threshold
+        (times(1, [1, 2, 4, 8, 16]), times(1.2, [1, 2, 4, 8, 16]), False, "same"),  # large, and not significant
+        (times(1, [1, 2, 4, 8, 16, 32, 64, 128]), times(1.2, [1, 2, 4, 8, 16, 32, 64, 128]), True, "higher"),
+        ([5.0] * 8, [5.0] * 8, False, "same"),
+        ([5.0] * 8, [5.0] * 8, True, "same"),
+        ([5.0] * 8, [6.0] * 8, False, "higher"),
+        (1.0, EIGHT, False, "same"),
+        (2.0, EIGHT, False, "lower"),
+        (EIGHT, 2.0, False, "higher"),
+        (1, 2, False, "untested"),
+        (EIGHT[:4], times(2)[:4], False, "too few"),
+        (EIGHT[:5], times(2)[:5], False, "higher"),
+        (EIGHT[:7], times(2)[:7], True, "too few"),
+        (1.0, times(2)[:7], False, "too few"),
+        ([1.0], [9.0], False, "too few"),
+    ],
+)
+def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
+    assert decide(base, head, paired=paired).outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("alpha", "paired", "count"), [(0.01, False, 5), (0.05, False, 4), (0.01, True, 8), (0.05, True, 6), (0.2, True, 4)]
+)
+def test_how_many_are_needed(alpha: float, paired: bool, count: int) -> None:
+    """So many of the clearest samples there are prove a difference, and one fewer does not."""
+    assert needed(alpha, paired=paired) == count
+    rule = Rule(alpha, threshold=0.05)
+    enough, short = EIGHT[:count], EIGHT[: count - 1]
+    assert decide(enough, times(9, enough), rule, paired=paired).outcome == "higher"
+    decision = decide(short, times(9, short), rule, paired=paired)
+    assert (decision.outcome, decision.needed, decision.low, decision.p) == ("too few", count, None, None)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.3])
+def test_a_planted_slowdown_is_found_where_it_passes_the_threshold(paired: bool, threshold: float) -> None:
+    draw = random.Random(7)
+    for slowdown in (1.0, 1.2, 1.5):
+        base = [draw.lognormvariate(0, 0.02) for _ in range(20)]
+        head = [slowdown * draw.lognormvariate(0, 0.02) for _ in range(20)]
+        decision = decide(base, head, Rule(0.001, threshold), paired=paired)
+        assert decision.outcome == ("higher" if slowdown > 1 + threshold else "same")
+        assert decision.low is not None and decision.high is not None
+        assert decision.low < slowdown < decision.high and decision.high / decision.low < 1.08
+
+
+def test_false_alarms_are_as_rare_as_alpha_says() -> None:
+    draw = random.Random(3)
+    rule = Rule(alpha=0.05, threshold=0.0)
+    alarms = 0
+    for _ in range(200):
+        base, head = ([draw.lognormvariate(0, 0.1) for _ in range(8)] for _ in range(2))
+        alarms += decide(base, head, rule).outcome != "same"
+    assert 0 < alarms <= 20  # 10 are expected
+
+
+positive = st.floats(1e-6, 1e6)
+samples = st.lists(positive, min_size=8, max_size=12)
+
+
+@given(base=samples, head=samples, threshold=st.sampled_from([0.0, 0.05, 0.5]))
+def test_a_decision_does_not_contradict_itself(base: list[float], head: list[float], threshold: float) -> None:
+    there, back = (decide(*sides, Rule(threshold=threshold)) for sides in ((base, head), (head, base)))
+    assert math.isclose(there.ratio * back.ratio, 1, rel_tol=1e-9)
+    assert {there.outcome, back.outcome} in ({"same"}, {"higher", "lower"})
+    assert there.low is not None and there.high is not None and there.low <= there.ratio <= there.high
+    if there.outcome != "same":
+        assert max(there.ratio, 1 / there.ratio) > 1 + threshold
+
+
+@given(base=samples, factor=st.floats(0.1, 10))
+def test_scaling_a_side_scales_the_ratio(base: list[float], factor: float) -> None:
+    assert math.isclose(decide(base, times(factor, base)).ratio, factor, rel_tol=1e-6)
+
+
+def test_very_many_samples_are_decided_soon() -> None:
+    draw = random.Random(1)
+    base, head = ([draw.lognormvariate(shift, 0.1) for _ in range(100_000)] for shift in (0, 0.2))
+    for paired in (False, True):
+        decision = decide(base, head, paired=paired)
+        assert decision.outcome == "higher" and 1.2 < decision.ratio < 1.25
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "paired", "message"),
+    [
+        ([], EIGHT, False, "there is no sample"),
+        (EIGHT, [0.0] * 8, False, "only positive numbers have ratios"),
+        (EIGHT, -1.0, False, "only positive numbers have ratios"),
+        ([math.nan] * 8, EIGHT, False, "only positive numbers have ratios"),
+        (EIGHT, EIGHT[:7], True, "equal numbers, not 8 and 7"),
+    ],
+)
+def test_refuses(base: Measurement, head: Measurement, paired: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decide(base, head, paired=paired)

@@ -1,0 +1,184 @@
+"""Predictions: as committed, labelled as such, about as far from the publication as said; clear about bad names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reproduce.cli.main import main
+from reproduce.predict.rows import predict_row, predict_table, predictable
+from reproduce.records.published import published
+from reproduce.records.record import Record, load, save
+from reproduce.tables.predicted import all_errors, predicted_tables, speed_up_errors
+from reproduce.tables.prediction_docs import DOCS, SPEED, rendered
+from torchgpipe.plan.hardware import load_hardware
+
+ROOT = Path(__file__).resolve().parents[3]
+PREDICTED = ROOT / "results" / "predicted"
+P40 = load_hardware("p40x8")
+
+
+def committed(name: str) -> Record:
+    return load(PREDICTED / f"{name}.json")
+
+
+@pytest.mark.parametrize("experiment", ["unet-speed", "resnet101-speed", "unet-ablation"])
+def test_records_are_not_stale(experiment: str) -> None:
+    fresh, kept = predict_table(experiment, P40), committed(f"{experiment}-p40x8")
+    assert (fresh.title, fresh.hardware, fresh.unit) == (kept.title, kept.hardware, kept.unit)
+    for new, old in zip(fresh.results, kept.results, strict=True):
+        assert (new.row, new.status, new.config, new.published) == (old.row, old.status, old.config, old.published)
+        for name, value in old.values.items():  # other releases of PyTorch may run other operators
+            assert new.values[name] == pytest.approx(value, rel=0.02), (new.row, name)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "row"),
+    [("amoebanet-speed", "n4m32"), ("amoebanet-memory", "pipeline-1"), ("unet-memory", "baseline")],
+)
+def test_rows_are_not_stale(experiment: str, row: str) -> None:
+    """One row each of the tables that take long."""
+    table = published(predictable()[experiment])
+    paper = next(result for result in table.results if result.row == row)
+    old = next(result for result in committed(f"{experiment}-p40x8").results if result.row == row)
+    new = predict_row(experiment, table.name, paper, P40)
+    assert new.config == old.config
+    assert new.values.keys() == old.values.keys()
+    assert all(new.values[name] == pytest.approx(value, rel=0.02) for name, value in old.values.items())
+
+
+@pytest.mark.parametrize("experiment", predictable())
+def test_every_row_is_labelled(experiment: str) -> None:
+    record = committed(f"{experiment}-p40x8")
+    assert record.kind == "predicted"
+    assert record.run is None
+    assert (record.hardware or {})["name"] == "p40x8"
+    assert {result.status for result in record.results} <= {"predicted", "not run"}
+    assert all("predicted" in table.title for table in predicted_tables(record))
+    assert all(len(line) <= 80 for table in predicted_tables(record) for line in table.text().splitlines())
+
+
+def test_how_far_the_speed_ups_are_from_the_publication() -> None:
+    """The targets are a median of 3%, and nine in ten within 10%."""
+    errors = all_errors([committed(name) for name in SPEED])
+    assert len(errors) == 16
+    assert (errors[7] + errors[8]) / 2 <= 0.03
+    assert sum(error <= 0.1 for error in errors) >= 0.9 * len(errors)
+
+
+def test_the_rows_that_are_far_off_are_those_explained() -> None:
+    far = [(name, row) for name in SPEED for row, e in speed_up_errors(committed(name)).items() if abs(e) > 0.1]
+    assert far == [("amoebanet-speed-p40x8", "n4m4")]
+    assert all(row in DOCS.read_text() for _, row in far)
+
+
+def test_throughput_is_within_a_quarter() -> None:
+    far = []
+    for name in SPEED:
+        table = published(predictable()[name.removesuffix("-p40x8")])
+        paper = {result.row: result.values["throughput"] for result in table.results}
+        far += [r.row for r in committed(name).results if abs(r.values["throughput"] / paper[r.row] - 1) > 0.25]
+    assert far == ["n4m4"]
+
+
+def test_allocated_is_less_than_was_reserved() -> None:
+    reserved = {result.row: result.values["memory"] for result in published("tg-unet-memory").results}
+    for result in committed("unet-memory-p40x8").results:
+        assert 0.8 < sum(result.values["allocated"]) / 2**30 / reserved[result.row] < 1
+
+
+def test_the_page_is_not_stale() -> None:
+    pytest.importorskip("torchvision", reason="a block on the page counts torchvision's models")
+    text = DOCS.read_text(encoding="utf-8")
+    assert rendered(text, PREDICTED) == text
+
+
+def test_on_other_hardware_a_difference_is_no_error() -> None:
+    (table,) = predicted_tables(predict_table("resnet101-speed", load_hardware("h100x8")))
+    assert "error" not in table.headings
+    assert "published on other hardware" in table.text()
+    (table,) = predicted_tables(committed("resnet101-speed-p40x8"))
+    assert "error" in table.headings
+
+
+def test_the_gains_are_the_evidence_for_n4m4() -> None:
+    """Both papers' and predicted gains of m = 4 over m = 1, as shares of the ideal: four partitions stand out."""
+    text = DOCS.read_text(encoding="utf-8").partition("<!-- predicted: gains -->")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    shares = {row[0]: [int(cell.rstrip("%")) for cell in row[4:]] for row in rows[2:]}
+    assert min(shares["2"][0], shares["8"][0]) - shares["4"][0] > 20
+    assert min(shares["2"][1], shares["8"][1]) - shares["4"][1] < 10
+
+
+def test_twice_the_same(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        save(predict_table("resnet101-speed", P40), tmp_path / name)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_says_that_the_page_needs_torchvision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert main(["predict", "resnet101-speed", "--out", str(tmp_path), "--docs"]) != 0
+    assert "there is no torchvision" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["predict", "unet-sped"], "did you mean unet-speed"),
+        (["predict", "unet-speed", "--hardware", "p41"], "no hardware is called 'p41'; there are a100x8"),
+        (["plan", "vgg"], "'amoebanet', 'unet', 'resnet101'"),
+        (["plan", "unet", "--memory", "much"], "text such as '24GiB'"),
+        (["plan", "resnet101", "--size", "1", "2"], "leave --size out"),
+        (["plan", "amoebanet", "--size", "4", "32"], "positive multiple of 3"),
+        (["plan", "unet", "--size", "1", "8", "--devices", "1", "--memory", "1MiB"], "alone needs"),
+        (["plan", "resnet101", "--largest", "depth"], "one size only, there is no largest"),
+        (["plan", "unet", "--largest", "depth", "--hardware", "here"], "nothing is timed for it: name a description"),
+        (["plan", "unet", "--profile", "8"], "nothing is timed with a description; leave it out"),
+        (["plan", "unet", "--hardware", "here", "--profile", "1"], "is not in the range x>=2"),
+        (["calibrate", "--out", "here.txt"], "ends in .json"),
+    ],
+)
+def test_refuses_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) != 0
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_plans_from_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "unet", "--size", "1", "8", "--devices", "2", "--memory", "1GiB", "--batch-size", "8"]) == 0
+    output = capsys.readouterr().out
+    assert "U-Net (1, 8), batch size 8, sgd" in output
+    assert "predicted, not measured" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_plans_by_a_profile_from_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--size", "1", "4", "--hardware", "here", "--devices", "2", "--batch-size", "6", "--profile", "6"]
+    assert main(["plan", "unet", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "predicted, not measured: layers profiled on " in output
+    assert "micro-batches of 3 and 6" in " ".join(output.split())
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_the_largest_model_pipelined_is_larger(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--size", "1", "8", "--largest", "width", "--devices", "2", "--memory", "300MiB", "--batch-size", "8"]
+    assert main(["plan", "unet", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    naive, pipelined = (int(line.partition("(1, ")[2].partition(")")[0]) for line in lines[1:3])
+    assert naive < pipelined
+
+
+def test_into_a_pipe_that_closes() -> None:
+    command = f"{sys.executable} -m reproduce show results/predicted/unet-speed-p40x8.json | head -1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,73 @@
+"""Upgrade: a record of the version before loads, with everything where it belongs now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reproduce.records.record import VERSION, Gpu, RecordError, load, save
+from reproduce.records.upgrade import UPGRADES
+
+DATA = Path(__file__).with_name("data")
+OLD = DATA / f"record-v{VERSION - 1}.json"
+
+
+def test_the_version_before_is_read() -> None:
+    assert VERSION - 1 in UPGRADES
+    record = load(OLD)
+    assert record.run is not None
+    assert record.run.versions == {"torch": "2.11.0", "cuda": "12.8", "driver": "575.57.08"}
+    assert record.run.machine.gpus == [Gpu("Tesla P40", 24032378880, clock=1531.0, power_limit=250.0)] * 2
+    assert [result.status for result in record.results] == ["measured", "needs devices"]
+    assert record.results[0].samples["step_time"] == [1.5, 1.25]
+
+
+def test_what_is_written_is_the_newest_version(tmp_path: Path) -> None:
+    record = load(OLD)
+    save(record, tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["version"] == VERSION
+    assert load(tmp_path / "r.json") == record
+
+
+def changed(*place: str | int, to: Any) -> dict[str, Any]:
+    """Return the old file's contents with something else at that place."""
+    data: dict[str, Any] = json.loads(OLD.read_text())
+    at: Any = data
+    for step in place[:-1]:
+        at = at[step]
+    at[place[-1]] = to
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed("run", to=[]), "run: expected an object, got []"),
+        (changed("run", "machine", to=3), "run.machine: expected an object, got 3"),
+        (changed("run", "machine", "gpus", to={}), "run.machine.gpus: expected a list, got {}"),
+        (changed("run", "machine", "gpus", 1, to="x"), "run.machine.gpus[1]: expected an object, got 'x'"),
+        (changed("run", "machine", "gpus", 0, "max_clock", to="fast"),
+         "run.machine.gpus[0].clock: expected a number, got 'fast'"),
+        (changed("run", "versions", to=None), "run.versions: expected an object, got None"),
+    ],
+)  # fmt: skip
+def test_a_broken_old_file_is_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(RecordError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+
+
+COMMITTED = sorted(path for path in RESULTS.rglob("*.json") if path.parent.name != "benchmarks")
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_committed_record_loads(path: Path) -> None:
+    assert load(path).results

@@ -1,0 +1,298 @@
+"""Accuracy runs: every epoch is kept, and whatever ends a run, the next one goes on to the same results."""
+
+from __future__ import annotations
+
+import io
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reproduce.cli.main import INTERRUPTED, main
+from reproduce.experiments import Experiment
+from reproduce.machine.devices import Devices
+from reproduce.records.record import Result, load
+from reproduce.run.accuracy.checkpoints import CheckpointError
+from reproduce.run.accuracy.run import SERIES, Accuracy
+from reproduce.run.accuracy.training import AccuracyTraining
+from reproduce.run.progress import Progress
+from reproduce.run.recorder import new_recorder
+from reproduce.run.session import UNITS, Runner
+from reproduce.tables.layout import WIDTH
+
+pytest.importorskip("torchvision")
+Tiny = Mapping[str, Experiment]
+ARGUMENTS = ("run", "tiny-accuracy", "--on", "cpu", "--scale", "small")
+STEPS, EPOCHS, SEEDS = 2, 2, 2  # of tiny.py
+PATIENCE = 300  # seconds; only a hang takes as long
+
+
+class Run:
+    """Run the tiny experiment in a folder, as often as asked; keep its results and what was said."""
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        self.experiment, self.folder = experiment, folder
+        self.results: dict[str, Result] = {}
+        self.said = ""
+
+    def __call__(self, *, fresh: bool = False, seed: int = 0) -> dict[str, Result]:
+        found = Devices("cpu", 2, threads=1)
+        recorder = new_recorder(
+            self.folder, ["t"], title="t", scale="small", unit=UNITS, devices=found, seed=seed, command=["c"]
+        )
+        stream = io.StringIO()
+        accuracy = Accuracy(self.folder / "checkpoints", fresh=fresh)
+        accuracy.prepare(self.experiment, "small", seed)
+        runner = Runner(found, recorder, Progress(stream), scale="small", seed=seed, accuracy=accuracy)
+        runner.plan(self.experiment)
+        try:
+            runner.run(self.experiment)
+        finally:
+            accuracy.checkpoints.close()
+            self.said = stream.getvalue()
+            self.results = {result.row: result for result in load(recorder.path).results}
+        assert not runner.progress.jobs, "no time is left to tell"
+        return self.results
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("*.pt"))
+
+
+@pytest.fixture
+def run(tiny: Tiny, tmp_path: Path) -> Run:
+    return Run(tiny["tiny-accuracy"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    import runpy
+
+    experiment = runpy.run_path(str(Path(__file__).with_name("tiny.py")))["TINY"]["tiny-accuracy"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return Run(experiment, tmp_path_factory.mktemp("run"))()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
+    """Return all that does not depend on the clock, or on how often the run was stopped."""
+    return {
+        row: (
+            result.status,
+            {name: values for name, values in result.samples.items() if name != "epoch_time"},
+            result.values.get("running_statistics_difference"),
+        )
+        for row, result in results.items()
+    }
+
+
+def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Result]) -> None:
+    assert list(uninterrupted) == ["plain", "GPipe n2m4", "GPipe n8m4"]
+    assert uninterrupted["GPipe n8m4"].reason == "needs 8 devices"
+    for name in ("plain", "GPipe n2m4"):
+        result = uninterrupted[name]
+        assert result.status == "measured" and tuple(result.samples) == SERIES
+        assert result.samples["seed"] == [0, 0, 1, 1] and result.samples["epoch"] == [1, 2, 1, 2]
+        assert all(0 <= error <= 100 for error in result.samples["top1_error"])
+        assert min(result.samples["epoch_time"]) > 0 and result.values["samples_per_epoch"] == 32
+        assert set(result.samples) | set(result.values) <= set(UNITS)
+    assert uninterrupted["plain"].samples["train_loss"][0] != uninterrupted["plain"].samples["train_loss"][2]
+
+
+def test_deferred_running_statistics_are_those_of_mini_batches(uninterrupted: dict[str, Result]) -> None:
+    differences = uninterrupted["GPipe n2m4"].values["running_statistics_difference"]
+    assert len(differences) == SEEDS and 0 < max(differences) < 1e-4
+    assert "running_statistics_difference" not in uninterrupted["plain"].values
+
+
+class Stop(BaseException):
+    """Stand for whatever ends a run at once."""
+
+
+TRAININGS = 2 * SEEDS  # of the rows for which there are devices
+
+
+@pytest.mark.parametrize("at", range(0, TRAININGS * EPOCHS * STEPS, 3))
+def test_a_run_that_was_stopped_in_any_step_goes_on_to_the_same_results(
+    at: int, run: Run, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter(range(10**6))
+
+    def stop(self: AccuracyTraining, *batch: torch.Tensor, step: Any = AccuracyTraining.step) -> torch.Tensor:
+        if next(steps) == at:
+            raise Stop
+        return step(self, *batch)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(AccuracyTraining, "step", stop)
+        run()
+    kept = sum(len(result.samples.get("epoch", [])) for result in run.results.values())
+    assert kept == at // STEPS, "every epoch that was finished is in the record"
+
+    torch.rand(3)  # another process has drawn other random numbers
+    assert learnt(run()) == learnt(uninterrupted)
+    assert ("going on from the checkpoints" in run.said) == (kept > 0)
+    resumed = [pair for result in run.results.values() for pair in result.values.get("resumed_after", [])]
+    assert len(resumed) == (kept % EPOCHS > 0), "the training that had begun was continued"
+    assert not run.checkpoints, "what is finished is in nobody's way"
+
+
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_a_run_that_was_stopped_while_it_kept_an_epoch(
+    part: str, run: Run, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reproduce.run.accuracy.checkpoints import Checkpoints
+
+    def stop(self: Checkpoints, *arguments: Any, save: Any = Checkpoints.save) -> None:
+        if part == "after":
+            save(self, *arguments)
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Checkpoints, "save", stop)
+        run()
+    assert run.results["plain"].samples["epoch"] == [1], "the record has the epoch in any case"
+    assert learnt(run()) == learnt(uninterrupted)
+
+
+def test_fresh_and_another_seed_start_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr("reproduce.run.accuracy.run._OneTraining.retire", lambda self: (_ for _ in ()).throw(Stop))
+        first = learnt_once = run()
+    first = learnt_once = learnt(run.results)
+    assert len(run.checkpoints) == TRAININGS
+    other = learnt(run(seed=5))
+    assert other["plain"] != first["plain"] and "going on" not in run.said
+    assert learnt(run(fresh=True)) == learnt_once and "going on" not in run.said
+
+
+def fail(error: Exception, row: str, at: int) -> Callable[..., Any]:
+    steps = iter(range(10**6))
+
+    def step(self: AccuracyTraining, *batch: torch.Tensor, step: Any = AccuracyTraining.step) -> torch.Tensor:
+        pipelined = len(self.devices) > 1
+        if pipelined == (row != "plain") and next(steps) >= at:
+            raise error
+        return step(self, *batch)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
+        (ValueError("no"), "failed", "seed 0: ValueError: no (test_run_accuracy.py, line "),
+        (
+            RuntimeError("Caught DataError in DataLoader worker process 3.\nTraceback\n"
+                         "reproduce.run.accuracy.datasets.DataError: a.JPEG cannot be read"),
+            "failed", "seed 0: a.JPEG cannot be read",
+        ),
+        (CheckpointError("no room"), "failed", "seed 0: CheckpointError: no room"),
+    ],
+)  # fmt: skip
+def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
+    error: Exception, status: str, reason: str, run: Run, uninterrupted: dict[str, Result],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(AccuracyTraining, "step", fail(error, "GPipe n2m4", at=STEPS))
+        found = run()
+    assert found["GPipe n2m4"].status == status and (found["GPipe n2m4"].reason or "").startswith(reason)
+    assert found["GPipe n2m4"].samples["epoch"] == [1]
+    assert found["plain"] != found["GPipe n2m4"] and len(found["plain"].samples["epoch"]) == SEEDS * EPOCHS
+    assert learnt(run()) == learnt(uninterrupted), "the next run goes on, now that the cause is gone"
+
+
+def test_a_training_that_diverges_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AccuracyTraining, "step", lambda self, *batch: torch.tensor(float("nan")))
+    found = run()
+    assert (found["plain"].status, found["plain"].samples["epoch"]) == ("failed", [])
+    assert "the loss is nan in epoch 1: the training has diverged" in (found["plain"].reason or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--scale", "small", "--data", "x"], "--data x: scale small makes its own data; leave --data out"),
+        (["--scale", "paper"], "it needs CUDA devices with 22 GiB of memory each"),
+        (["--data", "x"], "--scale paper: it needs CUDA devices"),
+        (["--scale", "small", "--seeds", "0"], "'--seeds': 0 is not in the range"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: list[str], said: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "tiny-accuracy", "--on", "cpu", "--out", str(tmp_path), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("reproduce: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (None, "trains on ImageNet: name its folder by --data DIR, which must have train/<class>/*.JPEG and val/<cl"),
+        ("none", "no such folder; name one that has train/<class>/*.JPEG and val/<class>/*.JPEG"),
+    ],
+)
+def test_paper_scale_asks_for_imagenet(
+    data: str | None, said: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("reproduce.cli.main.choose_scale", lambda *_: "paper")
+    given = [] if data is None else ["--data", str(tmp_path / data)]
+    assert main(["run", "tiny-accuracy", "--scale", "paper", "--out", str(tmp_path / "out"), *given]) == 2
+    _, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
+def test_from_end_to_end(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*ARGUMENTS, "--out", ".", "--row", "plain", "--seeds", "1"]) == 0
+    out, _ = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= WIDTH and "GPipe" not in out.replace("kakaobrain/torchgpipe", "")
+    assert "mean +- standard deviation over 1 seed" in " ".join(out.split())
+    (path,) = tmp_path.glob("*.json")
+    record = load(path)
+    assert [len(result.samples["epoch"]) for result in record.results] == [EPOCHS]
+    assert record.run is not None and record.run.settings["seeds"] == 1
+    assert record.run.settings["tiny-accuracy"]["made"]["train_size"] == 32
+    assert main(["show", str(path)]) == 0
+    assert not list((tmp_path / "checkpoints").glob("*.pt"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_and_another_run(how: signal.Signals, start: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = (str(Path(__file__).with_name("tiny.py")), *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out",
+                 str(tmp_path))  # fmt: skip
+    process = start(*arguments, TINY_SLEEP="1", TINY_EPOCHS="20")
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None and not list(tmp_path.glob("checkpoints/*.pt")):
+        time.sleep(0.05)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert "Traceback" not in err and len(list(tmp_path.glob("checkpoints/*.pt"))) == 1, err
+    (first,) = tmp_path.glob("*.json")
+    if how == signal.SIGINT:
+        assert process.returncode == INTERRUPTED
+        assert err.splitlines()[-1].startswith("interrupted; 1 measured row kept in ")
+        assert "epoch" in first.with_suffix(".md").read_text()
+
+    process = start(*arguments, TINY_EPOCHS="20")
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "plain, seed 0: goes on after epoch " in err, err
+    (second,) = set(tmp_path.glob("*.json")) - {first}
+    (result,) = load(second).results
+    assert result.samples["epoch"] == [float(epoch + 1) for epoch in range(20)]
+    ((seed, epoch),) = result.values["resumed_after"]
+    assert seed == 0 and epoch >= 1

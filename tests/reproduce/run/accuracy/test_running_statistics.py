@@ -1,0 +1,63 @@
+"""Running statistics: deferred batch norm keeps those of undivided mini-batches, plain batch norm does not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from reproduce.run.accuracy.running_statistics import Undivided
+from torchgpipe import GPipe
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
+
+
+def train(model: nn.Module, watch: Undivided, steps: int = 3) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        model(torch.randn(8, 3, 8, 8, generator=generator)).square().mean().backward()
+        watch.end_mini_batch()
+
+
+@pytest.mark.parametrize("engine", ["graph", "workers"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize(("deferred", "same"), [(True, True), (False, False)])
+def test_only_deferred_statistics_are_those_of_mini_batches(
+    engine: str, checkpoint: str, deferred: bool, same: bool
+) -> None:
+    model = GPipe(layers(), [2, 3], devices=["cpu", "cpu"], chunks=4, checkpoint=checkpoint,  # type: ignore[arg-type]
+                  deferred_batch_norm=deferred, engine=engine)  # type: ignore[arg-type]  # fmt: skip
+    watch = Undivided(model)
+    train(model, watch)
+    assert (watch.difference() < 1e-5) == same
+    assert same or watch.difference() > 1e-2
+
+
+def test_a_plain_model_differs_by_nothing_much_and_looking_changes_nothing() -> None:
+    model, other = layers(), layers()
+    watch, blind = Undivided(model), Undivided(nn.Sequential())
+    train(model, watch)
+    train(other, blind)
+    assert watch.difference() < 1e-6 and blind.difference() == 0
+    for one, two in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert one.equal(two)
+
+
+def test_evaluation_is_not_seen_and_closing_ends_it() -> None:
+    model = layers()
+    watch = Undivided(model)
+    train(model, watch)
+    model.eval()
+    model(torch.randn(2, 3, 8, 8))
+    assert all(not layer.seen for layer in watch.layers)
+    watch.close()
+    model.train()
+    before = copy.deepcopy([layer.mean for layer in watch.layers])
+    model(torch.randn(2, 3, 8, 8))
+    assert all(not layer.seen for layer in watch.layers)
+    assert all(a.equal(layer.mean) for a, layer in zip(before, watch.layers, strict=True))

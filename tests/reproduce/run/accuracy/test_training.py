@@ -1,0 +1,102 @@
+"""Accuracy training: a row becomes what it says; an interrupted training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reproduce.experiments import EXPERIMENTS, AccuracyRow
+from reproduce.machine.devices import Devices
+from reproduce.run.accuracy.datasets import Gratings
+from reproduce.run.accuracy.training import AccuracyTraining, build
+from torchgpipe import GPipe
+from torchgpipe.batchnorm import DeferredBatchNorm
+
+pytest.importorskip("torchvision")
+CPU = Devices("cpu", 2, threads=1)
+ROWS = {row.name: replace(row, batch_size=16) for row in EXPERIMENTS["resnet101-accuracy"].scale("small").rows}
+PLAIN, PIPELINE = ROWS["plain"], ROWS["GPipe n2m4"]
+DATA = Gratings(train_size=32, val_size=10, classes=8, image_size=32, noise=0.5, seed=0)
+STEPS = DATA.train_size // PLAIN.batch_size
+
+
+def train(training: AccuracyTraining, row: AccuracyRow, epochs: range) -> list[float]:
+    """Train, and return all losses and the last error."""
+    batches = (batch for epoch in epochs for batch in DATA.train_batches(row.batch_size, 3, epoch))
+    losses = [float(training.step(*batch)) for batch in batches]
+    return [*losses, training.top1_error(DATA.val_batches(row.batch_size))]
+
+
+def test_a_pipeline_is_what_the_row_says() -> None:
+    model = AccuracyTraining(PIPELINE, CPU, 0, STEPS).model
+    assert isinstance(model, GPipe)
+    assert (model.chunks, model.checkpoint, model.balance) == (4, "except_last", [9, 42])
+    assert sum(isinstance(layer, DeferredBatchNorm) for layer in model.modules()) == 16
+    plain_norm = AccuracyTraining(ROWS["plain BN n2m4"], CPU, 0, STEPS).model
+    assert not any(isinstance(layer, DeferredBatchNorm) for layer in plain_norm.modules())
+
+
+def test_rows_of_one_seed_start_alike() -> None:
+    states = [AccuracyTraining(row, CPU, seed, STEPS).layers.state_dict() for row, seed in
+              ((PLAIN, 0), (PIPELINE, 0), (PLAIN, 1))]  # fmt: skip
+    assert states[0].keys() == states[1].keys()
+    assert all(a.equal(b) for a, b in zip(states[0].values(), states[1].values(), strict=True))
+    assert not all(a.equal(b) for a, b in zip(states[0].values(), states[2].values(), strict=True))
+
+
+def test_paper_scale_trains_resnet101() -> None:
+    row = EXPERIMENTS["resnet101-accuracy"].scale("paper").rows[0]
+    with torch.device("meta"):
+        model = build(row)
+    assert len(model) == 370 and sum(parameter.numel() for parameter in model.parameters()) == 44_549_160
+
+
+def test_one_micro_batch_trains_as_no_pipeline_does() -> None:
+    row = replace(PIPELINE, chunks=1)
+    losses = [train(AccuracyTraining(each, CPU, 0, STEPS), each, range(2)) for each in (PLAIN, row)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_the_learning_rate_follows_the_recipe() -> None:
+    recipe = replace(PLAIN.recipe, base_lr=0.1, base_batch_size=4, warmup_epochs=1, lr_decay_epochs=(2,), lr_decay=0.5)
+    training = AccuracyTraining(replace(PLAIN, recipe=recipe), CPU, 0, STEPS)
+    rates = []
+    for batch in [batch for epoch in range(3) for batch in DATA.train_batches(16, 0, epoch)]:
+        rates.append(training.learning_rate)
+        training.step(*batch)
+    assert rates == pytest.approx([0.1, 0.25, 0.4, 0.4, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("row", [PLAIN, PIPELINE], ids=lambda row: row.name)
+def test_a_training_goes_on_to_the_bit(row: AccuracyRow) -> None:
+    """Its state goes through a file, as a checkpoint does; random numbers drawn in between do not matter."""
+    through = AccuracyTraining(row, CPU, 3, STEPS)
+    expected = train(through, row, range(3))
+
+    first = AccuracyTraining(row, CPU, 3, STEPS)
+    begun = train(first, row, range(1))[:-1]
+    file = io.BytesIO()
+    torch.save(first.state(), file)
+    torch.rand(7)
+    second = AccuracyTraining(row, CPU, 99, STEPS)
+    second.load(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert torch.get_rng_state().equal(torch.load(io.BytesIO(file.getvalue()))["random"]["cpu"])
+    assert begun + train(second, row, range(1, 3)) == expected
+    for one, two in zip(through.layers.state_dict().values(), second.layers.state_dict().values(), strict=True):
+        assert one.equal(two)
+
+
+def test_top1_error_counts_wrong_classes() -> None:
+    training = AccuracyTraining(PLAIN, CPU, 0, STEPS)
+    images, labels = DATA.val[0][..., :32, :32], DATA.val[1]
+    training.model.eval()
+    with torch.no_grad():
+        found = training.model(images).argmax(dim=1)
+    right = found.clone()
+    right[:3] = (right[:3] + 1) % 8
+    batches = [(images[:7], right[:7]), (images[7:], right[7:])]
+    assert training.top1_error(batches) == pytest.approx(100 * 3 / len(labels))
+    assert training.model.training

@@ -1,0 +1,105 @@
+"""Progress: one line that fits the terminal, or a line now and then, and a time left that follows what was done."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from reproduce.run.progress import SECONDS_BETWEEN_LINES, Progress, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def take(progress: Progress, clock: Clock, job: str, seconds: float, steps: int = 1) -> None:
+    for _ in range(steps):
+        progress.start(job, job)
+        clock.time += seconds
+        progress.stop()
+
+
+def test_nothing_is_known_at_first() -> None:
+    progress = Progress(io.StringIO(), Clock())
+    progress.plan("a", 3, 1.0)
+    assert progress.seconds_left() is None
+
+
+def test_a_step_takes_what_its_steps_took_and_a_new_one_its_guess() -> None:
+    clock = Clock()
+    progress = Progress(io.StringIO(), clock)
+    progress.plan("a", 4, guess=10.0)
+    progress.plan("b", 5, guess=20.0)
+    take(progress, clock, "a", seconds=2.0)
+    assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "b is guessed to take twice as long as a"
+    take(progress, clock, "b", seconds=1.0, steps=2)
+    assert progress.seconds_left() == 3 * 2.0 + 3 * 1.0
+    progress.drop("a")
+    assert progress.seconds_left() == 3.0
+
+
+def test_a_time_limit_bounds_the_time_left() -> None:
+    clock = Clock()
+    progress = Progress(io.StringIO(), clock)
+    progress.plan("slow a", 100, guess=1.0)
+    progress.plan("other", 3, guess=1.0)
+    progress.limit("slow ", 50.0)
+    take(progress, clock, "slow a", seconds=10.0)
+    assert progress.seconds_left() == 40.0 + 3 * 10.0
+    clock.time += 100
+    assert progress.seconds_left() == 3 * 10.0
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_terminal_has_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    progress = Progress(stream, Clock())
+    for text in ("x" * 200, "short", "y" * columns):
+        progress.show(text)
+    progress.clear()
+    progress.say("stays")
+    written = stream.getvalue()
+    assert written.count("\n") == 1 and written.endswith("stays\n")
+    lines = written.split("\r")
+    assert all(len(line) < columns for line in lines)
+    assert lines[2] == "short".ljust(columns - 1), "what stood there before is overwritten"
+    assert lines[-2].strip() == ""
+
+
+def test_elsewhere_a_line_is_written_now_and_then() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(stream, clock)
+    for i in range(5):
+        progress.show(f"at {i}")
+        clock.time += SECONDS_BETWEEN_LINES / 2
+    progress.clear()
+    assert stream.getvalue() == "at 0\nat 2\nat 4\n"
+
+
+def test_status_shows_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    clock, stream = Clock(), Terminal()
+    progress = Progress(stream, clock)
+    progress.plan("a", 3, 1.0)
+    take(progress, clock, "a", seconds=65.0)
+    progress.start("a", "round 2")
+    assert stream.getvalue().endswith("\rround 2, 2:10 left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (9.6, "0:10"), (59.7, "1:00"), (125, "2:05"), (3600, "1:00:00"), (3725, "1:02:05")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

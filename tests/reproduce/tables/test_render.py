@@ -1,0 +1,85 @@
+"""Rendering: what is committed is what the records say, and a block is replaced by the newest finished run's tables."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reproduce.cli.main import main
+from reproduce.experiments import EXPERIMENTS
+from reproduce.machine.description import ROOT
+from reproduce.records.record import Machine, Record, RecordError, Result, Run, save
+from reproduce.run.training import size_names
+from reproduce.tables.render import render, render_blocks, stale
+
+PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
+
+
+def test_nothing_committed_is_stale() -> None:
+    """Whoever has run experiments in a clone has records that git does not know, and the pages need not have."""
+    listed = subprocess.run(["git", "ls-files", "-oz", "results"], cwd=ROOT, capture_output=True, text=True)
+    own = {ROOT / name for name in listed.stdout.split("\0") if name}
+    files = render(ROOT, lambda path: path not in own)
+    assert ROOT / "README.md" in files
+    assert [str(path.relative_to(ROOT)) for path in stale(files)] == [], "run 'python -m reproduce render'"
+
+
+def record(name: str, started: str, state: str = "finished", status: str = "measured") -> Record:
+    row = EXPERIMENTS["amoebanet-speed"].scale("small").rows[0]
+    found = Result("amoebanet-speed", row.name, status, "small", "cpu", row.config(size_names(row.model)),  # type: ignore[arg-type]
+                   over=row.over, samples={"step_time": [4.0], "round": [0.0]})  # fmt: skip
+    run = Run(state, [], 0, started, None, "cpu", 2, 1, Machine("Linux", name, 2, 2, None), {}, None, None)  # type: ignore[arg-type]
+    return Record(name, "Title", "measured", {}, [found], scale="small", run=run)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "README.md").write_text(PAGE)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("no block\n")
+    return tmp_path
+
+
+def commit(root: Path, *records: Record) -> None:
+    folder = root / "results" / "measured"
+    folder.mkdir(parents=True)
+    for each in records:
+        save(each, folder / f"{each.name}.json")
+
+
+def test_the_newest_finished_run_is_shown(root: Path) -> None:
+    commit(root, record("new", "2026-02"), record("old", "2026-01"), record("broken off", "2026-03", "interrupted"),
+           record("empty", "2026-04", status="failed"))  # fmt: skip
+    files = render(root)
+    page = files[root / "README.md"]
+    assert page.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
+    assert page.endswith("<!-- end -->\nafter\n") and "old\n" not in page
+    assert "machine: new, 2 core(s)" in page and "(results/measured/new.md)" in page
+    assert sorted(path.name for path in files) == sorted(["README.md", "new.md", "old.md", "broken off.md", "empty.md"])
+    assert len(stale(files)) == 5
+    for path, text in files.items():
+        path.write_text(text)
+    assert stale(render(root)) == [], "rendering again changes nothing"
+
+
+def test_no_record_is_said(root: Path) -> None:
+    assert "Nothing measured is committed yet." in render(root)[root / "README.md"]
+
+
+def test_a_block_of_nothing_known_is_refused() -> None:
+    with pytest.raises(RecordError, match="page: a block is from 'x'; name one of amoebanet-speed"):
+        render_blocks(PAGE.replace("amoebanet-speed", "x"), Path("page"), {})
+
+
+def test_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(root, replace(record("new", "2026-02")))
+    monkeypatch.setattr("reproduce.cli.render.ROOT", root)
+    assert main(["render", "--check"]) == 1
+    assert capsys.readouterr().err.startswith("reproduce: stale: results/measured/new.md, README.md; run")
+    assert main(["render"]) == 0
+    assert capsys.readouterr().out == "results/measured/new.md\nREADME.md\n"
+    assert main(["render", "--check"]) == 0
+    assert capsys.readouterr().out == "2 files are as their records say\n"
