@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -10,18 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Child", "folder_with_torchgpipe"]
+__all__ = ["ROOT", "Child"]
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def folder_with_torchgpipe(value: str) -> Path:
-    """Return a command line's folder; refuse one in which no torchgpipe was installed."""
-    if not (Path(value) / "torchgpipe").is_dir():
-        raise argparse.ArgumentTypeError(
-            f"there is no torchgpipe in {value}; pip install --no-deps --target {value} torchgpipe==0.0.7"
-        )
-    return Path(value)
 
 
 class Child:

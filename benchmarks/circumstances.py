@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.allocator import kept
+from reproduce.machine.allocator import kept
 
 __all__ = ["checkout", "circumstances", "keep", "told"]
 

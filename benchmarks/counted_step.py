@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import unet
 from benchmarks.pipelines import ENGINES, on_cpu
 from benchmarks.tally import Tally, tallied
+from reproduce.models import unet
 from torchgpipe.checkpoint import Mode, checkpointed
 
 __all__ = ["CONFIGURATIONS", "PER_TASK", "Configuration", "Counted", "Counts", "count"]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.circumstances import circumstances, keep
-from benchmarks.models import amoebanetd
 from benchmarks.pipelines import on_cpu
+from reproduce.models import amoebanetd
 from torchgpipe.checkpoint import Mode
 from torchgpipe.relay import Relay
 from torchgpipe.task_graph import TaskGraph

@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import ROOT, Child, folder_with_torchgpipe
+from benchmarks.child import ROOT, Child
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.machinery_child import PLAIN, Sample
 from benchmarks.pipelines import ENGINES
+from reproduce.regression.interleave import folder_with_torchgpipe
 
 CASES = [(n, m, checkpoint) for checkpoint in ("never", "always") for n in (1, 2, 4, 8) for m in (1, 8, 32)]
 

@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import ROOT, Child, folder_with_torchgpipe
+from benchmarks.child import ROOT, Child
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.memory_child import MODELS
 from benchmarks.pipelines import ENGINES as NAMED
+from reproduce.regression.interleave import folder_with_torchgpipe
 
 CASES = [
     (model, n, m, checkpoint)

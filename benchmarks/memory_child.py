@@ -15,9 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from benchmarks.live_bytes import LiveBytes
-from benchmarks.models import amoebanetd, unet
 from benchmarks.pipelines import on_cpu
+from reproduce.models import amoebanetd, unet
+from reproduce.run.live_bytes import LiveBytes
 
 WIDTHS = (16, 512, 512, 256, 64, 32, 16, 16)
 

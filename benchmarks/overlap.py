@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.allocator import keep_freed_memory
 from benchmarks.circumstances import circumstances, keep
-from benchmarks.models import amoebanetd
 from benchmarks.overlap_rank import ScheduleGPipe
 from benchmarks.pipelines import on_cpu
+from reproduce.machine.allocator import keep_freed_memory
+from reproduce.models import amoebanetd
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.observe import Task
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--balance", type=int, nargs=2, default=None, help="default: by the time of the layers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--keep-freed-memory", action="store_true",
-                        help="in all processes; benchmarks/allocator.py says why")  # fmt: skip
+                        help="in all processes; reproduce/machine/allocator.py says why")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
     options = parser.parse_args(arguments)
     if options.keep_freed_memory:

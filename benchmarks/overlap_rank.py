@@ -77,7 +77,7 @@ def main() -> None:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import ScheduleGPipe as Schedule
 
-    from benchmarks.models import amoebanetd
+    from reproduce.models import amoebanetd
 
     (layers, filters), balance, batch, chunks = json.loads(sys.argv[1])
     torch.set_num_threads(1)

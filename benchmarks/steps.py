@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.allocator import keep_freed_memory
-from benchmarks.child import ROOT, Child, folder_with_torchgpipe
+from benchmarks.child import ROOT, Child
 from benchmarks.circumstances import circumstances, keep
 from benchmarks.steps_child import MODELS, PRECISIONS
+from reproduce.machine.allocator import keep_freed_memory
+from reproduce.regression.interleave import folder_with_torchgpipe
 
 __all__ = ["main", "table"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
-from benchmarks.models import amoebanetd, resnet101, unet
+from reproduce.models import amoebanetd, resnet101, unet
 
 __all__ = ["MODELS", "PRECISIONS", "Steps", "plain"]
 

@@ -26,8 +26,8 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe._autograd
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.waits import Replacement, reads, waits
+from reproduce.run.live_bytes import LiveBytes
 from torchgpipe.plan.operators import tensors_in
 
 __all__ = ["Tally", "tallied"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import TRAINING, Case, prepare
+from reproduce.regression.cases import TRAINING, Case, prepare
 
 
 @pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.name)

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.allocator import keep_freed_memory
 from benchmarks.circumstances import circumstances, keep
-from benchmarks.models import amoebanetd, unet
 from benchmarks.pipelines import on_cpu
 from benchmarks.sharing import CPU, busy, replayed
+from reproduce.machine.allocator import keep_freed_memory
+from reproduce.models import amoebanetd, unet
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import Mode
 from torchgpipe.observe import Task

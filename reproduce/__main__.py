@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType
 
-from benchmarks.allocator import keep_freed_memory
+from reproduce.machine.allocator import keep_freed_memory
 
 LEAST_TORCH = (2, 11)
 

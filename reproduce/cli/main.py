@@ -11,7 +11,6 @@ from typing import Literal
 
 import click
 
-from benchmarks.allocator import kept as freed_memory_kept
 from reproduce.cli.calibrate import calibrate
 from reproduce.cli.compare import compare
 from reproduce.cli.interrupt import interruptible
@@ -24,6 +23,7 @@ from reproduce.cli.report import report
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.experiments.choose import UnknownRowError, choose_rows
 from reproduce.experiments.scale import ScaleError, choose_scale
+from reproduce.machine.allocator import kept as freed_memory_kept
 from reproduce.machine.description import ROOT
 from reproduce.machine.devices import Devices, DevicesError, cores, find_devices
 from reproduce.records.published import PAPER, import_tables, published

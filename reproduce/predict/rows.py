@@ -167,19 +167,19 @@ def _model(config: dict[str, Json]) -> tuple[str, tuple[int, ...], tuple[int, ..
 
 
 def _amoebanet(layers: int, filters: int) -> nn.Sequential:
-    from benchmarks.models import amoebanetd
+    from reproduce.models import amoebanetd
 
     return amoebanetd(layers, filters)
 
 
 def _unet(convs: int, channels: int) -> nn.Sequential:
-    from benchmarks.models import unet
+    from reproduce.models import unet
 
     return unet(5, convs, channels)
 
 
 def _resnet101() -> nn.Sequential:
-    from benchmarks.models import resnet101
+    from reproduce.models import resnet101
 
     return resnet101()
 

@@ -88,7 +88,7 @@ class Git:
 
 
 FREED_MEMORY = "freed_memory"
-"""The setting that says whether a run on a CPU kept what tensors let go of (`benchmarks.allocator`)."""
+"""The setting that says whether a run on a CPU kept what tensors let go of (`reproduce.machine.allocator`)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Run `benchmarks.interleave` on two trees, and collect what it prints.
+"""Run `reproduce.regression.interleave` on two trees, and collect what it prints.
 
 All that is forked off one process has its memory layout and its hash seed, which may happen to suit one of two
 versions. So there are several such processes, one after another, of a few restarts each.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.allocator import KEEP_FREED
+from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT
 from reproduce.regression.signals import undivided
 from reproduce.regression.trees import Tree
@@ -73,7 +73,8 @@ def _of_a_parent(
 ) -> Generator[dict[str, Any], None, None]:
     """Yield the lines of the restarts from `first` on that are forked off one process."""
     restarts = min(RESTARTS_OF_A_PARENT, settings.restarts - first)
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.interleave", str(base.folder), str(head.folder),
+    command = [sys.executable, "-W", "ignore", "-m", "reproduce.regression.interleave",
+               str(base.folder), str(head.folder),
                f"--restarts={restarts}", f"--first={first}", f"--rounds={settings.rounds}", f"--seed={settings.seed}",
                f"--slow-down={settings.slow_down}", *(f"--case={case}" for case in cases)]  # fmt: skip
     with tempfile.TemporaryFile("w+") as errors, contextlib.ExitStack() as ending:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.cases import CASES
 from reproduce.machine.description import load_average, machine, versions
 from reproduce.numbers.significance import Rule
 from reproduce.records.record import Git, Run
+from reproduce.regression.cases import CASES
 from reproduce.regression.job import JobError, Settings, collect, interleaved
 from reproduce.regression.judge import Judgement, judge, least_restarts, shared
 from reproduce.regression.show import comparison, sides

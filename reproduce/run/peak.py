@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.live_bytes import LiveBytes
 from reproduce.machine.devices import Devices
+from reproduce.run.live_bytes import LiveBytes
 from reproduce.run.training import Training
 
 __all__ = ["Peak", "measure_peak"]

@@ -25,25 +25,25 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def _amoebanetd(num_layers: int, num_filters: int) -> nn.Sequential:
-    from benchmarks.models import amoebanetd
+    from reproduce.models import amoebanetd
 
     return amoebanetd(num_layers, num_filters)
 
 
 def _unet(num_convs: int, base_channels: int) -> nn.Sequential:
-    from benchmarks.models import unet
+    from reproduce.models import unet
 
     return unet(num_convs=num_convs, base_channels=base_channels)
 
 
 def _resnet101() -> nn.Sequential:
-    from benchmarks.models import resnet101
+    from reproduce.models import resnet101
 
     return resnet101()
 
 
 def _resnet(blocks: int, width: int, expansion: int) -> nn.Sequential:
-    from benchmarks.models.resnet import resnet
+    from reproduce.models.resnet import resnet
 
     return resnet((blocks,) * 4, width=width, expansion=expansion)
 

@@ -14,7 +14,7 @@ from reproduce.records.record import RecordError
 __all__ = ["BENCHMARKS", "benchmark_block"]
 
 BENCHMARKS = ROOT / "results" / "benchmarks"
-ELSEWHERE = {"regression": "reproduce.regression.experiment"}  # what makes the table, where it is not benchmarks.NAME
+ELSEWHERE = {"regression": "benchmarks.regression"}  # what makes the table, where it is not benchmarks.NAME
 
 
 def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:

@@ -18,7 +18,7 @@ __all__ = ["AccuracyTraining", "build"]
 
 def build(row: AccuracyRow) -> nn.Sequential:
     """Build the row's ResNet, sized (bottlenecks in every stage, width, expansion), or ResNet-101."""
-    from benchmarks.models.resnet import resnet, resnet101
+    from reproduce.models.resnet import resnet, resnet101
 
     if not row.size:
         return resnet101(row.num_classes)

@@ -51,7 +51,7 @@ PATIENCE = 300  # seconds; only a hang takes as long
         (["run", "tiny-speed", *SMALL, "--trace", "/dev"], 2, "--trace /dev: is a folder; name a file, such as"),
         (["run", "tiny-speed", *SMALL, "--trace", "/dev/null/x/t"], 1, "--trace /dev/null/x: cannot be written (Not"),
         (["show", "none.json"], 1, "none.json: cannot be read (No such file or directory)"),
-        (["show", __file__], 1, "test_cli.py: not JSON (line 1, column 3: Extra data)"),
+        (["show", __file__], 1, "test_main.py: not JSON (line 1, column 3: Extra data)"),
         (["import-paper", "none.json"], 1, "none.json: cannot be read (No such file or directory)"),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_failed_row_is_told_at_the_end(
 
 
 def test_ctrl_c_keeps_what_was_finished(start: Callable[..., object], tmp_path: Path) -> None:
-    script = Path(__file__).with_name("tiny.py")
+    script = Path(__file__).parents[1] / "tiny.py"
     process = start(
         str(script), "run", "tiny-speed", *SMALL, "--steps", "999", "--out", str(tmp_path), TINY_SLEEP="0.05"
     )
@@ -224,7 +224,7 @@ def test_ctrl_c_keeps_what_was_finished(start: Callable[..., object], tmp_path: 
 
 
 def test_a_kill_leaves_a_record_that_can_be_read(start: Callable[..., object], tmp_path: Path) -> None:
-    script = Path(__file__).with_name("tiny.py")
+    script = Path(__file__).parents[1] / "tiny.py"
     process = start(str(script), "run", "tiny-memory", *SMALL, "--out", str(tmp_path), TINY_SLEEP="60")
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None and not list(tmp_path.glob("*.json")):
@@ -265,7 +265,7 @@ def test_only_torch_click_and_tabulate_are_needed(
 ) -> None:
     others = ("torchvision", "msgspec", "pydantic", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})
-    script = Path(__file__).with_name("tiny.py")
+    script = Path(__file__).parents[1] / "tiny.py"
     process = start(str(script), "run", "tiny-speed", *SMALL, "--steps", "1", "--out", str(tmp_path), first=folder)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err

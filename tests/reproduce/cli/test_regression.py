@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import CASES
 from reproduce.cli.compare import compare
 from reproduce.cli.main import main
 from reproduce.cli.regression import regression
 from reproduce.numbers.significance import Rule
 from reproduce.regression import main as asked
+from reproduce.regression.cases import CASES
 from reproduce.regression.job import JobError, Settings
 from reproduce.regression.trees import Tree, TreeError
 
@@ -291,6 +291,6 @@ def jobs(temporary: Path) -> list[Path]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (process / "cmdline").read_bytes().split(b"\0")
-            if b"benchmarks.interleave" in line and str(temporary).encode() in line:
+            if b"reproduce.regression.interleave" in line and str(temporary).encode() in line:
                 found.append(process)
     return found

@@ -58,8 +58,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
     """Let the job be a script of ours."""
 
     def be(script: str) -> Tree:
-        package = tmp_path / "benchmarks"
-        package.mkdir()
+        package = tmp_path / "reproduce" / "regression"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").touch()
         (package / "__init__.py").touch()
         (package / "interleave.py").write_text(script)
         monkeypatch.setattr(job, "ROOT", tmp_path)

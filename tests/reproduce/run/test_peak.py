@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.live_bytes import LiveBytes
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
+from reproduce.run.live_bytes import LiveBytes
 from reproduce.run.peak import measure_peak
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe

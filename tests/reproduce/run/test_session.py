@@ -105,7 +105,7 @@ def test_every_row_ends_in_a_result(fake: type[Fake], tiny: Tiny, tmp_path: Path
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
-        (ValueError("no"), "failed", "ValueError: no (test_runner.py, line "),
+        (ValueError("no"), "failed", "ValueError: no (test_session.py, line "),
         (OUT_OF_MEMORY, "out of memory", "out of"),
     ],
 )

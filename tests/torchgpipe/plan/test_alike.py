@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import unet
+from reproduce.models import unet
 from torchgpipe.plan.alike import behaviour
 from torchgpipe.skip.skippable import skips_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import unet
+from reproduce.models import unet
 from torchgpipe.plan.count import Counts, count
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.models import amoebanetd, unet
+from reproduce.models import amoebanetd, unet
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import Optimizer

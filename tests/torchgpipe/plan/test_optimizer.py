@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import unet
+from reproduce.models import unet
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import OPTIMIZERS, Optimizer, optimizer_named

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.models import amoebanetd, resnet101, unet
+from reproduce.models import amoebanetd, resnet101, unet
 from torchgpipe.plan.count import count
 from torchgpipe.plan.remembered import Remembered
 

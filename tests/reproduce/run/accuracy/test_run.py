@@ -72,7 +72,7 @@ def run(tiny: Tiny, tmp_path: Path) -> Run:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     import runpy
 
-    experiment = runpy.run_path(str(Path(__file__).with_name("tiny.py")))["TINY"]["tiny-accuracy"]
+    experiment = runpy.run_path(str(Path(__file__).parents[2] / "tiny.py"))["TINY"]["tiny-accuracy"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -189,7 +189,7 @@ def fail(error: Exception, row: str, at: int) -> Callable[..., Any]:
     ("error", "status", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
-        (ValueError("no"), "failed", "seed 0: ValueError: no (test_run_accuracy.py, line "),
+        (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line "),
         (
             RuntimeError("Caught DataError in DataLoader worker process 3.\nTraceback\n"
                          "reproduce.run.accuracy.datasets.DataError: a.JPEG cannot be read"),
@@ -273,7 +273,7 @@ def test_from_end_to_end(
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_and_another_run(how: signal.Signals, start: Callable[..., Any], tmp_path: Path) -> None:
-    arguments = (str(Path(__file__).with_name("tiny.py")), *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out",
+    arguments = (str(Path(__file__).parents[2] / "tiny.py"), *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out",
                  str(tmp_path))  # fmt: skip
     process = start(*arguments, TINY_SLEEP="1", TINY_EPOCHS="20")
     deadline = time.monotonic() + PATIENCE

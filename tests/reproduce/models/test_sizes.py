@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.models.sizes import check_size
+from reproduce.models.sizes import check_size
 
 FITS = [
     (1, {}),

@@ -10,8 +10,8 @@ its input, for under checkpointing a partition's input is needed again.
 
 from __future__ import annotations
 
-from benchmarks.models.amoebanet import amoebanetd
-from benchmarks.models.resnet import resnet101
-from benchmarks.models.unet import unet
+from reproduce.models.amoebanet import amoebanetd
+from reproduce.models.resnet import resnet101
+from reproduce.models.unet import unet
 
 __all__ = ["amoebanetd", "resnet101", "unet"]

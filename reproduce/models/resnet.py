@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
-from benchmarks.models.sizes import check_size
+from reproduce.models.sizes import check_size
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.models import resnet101
-from benchmarks.models.resnet import (
+from reproduce.models import resnet101
+from reproduce.models.resnet import (
     AddIdentity,
     StashIdentity,
     flat_state,
@@ -283,7 +283,7 @@ def test_other_models_need_no_torchvision(monkeypatch, forget):
     forget("benchmarks")
     forget("torchvision")
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    models = importlib.import_module("benchmarks.models")
+    models = importlib.import_module("reproduce.models")
     with torch.device("meta"):
         assert len(models.amoebanetd(3, 8)) == 9
         assert len(models.unet(1, 1, 2)) == 17

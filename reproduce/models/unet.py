@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models.sizes import check_size
+from reproduce.models.sizes import check_size
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 __all__ = ["PopConcat", "Stash", "unet"]

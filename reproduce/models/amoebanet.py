@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models.sizes import check_size
+from reproduce.models.sizes import check_size
 
 __all__ = ["NORMAL", "OPERATIONS", "REDUCTION", "Cell", "FactorizedReduction", "Genotype", "amoebanetd"]
 

@@ -1,7 +1,7 @@
 """Does the regression tell apart what it should? Many runs on an unchanged tree, and many with a planted delay.
 
-    python -m reproduce.regression.experiment                  # 20 unchanged and 10 planted runs
-    python -m reproduce.regression.experiment --unchanged 2 --planted 1 --json trial.json
+    python -m benchmarks.regression                  # 20 unchanged and 10 planted runs
+    python -m benchmarks.regression --unchanged 2 --planted 1 --json trial.json
 
 As in `make regression`, the working tree is compared with a revision beside it: HEAD, from which the tree does not
 differ. An alarm is a run in which anything is called worse. Every finished run is kept beside the result at once, with
@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES
 from benchmarks.circumstances import checkout, circumstances, keep
 from reproduce.numbers.significance import Decision, Rule
+from reproduce.regression.cases import CASES
 from reproduce.regression.job import JobError, Settings
 from reproduce.regression.judge import TOGETHER, Judgement
 from reproduce.regression.main import measure
@@ -76,9 +76,7 @@ def _digits(restarts: Sequence[Sequence[float]]) -> list[list[float]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is left of the experiment, and print its table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m reproduce.regression.experiment", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.regression", description=__doc__.splitlines()[0])
     parser.add_argument("--unchanged", type=int, default=20, help="runs on an unchanged tree (default 20)")
     parser.add_argument("--planted", type=int, default=10, help=f"runs with a delay of {DELAY:.0%}% (default 10)")
     parser.add_argument("--json", type=Path, default=BENCHMARKS / "regression.json", metavar="FILE", help="the result")

@@ -89,7 +89,7 @@ def _linear(case: Case) -> Made:
 
 def _amoebanetd(case: Case) -> Made:
     """AmoebaNet-D (3, 8), the smallest there is, on images of the papers' size."""
-    from benchmarks.models import amoebanetd
+    from reproduce.models import amoebanetd
 
     classes = torch.randint(1000, (case.batch,))
     return amoebanetd(3, 8), torch.rand(case.batch, 3, 224, 224), lambda y: nn.functional.cross_entropy(y, classes)
@@ -97,7 +97,7 @@ def _amoebanetd(case: Case) -> Made:
 
 def _unet(case: Case) -> Made:
     """U-Net (1, 8) of three levels on images of 32 x 32; its skips cross the partitions."""
-    from benchmarks.models import unet
+    from reproduce.models import unet
 
     mask = torch.randint(2, (case.batch, 1, 32, 32)).float()
     loss = nn.functional.binary_cross_entropy_with_logits

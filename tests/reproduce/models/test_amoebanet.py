@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.models import amoebanetd
-from benchmarks.models.amoebanet import NORMAL, OPERATIONS, REDUCTION, Cell, FactorizedReduction, Genotype
+from reproduce.models import amoebanetd
+from reproduce.models.amoebanet import NORMAL, OPERATIONS, REDUCTION, Cell, FactorizedReduction, Genotype
 
 PUBLISHED = [  # (L, D), parameters, layers
     ((18, 208), 81_505_540, 24),

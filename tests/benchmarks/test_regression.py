@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.circumstances import keep
+from benchmarks.regression import order, prove, table
 from reproduce.numbers.significance import Rule
-from reproduce.regression import experiment
-from reproduce.regression.experiment import order, prove, table
+from benchmarks import regression as experiment
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import Judgement, judge
 from reproduce.regression.trees import Tree

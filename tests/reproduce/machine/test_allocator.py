@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.allocator import KEEP_FREED
+from reproduce.machine.allocator import KEEP_FREED
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, os, sys
 print("started", file=sys.stderr)
-from benchmarks.allocator import keep_freed_memory
+from reproduce.machine.allocator import keep_freed_memory
 keep_freed_memory()
 print(json.dumps([sys.argv[1:], {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}]))
 """

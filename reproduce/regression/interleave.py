@@ -1,6 +1,6 @@
 """Time the same steps with two versions of torchgpipe, sample by sample in turn, in one job.
 
-    python -m benchmarks.interleave BASE HEAD --restarts 20 --rounds 4
+    python -m reproduce.regression.interleave BASE HEAD --restarts 20 --rounds 4
 
 BASE and HEAD are folders with a torchgpipe in them; cases, models and clock are this checkout's. For each case of each
 restart, a line of JSON holds the seconds per step of either side; the i-th of both ran next to each other.
@@ -30,10 +30,9 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.cases import CASES, Case, prepare
-from benchmarks.child import folder_with_torchgpipe
+from reproduce.regression.cases import CASES, Case, prepare
 
-__all__ = ["NAMES", "BrokenOff", "Fork", "Side", "Timed", "interleave", "main"]
+__all__ = ["NAMES", "BrokenOff", "Fork", "Side", "Timed", "folder_with_torchgpipe", "interleave", "main"]
 
 NAMES = ("base", "head")
 ENDED = "a measuring process ended by itself"
@@ -55,6 +54,15 @@ class Side(Protocol):
 
     def close(self) -> None:
         """End it."""
+
+
+def folder_with_torchgpipe(value: str) -> Path:
+    """Return a command line's folder; refuse one in which no torchgpipe was installed."""
+    if not (Path(value) / "torchgpipe").is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no torchgpipe in {value}; pip install --no-deps --target {value} torchgpipe==0.0.7"
+        )
+    return Path(value)
 
 
 def interleave(
@@ -195,7 +203,9 @@ def _check_torchgpipe(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each case of each restart."""
     names = [case.name for case in CASES]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.interleave", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m reproduce.regression.interleave", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("base", type=folder_with_torchgpipe)
     parser.add_argument("head", type=folder_with_torchgpipe)
     parser.add_argument("--case", dest="cases", action="append", choices=names, help="default: all")

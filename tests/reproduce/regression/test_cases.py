@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.cases import CASES, TRAINING, Case, prepare
+from reproduce.regression.cases import CASES, TRAINING, Case, prepare
 
 
 def test_names_are_unique() -> None:

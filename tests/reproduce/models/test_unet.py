@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import unet
-from benchmarks.models.unet import PopConcat, Stash
+from reproduce.models import unet
+from reproduce.models.unet import PopConcat, Stash
 from torchgpipe.skip import verify_skippables
 
 PUBLISHED = [  # (B, C), parameters, layers

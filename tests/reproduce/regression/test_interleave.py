@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import benchmarks.interleave as interleaving
-from benchmarks.cases import MACHINERY, Case
-from benchmarks.interleave import NAMES, BrokenOff, Fork, Side, Timed, interleave
+import reproduce.regression.interleave as interleaving
+from reproduce.regression.cases import MACHINERY, Case
+from reproduce.regression.interleave import NAMES, BrokenOff, Fork, Side, Timed, interleave
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Fake:
@@ -185,7 +185,7 @@ def test_a_planted_delay_is_a_share_of_the_usual_step(
 
 def interleaved(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.interleave", *map(str, arguments)],
+        [sys.executable, "-m", "reproduce.regression.interleave", *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
