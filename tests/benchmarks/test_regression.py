@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import regression as experiment
 from benchmarks.circumstances import keep
 from benchmarks.regression import order, prove, table
 from reproduce.numbers.significance import Rule
-from benchmarks import regression as experiment
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import Judgement, judge
 from reproduce.regression.trees import Tree
