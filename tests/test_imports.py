@@ -1,0 +1,76 @@
+"""Imports go one way, also those within functions: a reader may start at the bottom."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Each line may import from the lines below it, and from itself.
+LAYERS = [
+    {"research", "benchmarks"},
+    {"reproduce.cli"},
+    {"reproduce.report", "reproduce.regression"},
+    {"reproduce.tables"},
+    {"reproduce.predict", "reproduce.run"},
+    {"reproduce.numbers"},
+    {"reproduce.experiments"},
+    {"reproduce.records"},
+    {"reproduce.machine", "reproduce.models"},
+    {"torchgpipe"},
+]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("research", "benchmarks", "reproduce", "torchgpipe")
+    for path in (ROOT / folder).rglob("*.py")
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports when it runs; imports for type checkers alone do not count."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else str(node.module)
+
+
+def package(module: str) -> tuple[int, str] | None:
+    """Return the line of a module's package, and its name."""
+    return next(((i, n) for i, names in enumerate(LAYERS) for n in names if f"{module}.".startswith(f"{n}.")), None)
+
+
+def test_imports_go_down() -> None:
+    arrows = [(module, other) for module, path in MODULES.items() for other in imported(path)]
+    wrong = []
+    for module, other in arrows:
+        own, below = package(module), package(other)
+        if own and below and own != below and own[0] >= below[0]:
+            wrong.append(f"{module} imports {other}")
+    assert arrows and not wrong
+
+
+def test_no_circles() -> None:
+    graph = {module: {other for other in imported(path) if other in MODULES} for module, path in MODULES.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_library_needs_torch_alone() -> None:
+    needed = {other.partition(".")[0] for m in MODULES if m.startswith("torchgpipe") for other in imported(MODULES[m])}
+    assert "torch" in needed and needed - {"torch", "torchgpipe"} <= sys.stdlib_module_names
