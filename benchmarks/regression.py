@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.circumstances import checkout, circumstances, keep
+from reproduce.error import USAGE, Error
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.regression.cases import CASES
-from reproduce.regression.job import JobError, Settings
+from reproduce.regression.job import Settings
 from reproduce.regression.judge import TOGETHER, Judgement
 from reproduce.regression.main import measure
-from reproduce.regression.trees import TreeError, trees
+from reproduce.regression.trees import trees
 from reproduce.tables.benchmark_block import BENCHMARKS
 
 __all__ = ["main", "order", "prove", "table"]
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def kept() -> None:
         if checkout() != {"revision": what["revision"], "dirty": False}:
             del result["runs"][-1]
-            raise TreeError(f"the tree is no longer {what['revision'][:9]} without changes; go back to that first")
+            raise Error(f"the tree is no longer {what['revision'][:9]} without changes; go back to that first", USAGE)
         keep(unfinished, "regression", under, result)
         last = result["runs"][-1]
         said = f"ALARM: {', '.join(last['worse'])}" if last["worse"] else "no alarm"
@@ -114,12 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with trees("HEAD", None) as (base, head):
             if head.dirty:
-                raise TreeError("there are files in torchgpipe that git does not know; add and commit, or remove them")
+                raise Error(
+                    "there are files in torchgpipe that git does not know; add and commit, or remove them", USAGE
+                )
             prove(lambda each: measure(base, head, each, rule), what["delays"], settings, result["runs"], kept)
     except KeyboardInterrupt:
         print(f"interrupted; {len(result['runs'])} runs are kept, go on with the same command", file=sys.stderr)
         raise SystemExit(130) from None
-    except (TreeError, JobError) as error:
+    except Error as error:
         raise SystemExit(f"experiment: {error}; {len(result['runs'])} runs are kept") from None
     print(table(result))
     keep(options.json, "regression", under, result)

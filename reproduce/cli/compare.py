@@ -51,7 +51,7 @@ def compare(
     if row_fields is not None and style not in ("text", "markdown"):
         raise click.UsageError(f"--row and --col make a grid for --format text or markdown, not {style}")
     need("scipy")
-    from reproduce.tables.compare import PickError, Question, SideError, answer
+    from reproduce.tables.compare import Question, answer
 
     question = Question(
         metric=metric,
@@ -63,10 +63,7 @@ def compare(
         style=style,
         force=force,
     )
-    try:
-        text, complaint = answer(sides, question)
-    except (SideError, PickError) as error:
-        raise click.UsageError(str(error)) from error
+    text, complaint = answer(sides, question)
     click.echo(text, nl=False)
     if fail_on_regression and complaint is not None:
         raise click.ClickException(complaint)

@@ -20,16 +20,16 @@ from reproduce.cli.predict import predict
 from reproduce.cli.regression import regression
 from reproduce.cli.render import render_command
 from reproduce.cli.report import report
+from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS, Experiment
-from reproduce.experiments.choose import UnknownRowError, choose_rows
-from reproduce.experiments.scale import ScaleError, choose_scale
+from reproduce.experiments.choose import choose_rows
+from reproduce.experiments.scale import choose_scale
 from reproduce.machine.allocator import kept as freed_memory_kept
 from reproduce.machine.description import ROOT
-from reproduce.machine.devices import Devices, DevicesError, cores, find_devices
+from reproduce.machine.devices import Devices, cores, find_devices
 from reproduce.records.published import PAPER, import_tables, published
-from reproduce.records.record import FREED_MEMORY, RecordError, load, write_atomically
+from reproduce.records.record import FREED_MEMORY, load, write_atomically
 from reproduce.report.tracer import Tracer, matplotlib_problem
-from reproduce.run.accuracy.datasets import DataError
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder, new_recorder, prepare_folder
 from reproduce.run.session import UNITS, Runner
@@ -254,10 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
-    except (DataError, DevicesError, ScaleError, UnknownRowError) as error:
-        return _complain(str(error), 2)
-    except RecordError as error:
-        return _complain(str(error), 1)
+    except Error as error:
+        return _complain(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:  # who read the output, such as `head`, has had enough

@@ -50,7 +50,7 @@ def regression(
     need("scipy")
     from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
-    from reproduce.regression.main import JobError, QuestionError, Settings, TreeError, answer, choose_cases
+    from reproduce.regression.main import Settings, answer, choose_cases
     from reproduce.run.recorder import prepare_folder
 
     if markdown is not None:
@@ -67,10 +67,6 @@ def regression(
     try:
         settings = Settings(choose_cases(wanted), restarts, rounds, slow_down)
         found = answer(base, head, settings, Rule(alpha, threshold), told)
-    except (QuestionError, TreeError) as error:
-        raise click.UsageError(str(error)) from error
-    except JobError as error:
-        raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         unended = False  # click ends the line
         raise

@@ -6,20 +6,17 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from reproduce.error import USAGE, Error
 from reproduce.experiments.row import Experiment
 
-__all__ = ["UnknownRowError", "choose_rows"]
-
-
-class UnknownRowError(Exception):
-    """Tell in one line that no experiment has such a row, and which there are."""
+__all__ = ["choose_rows"]
 
 
 def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list[Experiment]:
     """Return the experiments with the rows so called only, or as they are where no name is given.
 
     Raises:
-        UnknownRowError: none of them has a row of that name, or one has no row of these names.
+        Error: none of them has a row of that name, or one has no row of these names.
     """
     if not names:
         return list(experiments)
@@ -28,7 +25,7 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             meant = f"did you mean {close[0]!r}" if close else f"there are {', '.join(known)}"
-            raise UnknownRowError(f"--row {name!r}: no row is called so; {meant}")
+            raise Error(f"--row {name!r}: no row is called so; {meant}", USAGE)
 
     chosen = []
     for each in experiments:
@@ -36,6 +33,6 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list
             replace(scale, rows=tuple(row for row in scale.rows if row.name in names)) for scale in each.scales
         )
         if not any(scale.rows for scale in scales):
-            raise UnknownRowError(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out")
+            raise Error(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out", USAGE)
         chosen.append(replace(each, scales=tuple(scale for scale in scales if scale.rows)))
     return chosen

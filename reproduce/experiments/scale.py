@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reproduce.error import USAGE, Error
 from reproduce.experiments import Experiment, Scale
 from reproduce.machine.devices import Devices
 
-__all__ = ["ScaleError", "choose_scale", "why_not"]
+__all__ = ["choose_scale", "why_not"]
 
 GiB = 2**30
-
-
-class ScaleError(Exception):
-    """Tell in one line why a scale cannot be run here, and what to do."""
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
     """Return `asked`, or the first scale, in the experiments' order, that all of them have and the machine holds.
 
     Raises:
-        ScaleError: an experiment has no such scale, or the machine cannot hold it.
+        Error: an experiment has no such scale, or the machine cannot hold it.
     """
     common = [
         scale.name
@@ -28,9 +25,9 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
         if all(scale.name in [other.name for other in experiment.scales] for experiment in experiments)
     ]
     if not common:
-        raise ScaleError("the rows that were chosen have no scale in common; run them apart")
+        raise Error("the rows that were chosen have no scale in common; run them apart", USAGE)
     if asked is not None and asked not in common:
-        raise ScaleError(f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}")
+        raise Error(f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}", USAGE)
 
     reasons = []
     for name in common if asked is None else [asked]:
@@ -40,7 +37,7 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
         reasons.append(f"--scale {name}: {reason}")
     others = [name for name in common if name != asked]
     advice = f"; use --scale {others[-1]}" if asked is not None and others else ""
-    raise ScaleError(reasons[-1] + advice)
+    raise Error(reasons[-1] + advice, USAGE)
 
 
 def why_not(scale: Scale, devices: Devices) -> str | None:

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["MOST_DEVICES", "Devices", "DevicesError", "cores", "find_devices"]
+from reproduce.error import USAGE, Error
+
+__all__ = ["MOST_DEVICES", "Devices", "cores", "find_devices"]
 
 MOST_DEVICES = 8  # as many as the papers' largest machine has
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-class DevicesError(Exception):
-    """Tell in one line why the devices that were asked for cannot be had."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
     """Return the devices to use: of `kind`, or CUDA where there is any; `count` of them, or all.
 
     Raises:
-        DevicesError: there are not so many.
+        Error: there are not so many.
     """
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind is None:
@@ -82,9 +80,9 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 
     if kind == "cuda":
         if not cuda:
-            raise DevicesError("--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu")
+            raise Error("--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu", USAGE)
         if count is not None and count > cuda:
-            raise DevicesError(f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}")
+            raise Error(f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}", USAGE)
         return Devices("cuda", count or cuda)
 
     if kind == "meta":
@@ -92,8 +90,9 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 
     have = cores()
     if count is not None and count > have:
-        raise DevicesError(
-            f"--devices {count}: a CPU device is at least one core and this machine offers {have}; use at most {have}"
+        raise Error(
+            f"--devices {count}: a CPU device is at least one core and this machine offers {have}; use at most {have}",
+            USAGE,
         )
     count = count or min(have, MOST_DEVICES)
     return Devices("cpu", count, threads=have // count)

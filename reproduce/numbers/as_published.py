@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from reproduce.error import Error
 from reproduce.experiments import AS_PUBLISHED
 from reproduce.machine.description import ROOT
-from reproduce.records.record import Record, RecordError, Result, Run, load
+from reproduce.records.record import Record, Result, Run, load
 
 __all__ = ["MEASURED", "MeasuredRow", "measured_rows"]
 
@@ -40,7 +41,7 @@ def _records(folder: Path) -> Iterator[tuple[Run, Record]]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = load(path)
-        except RecordError:
+        except Error:
             continue  # `show` tells what is wrong with it
         if record.run is not None:
             yield record.run, record

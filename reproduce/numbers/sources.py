@@ -7,16 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from reproduce.error import USAGE, Error
 from reproduce.records.foreign import from_pytest_benchmark, is_pytest_benchmark
-from reproduce.records.record import Record, RecordError, Result, hardware_name, parse, read_json
+from reproduce.records.record import Record, Result, hardware_name, parse, read_json
 
-__all__ = ["Entry", "Side", "SideError", "gather", "load_side"]
+__all__ = ["Entry", "Side", "gather", "load_side"]
 
 IN_REVISION = "results/measured"  # where a revision's records are looked for if no place is named
-
-
-class SideError(Exception):
-    """Tell in one line why there is nothing to compare in what was named."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,7 @@ def load_side(letter: str, name: str) -> Side:
     """Load what `name` names: a path where there is one, or else REVISION or REVISION:PATH of the current git checkout.
 
     Raises:
-        RecordError: a file is broken, or no record.
-        SideError: there is nothing of that name, or no record in it.
+        Error: there is nothing of that name, no record in it, or a file that is none.
     """
     path = Path(name or "''")
     if path.is_dir():
@@ -59,7 +55,7 @@ def load_side(letter: str, name: str) -> Side:
         if not files:
             inside = sorted({file.parent.relative_to(path).as_posix() for file in path.rglob("*.json")})
             advice = f"; there are some in {', '.join(f'{path / folder}' for folder in inside[:3])}" if inside else ""
-            raise SideError(f"{name}: no record (*.json) in this folder{advice}")
+            raise Error(f"{name}: no record (*.json) in this folder{advice}", USAGE)
         return gather(letter, name, [_read(_bytes(file), str(file)) for file in files])
     if path.exists():
         return gather(letter, name, [_read(_bytes(path), name)])
@@ -83,7 +79,7 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise Error(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _read(content: bytes, where: str) -> Record:
@@ -98,8 +94,9 @@ def _from_git(name: str) -> Iterator[Record]:
     )
     top = _git("rev-parse", "--show-toplevel")
     if commit is None or top is None:
-        raise SideError(
-            f"{name}: no such file or folder, and no git revision here; name a record, a folder or a revision"
+        raise Error(
+            f"{name}: no such file or folder, and no git revision here; name a record, a folder or a revision",
+            USAGE,
         )
     place = place or IN_REVISION
     listed = _git("ls-tree", "-r", "-z", "--full-tree", "--name-only", commit.decode().strip(), "--", place) or b""
@@ -107,11 +104,13 @@ def _from_git(name: str) -> Iterator[Record]:
     if PurePosixPath(place) not in map(PurePosixPath, found):  # a folder: like on disk, without those below it
         found = [file for file in found if PurePosixPath(file).parent == PurePosixPath(place)]
     if not found:
-        raise SideError(f"{name}: that revision holds no record (*.json) in {place}; name a place as {revision}:FOLDER")
+        raise Error(
+            f"{name}: that revision holds no record (*.json) in {place}; name a place as {revision}:FOLDER", USAGE
+        )
     for file in found:
         content = _git("cat-file", "blob", f"{commit.decode().strip()}:{file}")
         if content is None:
-            raise SideError(f"{revision}:{file}: git cannot read it")
+            raise Error(f"{revision}:{file}: git cannot read it", USAGE)
         yield _read(content, f"{revision}:{file}")
 
 

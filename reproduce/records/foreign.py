@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from reproduce.error import Error
 from reproduce.records.decode import DecodeError, Json, decode
-from reproduce.records.record import Git, Machine, Record, RecordError, Result, Run
+from reproduce.records.record import Git, Machine, Record, Result, Run
 
 __all__ = ["from_pytest_benchmark", "is_pytest_benchmark"]
 
@@ -32,14 +33,14 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
     """Turn the parsed file called `where` into a record: an experiment for each test file, a row for each test.
 
     Raises:
-        RecordError: the file is not what pytest-benchmark writes.
+        Error: the file is not what pytest-benchmark writes.
     """
     try:
         benchmarks = decode(list[dict[str, Json]], data["benchmarks"], "benchmarks")
         results = [_result(benchmark, f"benchmarks[{i}]") for i, benchmark in enumerate(benchmarks)]
         run = _run(data)
     except DecodeError as error:
-        raise RecordError(f"{where}: {error}") from error
+        raise Error(f"{where}: {error}") from error
     return Record(Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=run)
 
 

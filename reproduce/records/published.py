@@ -7,9 +7,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.records.decode import DecodeError, Json, decode
-from reproduce.records.record import Record, RecordError, Result, load, save
+from reproduce.records.record import Record, Result, load, save
 
 __all__ = ["PAPER", "convert", "import_tables", "published"]
 
@@ -62,7 +63,7 @@ def published(table: str) -> Record:
     """Return a published table by its id.
 
     Raises:
-        RecordError: there is none, or its file is broken.
+        Error: there is none, or its file is broken.
     """
     return load(PAPER / f"{table}.json")
 
@@ -71,18 +72,18 @@ def import_tables(source: Path, to: Path = PAPER) -> list[Path]:
     """Write a record for each table in the file `source`, and return their paths.
 
     Raises:
-        RecordError: the file is not what it should be, or a record cannot be written.
+        Error: the file is not what it should be, or a record cannot be written.
     """
     try:
         tables = json.loads(source.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecordError(f"{source}: cannot be read ({error.strerror or error})") from error
+        raise Error(f"{source}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:
-        raise RecordError(f"{source}: not JSON ({error})") from error
+        raise Error(f"{source}: not JSON ({error})") from error
     try:
         records = convert(tables)
     except DecodeError as error:
-        raise RecordError(f"{source}: {error}") from error
+        raise Error(f"{source}: {error}") from error
 
     paths = []
     for record in records:

@@ -17,20 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from reproduce.error import Error
 from reproduce.records.decode import DecodeError, Json, decode
 from reproduce.records.upgrade import UPGRADES, upgrade
 
-__all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Git", "Gpu", "Machine", "Record", "RecordError", "Result", "Run",
+__all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Git", "Gpu", "Machine", "Record", "Result", "Run",
            "hardware_name", "load", "parse", "read_json", "save", "write_atomically"]  # fmt: skip
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 2
 
 Status = Literal["measured", "published", "predicted", "out of memory", "needs devices", "failed", "not run"]
-
-
-class RecordError(Exception):
-    """Tell in one line why a file is no record that this program can read or write."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +130,13 @@ def save(record: Record, path: Path) -> None:
     """Write `record` to `path` atomically.
 
     Raises:
-        RecordError: the file cannot be written, or could not be read again.
+        Error: the file cannot be written, or could not be read again.
     """
     try:
         _check(record)
         text = _format({"format": FORMAT, "version": VERSION, **_fields(record)})
     except ValueError as error:  # NaN, which JSON has no word for, or a record that contradicts itself
-        raise RecordError(f"{path}: cannot be written ({error})") from error
+        raise Error(f"{path}: cannot be written ({error})") from error
     write_atomically(path, text + "\n")
 
 
@@ -173,7 +170,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the file at `path` by one with `content`; whatever happens, the old file or the new one is there.
 
     Raises:
-        RecordError: it cannot be written.
+        Error: it cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -186,19 +183,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise RecordError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise Error(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def load(path: Path) -> Record:
     """Read the record at `path`.
 
     Raises:
-        RecordError: no such file, not JSON, not a record, of a version that is not read, or broken somewhere.
+        Error: no such file, not JSON, not a record, of a version that is not read, or broken somewhere.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise Error(f"{path}: cannot be read ({error.strerror or error})") from error
     return parse(read_json(content, str(path)), str(path))
 
 
@@ -206,39 +203,39 @@ def read_json(content: bytes, where: str) -> Json:
     """Parse the file called `where`.
 
     Raises:
-        RecordError: it is not JSON.
+        Error: it is not JSON.
     """
     try:
         return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise RecordError(f"{where}: not a text file (byte {error.start} is not UTF-8)") from error
+        raise Error(f"{where}: not a text file (byte {error.start} is not UTF-8)") from error
     except json.JSONDecodeError as error:
-        raise RecordError(f"{where}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+        raise Error(f"{where}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
     except ValueError as error:
-        raise RecordError(f"{where}: {error}") from error
+        raise Error(f"{where}: {error}") from error
     except RecursionError as error:
-        raise RecordError(f"{where}: not a record (its brackets are nested too deeply)") from error
+        raise Error(f"{where}: not a record (its brackets are nested too deeply)") from error
 
 
 def parse(data: Json, where: str) -> Record:
     """Turn the parsed file called `where` into a record, upgrading it where it is of an older version.
 
     Raises:
-        RecordError: it is not a record, of a version that is not read, or broken somewhere.
+        Error: it is not a record, of a version that is not read, or broken somewhere.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise RecordError(f'{where}: not a record (its "format" is not "{FORMAT}")')
+        raise Error(f'{where}: not a record (its "format" is not "{FORMAT}")')
     data = dict(data)
     del data["format"]
     version = data.pop("version", None)
     if type(version) is not int or version not in (*UPGRADES, VERSION):
         versions = " and ".join(map(str, (*UPGRADES, VERSION)))
-        raise RecordError(f"{where}: record version {version!r}; this program reads versions {versions}")
+        raise Error(f"{where}: record version {version!r}; this program reads versions {versions}")
     try:
         record = decode(Record, upgrade(data, version))
         _check(record)
     except DecodeError as error:
-        raise RecordError(f"{where}: {error}") from error
+        raise Error(f"{where}: {error}") from error
     return record
 
 

@@ -30,17 +30,14 @@ from typing import Any, Protocol
 
 import torch
 
+from reproduce.error import Error
 from reproduce.regression.cases import CASES, Case, prepare
 
-__all__ = ["NAMES", "BrokenOff", "Fork", "Side", "Timed", "folder_with_torchgpipe", "interleave", "main"]
+__all__ = ["NAMES", "Fork", "Side", "Timed", "folder_with_torchgpipe", "interleave", "main"]
 
 NAMES = ("base", "head")
 ENDED = "a measuring process ended by itself"
 WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
-
-
-class BrokenOff(RuntimeError):
-    """Tell in one line why there are no more samples."""
 
 
 class Side(Protocol):
@@ -73,7 +70,7 @@ def interleave(
     `start(0)` starts the base, `start(1)` the head. Restarts are counted from `first`, for there may have been others.
 
     Raises:
-        BrokenOff: a side cannot run a case that ran before.
+        Error: a side cannot run a case that ran before.
     """
     order = random.Random(f"{seed} {first}")
     running = list(cases)
@@ -88,7 +85,7 @@ def interleave(
                 answers = {i: sides[i].receive() for i in turns}
                 unable = {NAMES[i]: why for i, why in sorted(answers.items()) if why}
                 if unable and restart:  # what it can run does not change: something went wrong, and is not left out
-                    raise BrokenOff(_no_longer(case, *next(iter(unable.items()))))
+                    raise Error(_no_longer(case, *next(iter(unable.items()))))
                 if unable:
                     running.remove(case)
                     yield {"case": case, "unable": unable}
@@ -99,7 +96,7 @@ def interleave(
                         sides[i].send(case)
                         seconds = sides[i].receive()
                         if not isinstance(seconds, float):
-                            raise BrokenOff(_no_longer(case, NAMES[i], seconds))
+                            raise Error(_no_longer(case, NAMES[i], seconds))
                         of_sides[i].append(seconds)
         finally:
             for side in sides:
@@ -153,14 +150,14 @@ class Fork:
         try:
             self._ours.send(case)
         except OSError:
-            raise BrokenOff(ENDED) from None
+            raise Error(ENDED) from None
 
     def receive(self) -> float | str | None:
         """Return seconds per step, why the case cannot run, or None: warmed up."""
         try:
             answer: float | str | None = self._ours.recv()
         except (EOFError, OSError):
-            raise BrokenOff(ENDED) from None
+            raise Error(ENDED) from None
         return answer
 
     def close(self) -> None:
@@ -229,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             first=options.first,
         ):
             print(json.dumps(line), flush=True)
-    except BrokenOff as error:
+    except Error as error:
         raise SystemExit(f"interleave: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

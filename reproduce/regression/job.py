@@ -17,19 +17,16 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reproduce.error import Error
 from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT
 from reproduce.regression.signals import undivided
 from reproduce.regression.trees import Tree
 
-__all__ = ["JobError", "Samples", "Settings", "collect", "interleaved"]
+__all__ = ["Samples", "Settings", "collect", "interleaved"]
 
 RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
-
-
-class JobError(Exception):
-    """Tell in one line why the job came to no end."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
     """Yield each line of the job. However this ends, the job's processes end with it.
 
     Raises:
-        JobError: it ended before it was done, or said something else.
+        Error: it ended before it was done, or said something else.
     """
     cases = list(settings.cases)
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
@@ -96,7 +93,7 @@ def _of_a_parent(
         if code:
             errors.seek(0)
             said = errors.read().strip().splitlines()
-            raise JobError(f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}")
+            raise Error(f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -116,7 +113,7 @@ def _read(line: str, cases: Sequence[str]) -> dict[str, Any]:
         read = json.loads(line)
         if isinstance(read, dict) and read.get("case") in cases:
             return read
-    raise JobError(f"the measuring job printed {line.strip()[:60]!r}, which is no sample; torchgpipe must not print")
+    raise Error(f"the measuring job printed {line.strip()[:60]!r}, which is no sample; torchgpipe must not print")
 
 
 def collect(

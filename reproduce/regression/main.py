@@ -7,25 +7,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from reproduce.error import USAGE, Error
 from reproduce.machine.description import load_average, machine, versions
 from reproduce.numbers.significance import Rule
 from reproduce.records.record import Git, Run
 from reproduce.regression.cases import CASES
-from reproduce.regression.job import JobError, Settings, collect, interleaved
+from reproduce.regression.job import Settings, collect, interleaved
 from reproduce.regression.judge import Judgement, judge, least_restarts, shared
 from reproduce.regression.show import comparison, sides
-from reproduce.regression.trees import Tree, TreeError, trees
+from reproduce.regression.trees import Tree, trees
 from reproduce.run.recorder import now
 from reproduce.tables.comparison import as_csv, as_json, legend, table
 from reproduce.tables.layout import bullets, many
 
-__all__ = ["Answer", "JobError", "QuestionError", "Settings", "TreeError", "answer", "choose_cases", "measure"]
+__all__ = ["Answer", "Settings", "answer", "choose_cases", "measure"]
 
 Told = Callable[[int], None]
-
-
-class QuestionError(Exception):
-    """Tell in one line why a question has no answer."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,15 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, told: To
     """Compare `head`, a revision or None for the working tree as it is, with the revision `base`.
 
     Raises:
-        QuestionError: with so few restarts nothing could ever be significant.
-        TreeError: a revision cannot be had.
-        JobError: the measuring job ended before it was done.
+        Error: with so few restarts nothing could ever be significant, a revision cannot be had, or the measuring job
+            ended before it was done.
     """
     least = least_restarts(rule, len(settings.cases))
     if settings.restarts < least:
-        raise QuestionError(
+        raise Error(
             f"--restarts {settings.restarts}: of {many(len(settings.cases), 'case')} at --alpha {rule.alpha:g}, "
-            f"nothing could be called significant; give at least {least}"
+            f"nothing could be called significant; give at least {least}",
+            USAGE,
         )
     with trees(base, head) as (old, new):
         under = Run(
@@ -114,10 +111,10 @@ def choose_cases(wanted: Sequence[str]) -> list[str]:
     """Return the cases whose names contain one of the texts, or all.
 
     Raises:
-        QuestionError: a text is in none.
+        Error: a text is in none.
     """
     names = [case.name for case in CASES]
     for text in wanted:
         if not any(text.lower() in name.lower() for name in names):
-            raise QuestionError(f"--case {text}: no case's name contains it; there are {', '.join(names)}")
+            raise Error(f"--case {text}: no case's name contains it; there are {', '.join(names)}", USAGE)
     return [name for name in names if not wanted or any(text.lower() in name.lower() for text in wanted)]

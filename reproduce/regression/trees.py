@@ -11,16 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reproduce.error import USAGE, Error
 from reproduce.machine.description import ROOT
 from reproduce.regression.signals import terminable, undivided
 
-__all__ = ["Tree", "TreeError", "checked_out", "commit_of", "snapshot", "trees"]
+__all__ = ["Tree", "checked_out", "commit_of", "snapshot", "trees"]
 
 PACKAGE = "torchgpipe"
-
-
-class TreeError(Exception):
-    """Tell in one line why there is nothing to measure in what was named."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +49,20 @@ def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
     """Check torchgpipe of a revision out into `folder`, a git worktree that is there for as long as the context.
 
     Raises:
-        TreeError: there is no git, no such revision, or no torchgpipe in it.
+        Error: there is no git, no such revision, or no torchgpipe in it.
     """
     commit = commit_of(root, revision)
     try:
         _git(root, "worktree", "add", "--detach", "--no-checkout", str(folder), commit)
         try:
             _git(folder, "checkout", "--quiet", commit, "--", PACKAGE)
-        except TreeError:
-            raise TreeError(f"{revision}: that revision holds no folder {PACKAGE}") from None
+        except Error:
+            raise Error(f"{revision}: that revision holds no folder {PACKAGE}", USAGE) from None
         yield Tree(folder, revision, commit)
     finally:
         # Once more forced, as git locks a worktree until it is whole; without its folder, as half of one is refused.
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(TreeError):
+        with contextlib.suppress(Error):
             _git(root, "worktree", "remove", "--force", "--force", str(folder))
 
 
@@ -75,7 +72,7 @@ def snapshot(root: Path, folder: Path) -> Tree:
     try:
         commit = commit_of(root, "HEAD")
         dirty = bool(_git(root, "status", "--porcelain", "--", PACKAGE))
-    except TreeError:
+    except Error:
         return Tree(folder, "the working tree", None)
     return Tree(folder, "the working tree", commit, dirty)
 
@@ -84,19 +81,19 @@ def commit_of(root: Path, revision: str) -> str:
     """Return the commit that `revision` names.
 
     Raises:
-        TreeError: there is no git, or no such revision.
+        Error: there is no git, or no such revision.
     """
     try:
         _git(root, "rev-parse", "--git-dir")
-    except TreeError as error:
-        raise TreeError(f"{revision}: {root} cannot be used as a git checkout ({error})") from None
+    except Error as error:
+        raise Error(f"{revision}: {root} cannot be used as a git checkout ({error})", USAGE) from None
     try:
         return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-    except TreeError:
+    except Error:
         pass
     if _git(root, "rev-parse", "--is-shallow-repository") == "true":
-        raise TreeError(f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first")
-    raise TreeError(f"{revision}: no such git revision here; name a commit, a branch or a tag")
+        raise Error(f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first", USAGE)
+    raise Error(f"{revision}: no such git revision here; name a commit, a branch or a tag", USAGE)
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -113,9 +110,9 @@ def _said(command: Sequence[str], environment: dict[str, str] | None) -> str:
             command, capture_output=True, text=True, timeout=120, start_new_session=True, env=environment
         )
     except FileNotFoundError:
-        raise TreeError("git is not installed") from None
+        raise Error("git is not installed", USAGE) from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise TreeError(f"git failed: {error}") from None
+        raise Error(f"git failed: {error}", USAGE) from None
     if done.returncode:
-        raise TreeError((done.stderr.strip().splitlines() or [f"git failed: {' '.join(command)}"])[-1])
+        raise Error((done.stderr.strip().splitlines() or [f"git failed: {' '.join(command)}"])[-1], USAGE)
     return done.stdout.strip()

@@ -91,7 +91,7 @@ def load_folder(results: Path) -> list[Record]:
     """Load all records of `results`, which has the folders paper, predicted and measured; any may be missing.
 
     Raises:
-        RecordError: a file is broken, or no record.
+        Error: a file is broken, or no record.
     """
     return [load(path) for folder in FOLDERS for path in sorted((results / folder).glob("*.json"))]
 

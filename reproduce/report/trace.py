@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from reproduce.error import Error
 from reproduce.records.decode import DecodeError, Json, decode
-from reproduce.records.record import RecordError, read_json
+from reproduce.records.record import read_json
 from torchgpipe.plan.replay import Event, Timeline
 
 __all__ = ["read_trace"]
@@ -30,15 +31,15 @@ def read_trace(path: Path) -> tuple[str, Timeline]:
     """Return the title and the timeline of a trace. Copies are left out, and time starts with the first task.
 
     Raises:
-        RecordError: the file cannot be read, or is no such trace.
+        Error: the file cannot be read, or is no such trace.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise Error(f"{path}: cannot be read ({error.strerror or error})") from error
     data = read_json(content, str(path))
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise RecordError(f'{path}: not a trace (it has no list of "traceEvents")')
+        raise Error(f'{path}: not a trace (it has no list of "traceEvents")')
     title, tasks = path.stem, []
     try:
         for i, event in enumerate(data["traceEvents"]):
@@ -48,9 +49,9 @@ def read_trace(path: Path) -> tuple[str, Timeline]:
             elif found.get("ph") == "X" and found.get("cat") != "copy":
                 tasks.append(_task(found, f"traceEvents[{i}]"))
     except DecodeError as error:
-        raise RecordError(f"{path}: {error}") from error
+        raise Error(f"{path}: {error}") from error
     if not tasks:
-        raise RecordError(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
+        raise Error(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
     begin = min(task.ts for task in tasks)
     events = [
         Event(task.cat, task.micro_batch, task.partition, (task.ts - begin) / MICROSECONDS,

@@ -6,7 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from reproduce.records.record import RecordError, write_atomically
+from reproduce.error import Error
+from reproduce.records.record import write_atomically
 from reproduce.report.chrome_trace import chrome_trace
 from reproduce.run.timeline import StepTimeline
 
@@ -55,7 +56,7 @@ class Tracer:
     def _write(self, path: Path, content: str | bytes) -> None:
         try:
             write_atomically(path, content)
-        except RecordError as error:
+        except Error as error:
             self.problems.append(str(error))
         else:
             self.written.append(path)

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from reproduce.error import Error
+
 __all__ = ["Failure", "explain"]
 
 
@@ -26,6 +28,8 @@ def explain(error: Exception) -> Failure:
     """Return what to write into a record about `error`."""
     if is_out_of_memory(error):
         return Failure("out of memory", "out of memory")
+    if isinstance(error, Error):
+        return Failure("failed", str(error))
     said = str(error).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

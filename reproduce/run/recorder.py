@@ -9,10 +9,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from reproduce.error import Error
 from reproduce.machine.description import git, load_average, machine, versions
 from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
-from reproduce.records.record import Record, RecordError, Result, Run, save
+from reproduce.records.record import Record, Result, Run, save
 
 __all__ = ["Recorder", "new_recorder", "now", "prepare_folder"]
 
@@ -92,7 +93,7 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
     """Make `folder`, and make sure that files can be written there.
 
     Raises:
-        RecordError: they cannot.
+        Error: they cannot.
     """
     trial = folder / f".trial.{os.getpid()}"
     try:
@@ -100,7 +101,7 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
         trial.touch()
         trial.unlink()
     except OSError as error:
-        raise RecordError(f"{option} {folder}: cannot be written ({error.strerror or error}); name another") from error
+        raise Error(f"{option} {folder}: cannot be written ({error.strerror or error}); name another") from error
 
 
 def now() -> str:

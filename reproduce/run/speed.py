@@ -15,7 +15,7 @@ from reproduce.run.measure import Sample, in_turn, time_step
 from reproduce.run.session import Runner
 from reproduce.run.timeline import StepTimeline, watch_step
 from reproduce.run.training import FakeData, Training
-from reproduce.run.utilization import UtilizationError, from_driver, from_timeline
+from reproduce.run.utilization import from_driver, from_timeline
 
 __all__ = ["run_speed"]
 
@@ -54,10 +54,8 @@ def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], StepTi
     try:
         timeline = watch_step(training, devices)
         busy = from_timeline(timeline) if devices.kind == "cpu" else from_driver(training.devices, step)
-    except UtilizationError as error:
-        values: dict[str, Json] = {"utilization_problem": str(error)}
     except Exception as error:
-        values = {"utilization_problem": explain(error).reason}
+        values: dict[str, Json] = {"utilization_problem": explain(error).reason}
     else:
         values = {"utilization": busy}
     if timeline is not None:

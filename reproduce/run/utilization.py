@@ -13,17 +13,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from reproduce.error import Error
 from reproduce.run.timeline import StepTimeline
 
-__all__ = ["SAMPLING_SECONDS", "UtilizationError", "from_driver", "from_timeline"]
+__all__ = ["SAMPLING_SECONDS", "from_driver", "from_timeline"]
 
 SAMPLING_SECONDS = 0.05  # as published
 LEAST_SECONDS = 2.0
 MOST_STEPS = 50
-
-
-class UtilizationError(Exception):
-    """Tell in one line why utilization cannot be had."""
 
 
 def from_timeline(timeline: StepTimeline) -> list[float]:
@@ -39,7 +36,7 @@ def from_driver(
     `ask` returns a device's present utilization in percent; by default the driver is asked.
 
     Raises:
-        UtilizationError: the driver does not tell, or its Python bindings are not installed.
+        Error: the driver does not tell, or its Python bindings are not installed.
     """
     ask = torch.cuda.utilization if ask is None else ask
     samples: list[list[int]] = [[] for _ in devices]
@@ -48,7 +45,7 @@ def from_driver(
             ask(device)
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        raise UtilizationError(f"utilization is not available ({said}); try 'pip install nvidia-ml-py'") from error
+        raise Error(f"utilization is not available ({said}); try 'pip install nvidia-ml-py'") from error
 
     over = threading.Event()
 
@@ -69,5 +66,5 @@ def from_driver(
         over.set()
         sampler.join()
     if not all(samples):
-        raise UtilizationError(f"utilization is not available (the steps took less than {SAMPLING_SECONDS} s)")
+        raise Error(f"utilization is not available (the steps took less than {SAMPLING_SECONDS} s)")
     return [statistics.mean(taken) / 100 for taken in samples]

@@ -8,8 +8,8 @@ import json
 import os
 from pathlib import Path
 
+from reproduce.error import Error
 from reproduce.machine.description import ROOT
-from reproduce.records.record import RecordError
 
 __all__ = ["BENCHMARKS", "benchmark_block"]
 
@@ -21,7 +21,7 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     """Return the table of the result `name`, and what it was made under; or that nothing was measured yet.
 
     Raises:
-        RecordError: the result is broken, or no benchmark makes one of that name.
+        Error: the result is broken, or no benchmark makes one of that name.
     """
     from benchmarks.circumstances import told
 
@@ -35,6 +35,6 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         made = importlib.import_module(module).table(result, "pipe")
         under = told(result["circumstances"])
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise RecordError(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
+        raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     return f"{made}\n\nMeasured {under}; [every sample]({link})\n\n"

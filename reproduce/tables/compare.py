@@ -6,17 +6,18 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reproduce.error import USAGE, Error
 from reproduce.numbers.judge import Comparison, compare, verdict
 from reproduce.numbers.match import Line, match
 from reproduce.numbers.metric import available
 from reproduce.numbers.significance import Rule
-from reproduce.numbers.sources import SideError, load_side
+from reproduce.numbers.sources import load_side
 from reproduce.tables.comparison import as_csv, as_json, legend, table
 from reproduce.tables.layout import bullets, many
-from reproduce.tables.pick import PickError, parse_filters, pick, values_of
+from reproduce.tables.pick import parse_filters, pick, values_of
 from reproduce.tables.pivot import pivot
 
-__all__ = ["PickError", "Question", "SideError", "answer"]
+__all__ = ["Question", "answer"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,7 @@ def answer(names: Sequence[str], question: Question) -> tuple[str, str | None]:
     """Return the comparison as text, and why it does not pass as free of regressions, None where it does.
 
     Raises:
-        RecordError: a file is broken.
-        SideError: a side cannot be found.
-        PickError: there is no such metric, field or row.
+        Error: a side cannot be found or is broken, or there is no such metric, field or row.
     """
     rule = Rule(question.alpha, question.threshold)
     wanted = parse_filters(question.filters)
@@ -70,7 +69,7 @@ def answer(names: Sequence[str], question: Question) -> tuple[str, str | None]:
 def _check_metric(metric: str | None, lines: Sequence[Line]) -> None:
     names = available([entry for line in lines for entry in line.entries.values()])
     if metric is not None and metric not in names:
-        raise PickError(f"--metric {metric}: no row has it; there are {', '.join(names) or 'none'}")
+        raise Error(f"--metric {metric}: no row has it; there are {', '.join(names) or 'none'}", USAGE)
 
 
 def _complaint(comparisons: Sequence[Comparison]) -> str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reproduce.error import USAGE, Error
 from reproduce.numbers.judge import Comparison, Row, verdict
 from reproduce.numbers.match import value
 from reproduce.numbers.significance import Decision
 from reproduce.numbers.sources import Side
 from reproduce.tables.layout import Table
-from reproduce.tables.pick import PickError, shown
+from reproduce.tables.pick import shown
 
 __all__ = ["pivot"]
 
@@ -21,7 +22,7 @@ def pivot(comparison: Comparison, sides: Sequence[Side], down: Sequence[str], ac
     """Return a grid for every side but the first. Rows that lack one of the fields are left out.
 
     Raises:
-        PickError: two rows would share a cell; the message names fields that tell them apart.
+        Error: two rows would share a cell; the message names fields that tell them apart.
     """
     cells: dict[tuple[str, str], Row] = {}
     for row in comparison.rows:
@@ -30,7 +31,7 @@ def pivot(comparison: Comparison, sides: Sequence[Side], down: Sequence[str], ac
             continue
         other = cells.setdefault(at, row)
         if other is not row:
-            raise PickError(_clash(row, other, at))
+            raise Error(_clash(row, other, at), USAGE)
     lines = sorted(dict.fromkeys(line for line, _ in cells), key=_order)
     columns = sorted(dict.fromkeys(column for _, column in cells), key=_order)
     tables = []

@@ -17,8 +17,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
-from reproduce.records.record import Record, RecordError, load
+from reproduce.records.record import Record, load
 from reproduce.tables.all import document, facts, tables
 from reproduce.tables.benchmark_block import benchmark_block
 from reproduce.tables.prediction_docs import rendered
@@ -32,7 +33,7 @@ def render(root: Path, known: Callable[[Path], bool] = Path.is_file) -> dict[Pat
     """Return every file below `root` that is made from records, or has such a block, with its whole new text.
 
     Raises:
-        RecordError: a record is broken, or a block names no experiment.
+        Error: a record is broken, or a block names no experiment.
     """
     records = {path: load(path) for path in sorted((root / "results" / "measured").rglob("*.json")) if known(path)}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
@@ -55,7 +56,7 @@ def render_blocks(text: str, page: Path, records: dict[Path, Record]) -> str:
     """Return the text of `page` with every block made anew.
 
     Raises:
-        RecordError: a block names no experiment.
+        Error: a block names no experiment.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -63,7 +64,7 @@ def render_blocks(text: str, page: Path, records: dict[Path, Record]) -> str:
         if name.startswith("benchmarks/"):
             return f"{match['begin']}{benchmark_block(page, name.removeprefix('benchmarks/'))}{match['end']}"
         if name not in EXPERIMENTS:
-            raise RecordError(f"{page}: a block is from {name!r}; name one of {', '.join(EXPERIMENTS)}")
+            raise Error(f"{page}: a block is from {name!r}; name one of {', '.join(EXPERIMENTS)}")
         return f"{match['begin']}{_block(name, page, records)}{match['end']}"
 
     return MARK.sub(block, text)

@@ -17,16 +17,12 @@ from typing import IO, Any
 
 import torch
 
+from reproduce.error import Error
 from reproduce.records.decode import Json
-from reproduce.records.record import RecordError
 
-__all__ = ["CheckpointError", "Checkpoints"]
+__all__ = ["Checkpoints"]
 
 VERSION = 1
-
-
-class CheckpointError(RecordError):
-    """Tell in one line why a checkpoint cannot be written or read, and what to do."""
 
 
 class Checkpoints:
@@ -36,7 +32,7 @@ class Checkpoints:
         """Take the folder. `fresh` asks not to go on from the checkpoints of runs before.
 
         Raises:
-            CheckpointError: the folder cannot be written, or another run is using it.
+            Error: the folder cannot be written, or another run is using it.
         """
         self.folder = folder
         self.fresh = fresh
@@ -45,13 +41,13 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
             self.lock: IO[str] = (folder / ".lock").open("w")
         except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be written ({error.strerror or error}); name another --out") \
+            raise Error(f"{folder}: cannot be written ({error.strerror or error}); name another --out") \
                 from error  # fmt: skip
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.lock.close()
-            raise CheckpointError(
+            raise Error(
                 f"{folder}: another run keeps its checkpoints there; wait for it, or name another --out"
             ) from error
         self.close = weakref.finalize(self, self.lock.close)  # lets other runs use the folder
@@ -65,7 +61,7 @@ class Checkpoints:
         """Replace the checkpoint at `path`.
 
         Raises:
-            CheckpointError: it cannot be written.
+            Error: it cannot be written.
         """
         part = path.with_suffix(".part")  # its name has no process id: what a kill leaves is written over
         try:
@@ -75,7 +71,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             os.replace(part, path)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
-            raise CheckpointError(f"{path}: cannot be written ({_said(error)}); make room, then run again") from error
+            raise Error(f"{path}: cannot be written ({_said(error)}); make room, then run again") from error
         finally:
             part.unlink(missing_ok=True)
         self.written.add(path)
@@ -84,14 +80,14 @@ class Checkpoints:
         """Return the checkpoint at `path`; None where there is none to go on from.
 
         Raises:
-            CheckpointError: it is broken.
+            Error: it is broken.
         """
         if not path.exists() or (self.fresh and path not in self.written):
             return None
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"{path}: cannot be read ({_said(error)}); delete it, or use --fresh") from error
+            raise Error(f"{path}: cannot be read ({_said(error)}); delete it, or use --fresh") from error
         self.written.add(path)
         return state
 
@@ -103,13 +99,13 @@ class Checkpoints:
         """Move the checkpoint of a finished training into the folder `run`, where no training goes on from it.
 
         Raises:
-            CheckpointError: it cannot be moved.
+            Error: it cannot be moved.
         """
         try:
             (self.folder / run).mkdir(exist_ok=True)
             os.replace(path, self.folder / run / path.name)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be moved ({_said(error)}); it is left there") from error
+            raise Error(f"{path}: cannot be moved ({_said(error)}); it is left there") from error
 
 
 def _said(error: Exception) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from reproduce.run.accuracy.datasets import Batch, DataError, epoch_seed
+from reproduce.error import USAGE, Error
+from reproduce.run.accuracy.datasets import Batch, epoch_seed
 
 __all__ = ["LAYOUT", "ImageNet"]
 
@@ -30,7 +31,7 @@ class ImageNet:
         """List all files.
 
         Raises:
-            DataError: there is no such folder, it is laid out otherwise, or torchvision is missing; in one line.
+            Error: there is no such folder, it is laid out otherwise, or torchvision is missing; in one line.
         """
         transforms = import_torchvision("torchvision.transforms")
         normalize = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
@@ -41,7 +42,7 @@ class ImageNet:
         self.val = find_images(folder, "val", classes, transforms.Compose([*val, *normalize]))
         if self.train.classes != self.val.classes:
             ((name, where),) = _differences(self.train.classes, self.val.classes)[:1]
-            raise DataError(f"--data {folder}: class {name} is in {where}/ only; both must have the same classes")
+            raise Error(f"--data {folder}: class {name} is in {where}/ only; both must have the same classes", USAGE)
         self.classes = classes
         self.train_size, self.val_size = len(self.train), len(self.val)
 
@@ -78,51 +79,53 @@ def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
     """Return the images below `folder/part` as a torchvision `ImageFolder`.
 
     Raises:
-        DataError: they are not laid out as they should be.
+        Error: they are not laid out as they should be.
     """
     datasets = import_torchvision("torchvision.datasets")
     place, asked = folder / part, f"put ImageNet there as {LAYOUT}"
     if not folder.is_dir():
-        raise DataError(f"--data {folder}: no such folder; name one that has {LAYOUT}")
+        raise Error(f"--data {folder}: no such folder; name one that has {LAYOUT}", USAGE)
     if not place.is_dir():
-        raise DataError(f"--data {folder}: has no folder {part}/; {asked}")
+        raise Error(f"--data {folder}: has no folder {part}/; {asked}", USAGE)
     try:
         names = [entry.name for entry in place.iterdir() if entry.is_dir()]
         if not names:
-            raise DataError(f"--data {folder}: {part}/ has no folders of classes; sort its images into {part}/<class>/")
+            raise Error(
+                f"--data {folder}: {part}/ has no folders of classes; sort its images into {part}/<class>/", USAGE
+            )
         if len(names) != classes:
-            raise DataError(f"--data {folder}: {part}/ has {len(names)} folders of classes, not {classes}; {asked}")
+            raise Error(f"--data {folder}: {part}/ has {len(names)} folders of classes, not {classes}; {asked}", USAGE)
         return datasets.ImageFolder(str(place), transform, loader=load_image)
     except OSError as error:
         said = error.strerror or str(error).partition(". Supported")[0]
-        raise DataError(f"--data {folder}: {part}/ cannot be used ({said}); {asked}") from error
+        raise Error(f"--data {folder}: {part}/ cannot be used ({said}); {asked}", USAGE) from error
 
 
 def load_image(path: str) -> Any:
     """Return the image in a file, in colours.
 
     Raises:
-        DataError: the file cannot be read as an image; torchvision would not say which it was.
+        Error: the file cannot be read as an image; torchvision would not say which it was.
     """
     image = importlib.import_module("PIL.Image")
     try:
         with image.open(path) as opened:
             return opened.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as an image: put the file there anew") from error
+        raise Error(f"{path} cannot be read as an image: put the file there anew") from error
 
 
 def import_torchvision(module: str) -> Any:
     """Import a module of torchvision.
 
     Raises:
-        DataError: torchvision, or Pillow, is missing or broken.
+        Error: torchvision, or Pillow, is missing or broken.
     """
     try:
         return importlib.import_module(module)
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"ImageNet is read by torchvision, which cannot be imported here ({cause}): install it anew") \
+        raise Error(f"ImageNet is read by torchvision, which cannot be imported here ({cause}): install it anew") \
             from error  # fmt: skip
 
 

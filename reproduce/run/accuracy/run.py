@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from reproduce.error import USAGE, Error
 from reproduce.experiments import AccuracyRow, AccuracyScale, Experiment
 from reproduce.records.decode import Json
-from reproduce.records.record import RecordError
-from reproduce.run.accuracy.checkpoints import CheckpointError, Checkpoints
-from reproduce.run.accuracy.datasets import DataError, Dataset, Gratings
+from reproduce.run.accuracy.checkpoints import Checkpoints
+from reproduce.run.accuracy.datasets import Dataset, Gratings
 from reproduce.run.accuracy.imagenet import LAYOUT, ImageNet
 from reproduce.run.accuracy.running_statistics import Undivided
 from reproduce.run.accuracy.training import AccuracyTraining
@@ -36,7 +36,7 @@ class Accuracy:
         """Take the folder of checkpoints; `seeds` replaces a scale's number of seeds.
 
         Raises:
-            CheckpointError: it cannot be had.
+            Error: it cannot be had.
         """
         self.data = data
         self.seeds = seeds
@@ -48,17 +48,18 @@ class Accuracy:
         """Find or make the experiment's data.
 
         Raises:
-            DataError: there are none, or they are not as they should be.
+            Error: there are none, or they are not as they should be.
         """
         chosen = _scale(experiment, scale)
         if chosen.made is not None:
             if self.data is not None:
-                raise DataError(f"--data {self.data}: scale {scale} makes its own data; leave --data out")
+                raise Error(f"--data {self.data}: scale {scale} makes its own data; leave --data out", USAGE)
             self.datasets[experiment.name] = Gratings(**vars(chosen.made), seed=seed)
         elif self.data is None:
-            raise DataError(
+            raise Error(
                 f"{experiment.name} at scale {scale} trains on ImageNet: name its folder by --data DIR, "
-                f"which must have {LAYOUT}; or use --scale small"
+                f"which must have {LAYOUT}; or use --scale small",
+                USAGE,
             )
         else:
             row = chosen.rows[0]
@@ -159,8 +160,6 @@ class _OneTraining:
         try:
             self.train()
         except Exception as error:
-            if isinstance(error, RecordError) and not isinstance(error, CheckpointError):
-                raise
             self.curve.failure = _explain(error)
             for job in self.jobs:
                 self.runner.progress.drop(job)
@@ -289,5 +288,5 @@ def _explain(error: Exception) -> Failure:
     """Return what to write into a record. What a worker process raised is told in the last line of a traceback."""
     said = str(error).strip().splitlines()
     if said and "in DataLoader worker process" in said[0]:
-        return Failure("failed", said[-1].removeprefix("reproduce.run.accuracy.datasets.DataError: "))
+        return Failure("failed", said[-1].removeprefix("reproduce.error.Error: "))
     return explain(error)

@@ -19,11 +19,12 @@ import pytest
 from reproduce.cli.compare import compare
 from reproduce.cli.main import main
 from reproduce.cli.regression import regression
+from reproduce.error import USAGE, Error
 from reproduce.numbers.significance import Rule
 from reproduce.regression import main as asked
 from reproduce.regression.cases import CASES
-from reproduce.regression.job import JobError, Settings
-from reproduce.regression.trees import Tree, TreeError
+from reproduce.regression.job import Settings
+from reproduce.regression.trees import Tree
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = [case.name for case in CASES]
@@ -202,7 +203,7 @@ def test_what_is_wrong_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(JobError("it broke"), 1), (TreeError("it broke"), 2), (KeyboardInterrupt(), 130)]
+    ("error", "code"), [(Error("it broke"), 1), (Error("it broke", USAGE), 2), (KeyboardInterrupt(), 130)]
 )
 def test_what_breaks_it_off(
     error: BaseException,

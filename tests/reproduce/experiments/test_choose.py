@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
-from reproduce.experiments.choose import UnknownRowError, choose_rows
+from reproduce.experiments.choose import choose_rows
 
 SPEED, MEMORY = EXPERIMENTS["unet-speed"], EXPERIMENTS["unet-memory"]
 
@@ -30,6 +31,6 @@ def test_rows_by_name() -> None:
     ],
 )
 def test_a_wrong_name_is_told(names: tuple[str, ...], said: str) -> None:
-    with pytest.raises(UnknownRowError) as error:
+    with pytest.raises(Error) as error:
         choose_rows([SPEED, MEMORY], names)
     assert said in str(error.value)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
-from reproduce.experiments.scale import ScaleError, choose_scale
+from reproduce.experiments.scale import choose_scale
 
 GiB = 2**30
 BOTH = list(EXPERIMENTS.values())
@@ -57,6 +58,6 @@ def test_choose_scale(devices: Fake, asked: str | None, expected: str) -> None:
     if " " not in expected:
         assert choose_scale(BOTH, devices, asked) == expected  # type: ignore[arg-type]
         return
-    with pytest.raises(ScaleError) as caught:
+    with pytest.raises(Error) as caught:
         choose_scale(BOTH, devices, asked)  # type: ignore[arg-type]
     assert str(caught.value) == expected

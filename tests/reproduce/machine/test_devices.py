@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import reproduce.machine.devices
-from reproduce.machine.devices import MOST_DEVICES, Devices, DevicesError, cores, cpu_quota, find_devices
+from reproduce.error import Error
+from reproduce.machine.devices import MOST_DEVICES, Devices, cores, cpu_quota, find_devices
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_cpu_devices_share_the_cores(
 @pytest.mark.parametrize(("have", "asked"), [(1, 2), (2, 3), (8, 9)])
 def test_more_devices_than_cores_are_refused(have: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: have)
-    with pytest.raises(DevicesError) as caught:
+    with pytest.raises(Error) as caught:
         find_devices("cpu", asked)
     assert f"--devices {asked}: a CPU device is at least one core" in str(caught.value)
     assert str(caught.value).endswith(f"use at most {have}")
@@ -61,7 +62,7 @@ def test_cuda_devices_are_taken_where_there_are_any(
     if isinstance(expected, Devices):
         assert find_devices(kind, count) == expected
     else:
-        with pytest.raises(DevicesError) as caught:
+        with pytest.raises(Error) as caught:
             find_devices(kind, count)
         assert str(caught.value) == expected
 

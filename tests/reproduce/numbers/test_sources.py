@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.numbers.sources import Side, SideError, load_side
-from reproduce.records.record import Record, RecordError, Result, save
+from reproduce.error import Error
+from reproduce.numbers.sources import Side, load_side
+from reproduce.records.record import Record, Result, save
 
 Make = Callable[..., Record]
 MakeRow = Callable[..., Result]
@@ -66,19 +67,19 @@ def test_the_newest_run_counts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("nowhere", SideError, "nowhere: no such file or folder, and no git revision here; name a record, a folder or"),
-        ("", SideError, "no such file or folder"),
-        (":results", SideError, "no such file or folder"),
-        ("-rf", SideError, "-rf: no such file or folder"),
-        ("results", SideError, "results: no record (*.json) in this folder; there are some in results/measured"),
+        ("nowhere", Error, "nowhere: no such file or folder, and no git revision here; name a record, a folder or"),
+        ("", Error, "no such file or folder"),
+        (":results", Error, "no such file or folder"),
+        ("-rf", Error, "-rf: no such file or folder"),
+        ("results", Error, "results: no record (*.json) in this folder; there are some in results/measured"),
         (
             "HEAD:docs",
-            SideError,
+            Error,
             "HEAD:docs: that revision holds no record (*.json) in docs; name a place as HEAD:FOLDER",
         ),
-        ("empty", SideError, "empty: no record (*.json) in this folder"),
-        ("text.txt", RecordError, "text.txt: not JSON (line 1, column 1: Expecting value)"),
-        ("broken", RecordError, 'broken/x.json: not a record (its "format" is not "torchgpipe-reproduce")'),
+        ("empty", Error, "empty: no record (*.json) in this folder"),
+        ("text.txt", Error, "text.txt: not JSON (line 1, column 1: Expecting value)"),
+        ("broken", Error, 'broken/x.json: not a record (its "format" is not "torchgpipe-reproduce")'),
     ],
 )
 def test_what_is_wrong_is_told(folder: Path, name: str, error: type[Exception], message: str) -> None:
@@ -94,7 +95,7 @@ def test_what_is_wrong_is_told(folder: Path, name: str, error: type[Exception], 
 def test_without_git_a_name_is_refused_just_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(SideError, match="HEAD: no such file or folder"):
+    with pytest.raises(Error, match="HEAD: no such file or folder"):
         load_side("A", "HEAD")
 
 
@@ -121,6 +122,6 @@ def test_pytest_benchmark() -> None:
 def test_broken_pytest_benchmark_files_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     path.write_text(json.dumps({**json.loads(FOREIGN.read_text()), **change}))
-    with pytest.raises(RecordError) as caught:
+    with pytest.raises(Error) as caught:
         load_side("A", str(path))
     assert str(caught.value) == f"{path}: {message}"

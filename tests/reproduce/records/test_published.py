@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from reproduce.error import Error
 from reproduce.records.decode import DecodeError
 from reproduce.records.published import PAPER, convert, import_tables, published
-from reproduce.records.record import RecordError, load
+from reproduce.records.record import load
 
 SOURCE = Path(__file__).resolve().parents[3] / "shared" / "paper" / "tables.json"
 NAMES = sorted(path.stem for path in PAPER.glob("*.json"))
@@ -81,7 +82,7 @@ def test_broken_tables_are_refused(tables: Any, message: str) -> None:
 def test_import_names_the_file(tmp_path: Path) -> None:
     source = tmp_path / "tables.json"
     source.write_text(json.dumps([{**GOOD, "notes": "none"}]))
-    with pytest.raises(RecordError, match=r"tables.json: \[0\].notes: expected a list, got 'none'"):
+    with pytest.raises(Error, match=r"tables.json: \[0\].notes: expected a list, got 'none'"):
         import_tables(source, tmp_path)
 
 

@@ -10,19 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.records.record import (
-    Git,
-    Gpu,
-    Machine,
-    Record,
-    RecordError,
-    Result,
-    Run,
-    hardware_name,
-    load,
-    save,
-    write_atomically,
-)
+from reproduce.error import Error
+from reproduce.records.record import Git, Gpu, Machine, Record, Result, Run, hardware_name, load, save, write_atomically
 
 RUN = Run(
     state="finished",
@@ -87,7 +76,7 @@ def test_a_kill_leaves_the_old_file(
         monkeypatch.setattr(Path, "open", fail)
     else:
         monkeypatch.setattr(os, moment, fail)
-    with pytest.raises((RecordError, KeyboardInterrupt)):
+    with pytest.raises((Error, KeyboardInterrupt)):
         save(replace(RECORD, title="new"), path)
     monkeypatch.undo()
     assert path.read_bytes() == old
@@ -151,7 +140,7 @@ GOOD = {
 def test_refuses(content: bytes | dict[str, object], message: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    with pytest.raises(RecordError) as caught:
+    with pytest.raises(Error) as caught:
         load(path)
     assert str(caught.value) == f"{path}: {message}"
 
@@ -167,12 +156,12 @@ def test_a_prediction_names_its_hardware(named: dict[str, str], tmp_path: Path) 
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"r\.json: cannot be read \(No such file or directory\)"):
+    with pytest.raises(Error, match=r"r\.json: cannot be read \(No such file or directory\)"):
         load(tmp_path / "r.json")
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"r\.json: cannot be written \(No such file or directory\)"):
+    with pytest.raises(Error, match=r"r\.json: cannot be written \(No such file or directory\)"):
         save(RECORD, tmp_path / "none" / "r.json")
 
 
@@ -186,6 +175,6 @@ def test_a_missing_folder_is_told(tmp_path: Path) -> None:
 )
 def test_what_could_not_be_read_again_is_not_written(results: list[Result], message: str, tmp_path: Path) -> None:
     save(RECORD, tmp_path / "r.json")
-    with pytest.raises(RecordError, match=re.escape(message)):
+    with pytest.raises(Error, match=re.escape(message)):
         save(replace(RECORD, results=results), tmp_path / "r.json")
     assert load(tmp_path / "r.json") == RECORD

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from reproduce.records.record import VERSION, Gpu, RecordError, load, save
+from reproduce.error import Error
+from reproduce.records.record import VERSION, Gpu, load, save
 from reproduce.records.upgrade import UPGRADES
 
 DATA = Path(__file__).with_name("data")
@@ -57,7 +58,7 @@ def changed(*place: str | int, to: Any) -> dict[str, Any]:
 def test_a_broken_old_file_is_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(RecordError) as caught:
+    with pytest.raises(Error) as caught:
         load(path)
     assert str(caught.value) == f"{path}: {message}"
 

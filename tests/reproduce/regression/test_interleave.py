@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import reproduce.regression.interleave as interleaving
+from reproduce.error import Error
 from reproduce.regression.cases import MACHINERY, Case
-from reproduce.regression.interleave import NAMES, BrokenOff, Fork, Side, Timed, interleave
+from reproduce.regression.interleave import NAMES, Fork, Side, Timed, interleave
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -103,7 +104,7 @@ def test_sides_end_when_one_breaks() -> None:
         def receive(self) -> float | str | None:
             return "Error: gone" if super().receive() == 1.0 else None
 
-    with pytest.raises(BrokenOff, match=r"a ran before, and no longer does in (base|head): "):
+    with pytest.raises(Error, match=r"a ran before, and no longer does in (base|head): "):
         list(interleave(lambda i: Broken(NAMES[i], log, {}), ["a"], restarts=1, rounds=1, seed=0))
     assert log[-2:] == ["close base", "close head"]
 
@@ -119,7 +120,7 @@ def test_what_ran_before_and_cannot_run_at_a_later_restart_is_an_error() -> None
 
     lines = interleave(lambda i: Short(NAMES[i], log, {}), ["a"], restarts=3, rounds=1, seed=0)
     assert next(lines)["restart"] == 0
-    with pytest.raises(BrokenOff, match="a ran before, and no longer does in base: MemoryError"):
+    with pytest.raises(Error, match="a ran before, and no longer does in base: MemoryError"):
         next(lines)
     assert log[-2:] == ["close base", "close head"]
 
@@ -128,7 +129,7 @@ def test_restarts_that_follow_others() -> None:
     log: list[str] = []
     lines = list(interleave(sides(log), ["a"], restarts=2, rounds=1, seed=0, first=5))
     assert [line["restart"] for line in lines] == [5, 6]
-    with pytest.raises(BrokenOff, match="a ran before, and no longer does in head: gone"):
+    with pytest.raises(Error, match="a ran before, and no longer does in head: gone"):
         list(interleave(sides(log, head={"a": "gone"}), ["a"], restarts=2, rounds=1, seed=0, first=5))
 
 
@@ -148,7 +149,7 @@ def test_a_process_that_ended_by_itself(ask: Callable[[Fork], object], tmp_path:
     try:
         fork._process.kill()
         fork._process.join()
-        with pytest.raises(BrokenOff, match="a measuring process ended by itself"):
+        with pytest.raises(Error, match="a measuring process ended by itself"):
             ask(fork)
     finally:
         fork.close()

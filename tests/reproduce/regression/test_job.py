@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from reproduce.error import Error
 from reproduce.regression import job
-from reproduce.regression.job import JobError, Samples, Settings, collect, interleaved
+from reproduce.regression.job import Samples, Settings, collect, interleaved
 from reproduce.regression.trees import Tree
 
 
@@ -35,7 +36,7 @@ def test_lines_become_samples_of_cases() -> None:
 def test_a_job_that_breaks_off_says_why(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "nothing", None)
     lines = interleaved(tree, tree, Settings(["machinery never"]))
-    with contextlib.closing(lines), pytest.raises(JobError, match=r"exit code 2: .*there is no torchgpipe in"):
+    with contextlib.closing(lines), pytest.raises(Error, match=r"exit code 2: .*there is no torchgpipe in"):
         next(lines)
 
 
@@ -85,7 +86,7 @@ def test_a_new_parent_for_every_few_restarts(cases: list[str], stand_in: Callabl
 )
 def test_what_is_no_sample_is_one_line(printed: str, shown: str, stand_in: Callable[[str], Tree]) -> None:
     tree = stand_in(f"print({printed!r})")
-    with pytest.raises(JobError, match=f"^the measuring job printed {shown}, which is no sample; torchgpipe must not"):
+    with pytest.raises(Error, match=f"^the measuring job printed {shown}, which is no sample; torchgpipe must not"):
         list(interleaved(tree, tree, Settings(["a"])))
 
 

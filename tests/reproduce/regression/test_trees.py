@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.regression.trees import TreeError, checked_out, snapshot, trees
+from reproduce.error import Error
+from reproduce.regression.trees import checked_out, snapshot, trees
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -82,7 +83,7 @@ def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> 
     ],
 )
 def test_what_cannot_be_had_is_one_line(root: Path, tmp_path: Path, revision: str, said: str) -> None:
-    with pytest.raises(TreeError) as error, checked_out(root, revision, tmp_path / "base"):
+    with pytest.raises(Error) as error, checked_out(root, revision, tmp_path / "base"):
         pytest.fail("not reached")
     assert str(error.value) == said
     assert worktrees(root) == 1 and not (tmp_path / "base").exists()
@@ -93,7 +94,7 @@ def test_a_shallow_clone(root: Path, tmp_path: Path) -> None:
     old = git(root, "rev-parse", "old")
     git(tmp_path, "clone", "--quiet", "--depth", "1", root.as_uri(), str(clone))
     with (
-        pytest.raises(TreeError, match="this clone is shallow and does not hold it; run 'git fetch --unshallow' first"),
+        pytest.raises(Error, match="this clone is shallow and does not hold it; run 'git fetch --unshallow' first"),
         checked_out(clone, old, tmp_path / "base"),
     ):
         pytest.fail("not reached")
@@ -101,13 +102,13 @@ def test_a_shallow_clone(root: Path, tmp_path: Path) -> None:
 
 def test_no_checkout(tmp_path: Path) -> None:
     said = r"HEAD: .* cannot be used as a git checkout \(.*not a git repository"
-    with pytest.raises(TreeError, match=said), checked_out(tmp_path, "HEAD", tmp_path / "base"):
+    with pytest.raises(Error, match=said), checked_out(tmp_path, "HEAD", tmp_path / "base"):
         pytest.fail("not reached")
 
 
 def test_no_git(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(TreeError, match="git is not installed"), checked_out(root, "old", tmp_path / "base"):
+    with pytest.raises(Error, match="git is not installed"), checked_out(root, "old", tmp_path / "base"):
         pytest.fail("not reached")
     tree = snapshot(root, tmp_path / "head")
     assert tree.commit is None and version(tree.folder) == "version = 'new'\n"

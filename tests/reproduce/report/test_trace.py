@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reproduce.records.record import RecordError
+from reproduce.error import Error
 from reproduce.report.timelines import trace_figures
 from reproduce.report.trace import read_trace
 from torchgpipe.plan.replay import Event
@@ -67,6 +67,6 @@ def test_a_timeline(tmp_path: Path) -> None:
 )
 def test_refuses(content: object, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "t.json", content)
-    with pytest.raises(RecordError) as caught:
+    with pytest.raises(Error) as caught:
         read_trace(path)
     assert str(caught.value) == f"{path}: {message}"

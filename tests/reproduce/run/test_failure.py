@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from reproduce.error import Error
 from reproduce.run.failure import Failure, explain
 
 CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -24,6 +25,7 @@ CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocat
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), Failure("out of memory", "out of memory")),
         (ValueError("first\nsecond"), Failure("failed", "ValueError: first")),
         (ValueError(), Failure("failed", "ValueError")),
+        (Error("a.JPEG cannot be read"), Failure("failed", "a.JPEG cannot be read")),
     ],
 )
 def test_explain(error: Exception, failure: Failure) -> None:

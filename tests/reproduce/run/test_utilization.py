@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import reproduce.run.utilization
-from reproduce.run.utilization import UtilizationError, from_driver
+from reproduce.error import Error
+from reproduce.run.utilization import from_driver
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -35,14 +36,14 @@ def test_a_driver_that_does_not_tell() -> None:
     def ask(device: torch.device) -> int:
         raise ModuleNotFoundError("pynvml does not seem to be installed")
 
-    with pytest.raises(UtilizationError, match=r"not available \(pynvml does not seem to be installed\); try 'pip"):
+    with pytest.raises(Error, match=r"not available \(pynvml does not seem to be installed\); try 'pip"):
         from_driver(DEVICES, lambda: None, ask=ask)
 
 
 def test_steps_too_short_to_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce.run.utilization, "MOST_STEPS", 1)
     monkeypatch.setattr(reproduce.run.utilization, "SAMPLING_SECONDS", 60.0)
-    with pytest.raises(UtilizationError, match="took less than 60"):
+    with pytest.raises(Error, match="took less than 60"):
         from_driver(DEVICES, lambda: None, ask=lambda device: 1)
 
 

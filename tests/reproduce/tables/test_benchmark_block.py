@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.circumstances import keep
-from reproduce.records.record import RecordError
+from reproduce.error import Error
 from reproduce.tables.benchmark_block import benchmark_block
 
 UNDER = {
@@ -116,5 +116,5 @@ def test_what_was_not_measured_yet_is_said(tmp_path: Path) -> None:
 )
 def test_a_broken_one_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "kept.json").write_text(text)
-    with pytest.raises(RecordError, match=r"page\.md: the block from benchmarks/kept cannot be made \(.*kept\.json"):
+    with pytest.raises(Error, match=r"page\.md: the block from benchmarks/kept cannot be made \(.*kept\.json"):
         benchmark_block(tmp_path / "page.md", "kept", tmp_path)

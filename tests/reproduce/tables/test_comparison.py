@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from reproduce.error import Error
 from reproduce.numbers.metric import Reading
 from reproduce.records.record import Record, Result, save
-from reproduce.tables.compare import PickError, Question, answer
+from reproduce.tables.compare import Question, answer
 from reproduce.tables.comparison import number
 from reproduce.tables.layout import WIDTH
 
@@ -118,9 +119,7 @@ def test_a_grid(paths: list[str]) -> None:
 
 
 def test_rows_that_share_a_cell_are_refused(paths: list[str]) -> None:
-    with pytest.raises(
-        PickError, match="'n2m1' and 'n10m1' are both at e x 1; name another field, such as partitions, k"
-    ):
+    with pytest.raises(Error, match="'n2m1' and 'n10m1' are both at e x 1; name another field, such as partitions, k"):
         answer(paths[:2], Question(rows=["experiment"], columns=["m"]))
 
 
@@ -152,7 +151,7 @@ def test_filters(filters: list[str], rows: list[str], paths: list[str]) -> None:
     ],
 )
 def test_what_is_not_there_is_refused(question: Question, message: str, paths: list[str]) -> None:
-    with pytest.raises(PickError) as caught:
+    with pytest.raises(Error) as caught:
         answer(paths[:2], question)
     assert str(caught.value).startswith(message)
 

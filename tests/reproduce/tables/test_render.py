@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from reproduce.cli.main import main
+from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
-from reproduce.records.record import Machine, Record, RecordError, Result, Run, save
+from reproduce.records.record import Machine, Record, Result, Run, save
 from reproduce.run.training import size_names
 from reproduce.tables.render import render, render_blocks, stale
 
@@ -70,7 +71,7 @@ def test_no_record_is_said(root: Path) -> None:
 
 
 def test_a_block_of_nothing_known_is_refused() -> None:
-    with pytest.raises(RecordError, match="page: a block is from 'x'; name one of amoebanet-speed"):
+    with pytest.raises(Error, match="page: a block is from 'x'; name one of amoebanet-speed"):
         render_blocks(PAGE.replace("amoebanet-speed", "x"), Path("page"), {})
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduce.run.accuracy.checkpoints import CheckpointError, Checkpoints
+from reproduce.error import Error
+from reproduce.run.accuracy.checkpoints import Checkpoints
 
 
 def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_whatever_fails_leaves_the_old_checkpoint(at: str, tmp_path: Path, monke
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"\(No space left on device\); make"):
+    with monkeypatch.context() as patch, pytest.raises(Error, match=r"\(No space left on device\); make"):
         patch.setattr(at, fail)
         store.save(path, {"epoch": 2})
     assert store.load(path) == {"epoch": 1}
@@ -57,7 +58,7 @@ def test_a_broken_checkpoint_is_told(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path)
     path = store.path("a", {})
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(Error) as caught:
         store.load(path)
     assert f"{path}: cannot be read (" in str(caught.value) and "delete it, or use --fresh" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -76,7 +77,7 @@ def test_fresh_leaves_out_what_runs_before_wrote(tmp_path: Path) -> None:
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     first = Checkpoints(tmp_path)
-    with pytest.raises(CheckpointError, match="another run keeps its checkpoints there; wait for it, or name"):
+    with pytest.raises(Error, match="another run keeps its checkpoints there; wait for it, or name"):
         Checkpoints(tmp_path)
     first.close()
     Checkpoints(tmp_path).close()
@@ -84,7 +85,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot be written \(.*\); name another --out"):
+    with pytest.raises(Error, match=r"cannot be written \(.*\); name another --out"):
         Checkpoints(tmp_path / "file" / "folder")
 
 

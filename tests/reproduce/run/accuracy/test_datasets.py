@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduce.run.accuracy.datasets import DataError, Dataset, Gratings, epoch_seed
+from reproduce.error import Error
+from reproduce.run.accuracy.datasets import Dataset, Gratings, epoch_seed
 from reproduce.run.accuracy.imagenet import ImageNet
 
 Image = pytest.importorskip("PIL.Image")
@@ -118,7 +119,7 @@ def test_a_folder_that_is_no_imagenet(make: Callable[[Path], None], classes: int
     root = tmp_path / "data"
     root.mkdir()
     make(root)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(Error) as caught:
         ImageNet(root, classes=classes, workers=1)
     message = str(caught.value)
     assert message.startswith(f"--data {root}: ") and said in message and "\n" not in message
@@ -126,5 +127,5 @@ def test_a_folder_that_is_no_imagenet(make: Callable[[Path], None], classes: int
 
 def test_torchvision_that_cannot_be_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchvision.transforms", None)
-    with pytest.raises(DataError, match=r"^ImageNet is read by torchvision, which cannot be imported here \(.*install"):
+    with pytest.raises(Error, match=r"^ImageNet is read by torchvision, which cannot be imported here \(.*install"):
         ImageNet(folder, classes=2)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from reproduce.cli.main import INTERRUPTED, main
+from reproduce.error import Error
 from reproduce.experiments import Experiment
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Result, load
-from reproduce.run.accuracy.checkpoints import CheckpointError
 from reproduce.run.accuracy.run import SERIES, Accuracy
 from reproduce.run.accuracy.training import AccuracyTraining
 from reproduce.run.progress import Progress
@@ -191,11 +191,11 @@ def fail(error: Exception, row: str, at: int) -> Callable[..., Any]:
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
         (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line "),
         (
-            RuntimeError("Caught DataError in DataLoader worker process 3.\nTraceback\n"
-                         "reproduce.run.accuracy.datasets.DataError: a.JPEG cannot be read"),
+            RuntimeError("Caught Error in DataLoader worker process 3.\nTraceback\n"
+                         "reproduce.error.Error: a.JPEG cannot be read"),
             "failed", "seed 0: a.JPEG cannot be read",
         ),
-        (CheckpointError("no room"), "failed", "seed 0: CheckpointError: no room"),
+        (Error("no room"), "failed", "seed 0: no room"),
     ],
 )  # fmt: skip
 def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
