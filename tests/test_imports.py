@@ -21,6 +21,7 @@ LAYERS = [
     {"reproduce.experiments"},
     {"reproduce.records"},
     {"reproduce.machine", "reproduce.models"},
+    {"reproduce.error"},
     {"torchgpipe"},
 ]
 MODULES = {

@@ -5,19 +5,46 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
+from msgspec import Struct
 
+import torchgpipe
 from reproduce.machine.devices import cores
-from reproduce.records.record import Git, Gpu, Machine
 
-__all__ = ["ROOT", "git", "load_average", "machine", "versions"]
+__all__ = ["ROOT", "Gpu", "Machine", "load_average", "machine", "versions"]
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout
-PACKAGES = ("torch", "torchvision", "torchgpipe", "click", "tabulate")
+PACKAGES = ("torch", "torchvision", "click", "tabulate")
+MOST_NVLINKS = 18
+
+
+class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Describe one CUDA device: memory in bytes, highest clocks in MHz, power limit in W where the driver tells.
+
+    `link` is what joins it to the rest of the machine, such as 'PCIe 5.0 x16, 18 x NVLink'.
+    """
+
+    name: str
+    memory: int
+    clock: float | None = None
+    memory_clock: float | None = None
+    power_limit: float | None = None
+    link: str | None = None
+
+
+class Machine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Describe the machine: memory in bytes, `cores` those that this process may use."""
+
+    system: str
+    cpu: str
+    cores: int
+    cores_installed: int
+    memory: int | None
+    gpus: list[Gpu] = []
 
 
 def machine() -> Machine:
@@ -28,34 +55,21 @@ def machine() -> Machine:
         cores=cores(),
         cores_installed=os.cpu_count() or 1,
         memory=_memory(),
-        gpus=_gpus(),
+        gpus=[_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
     )
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, of the packages in use and of the libraries below them."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "torchgpipe": torchgpipe.__version__}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
-    if found["torchgpipe"] is None:  # run from a checkout
-        import torchgpipe
-
-        found["torchgpipe"] = torchgpipe.__version__
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    driver = next(iter(_nvidia_smi("driver_version").values()), [None])[0]
+    driver = _ask_driver("nvmlSystemGetDriverVersion")
     return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "driver": driver}
-
-
-def git(root: Path = ROOT) -> Git | None:
-    """Return the checkout's revision, and whether a tracked file differs from it; None outside a checkout."""
-    revision = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    if revision is None or changes is None:
-        return None
-    return Git(revision=revision.strip(), dirty=bool(changes.strip()))
 
 
 def load_average() -> list[float] | None:
@@ -73,8 +87,11 @@ def _cpu_model() -> str:
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    sysctl = _output("sysctl", "-n", "machdep.cpu.brand_string")
-    return (sysctl or platform.processor() or platform.machine() or "unknown").strip()
+    try:
+        sysctl = ("sysctl", "-n", "machdep.cpu.brand_string")
+        return subprocess.run(sysctl, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return platform.processor() or platform.machine() or "unknown"
 
 
 def _memory() -> int | None:
@@ -84,59 +101,38 @@ def _memory() -> int | None:
         return None
 
 
-def _gpus() -> list[Gpu]:
-    if not torch.cuda.is_available():
-        return []
-    told = _nvidia_smi("clocks.max.sm", "clocks.max.memory", "power.limit", "pcie.link.gen.max", "pcie.link.width.max")
-    nvlinks = _nvlinks(_output("nvidia-smi", "nvlink", "--status") or "")
-    found = []
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        uuid = str(properties.uuid)
-        clock, memory_clock, power, generation, width = told.get(uuid, [None] * 5)
-        links = [f"PCIe {generation}.0 x{width}"] if _number(generation) and _number(width) else []
-        links += [f"{nvlinks[uuid]} x NVLink"] if nvlinks.get(uuid) else []
-        found.append(
-            Gpu(
-                name=properties.name,
-                memory=properties.total_memory,
-                clock=_number(clock),
-                memory_clock=_number(memory_clock),
-                power_limit=_number(power),
-                link=", ".join(links) or None,
-            )
-        )
-    return found
+def _gpu(index: int) -> Gpu:
+    """Describe a CUDA device of this process. The driver may number it otherwise, so its UUID finds it."""
+    properties = torch.cuda.get_device_properties(index)
+    handle = _ask_driver("nvmlDeviceGetHandleByUUID", f"GPU-{properties.uuid}")
+    if handle is None:
+        return Gpu(properties.name, properties.total_memory)
+    clock, memory_clock = (_ask_driver("nvmlDeviceGetMaxClockInfo", handle, kind) for kind in (CLOCK_SM, CLOCK_MEMORY))
+    milliwatts = _ask_driver("nvmlDeviceGetPowerManagementLimit", handle)
+    generation = _ask_driver("nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    width = _ask_driver("nvmlDeviceGetMaxPcieLinkWidth", handle)
+    nvlinks = sum(_ask_driver("nvmlDeviceGetNvLinkState", handle, i) == 1 for i in range(MOST_NVLINKS))
+    links = [f"PCIe {generation}.0 x{width}"] if generation and width else []
+    links += [f"{nvlinks} x NVLink"] if nvlinks else []
+    return Gpu(
+        properties.name,
+        properties.total_memory,
+        clock=clock and float(clock),
+        memory_clock=memory_clock and float(memory_clock),
+        power_limit=milliwatts and milliwatts / 1000,
+        link=", ".join(links) or None,
+    )
 
 
-def _nvidia_smi(*fields: str) -> dict[str, list[str | None]]:
-    """Return what nvidia-smi tells in these fields, for each GPU by its UUID."""
-    lines = _output("nvidia-smi", f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits") or ""
-    told = [[field.strip() for field in line.split(",")] for line in lines.splitlines()]
-    return {uuid.removeprefix("GPU-"): list(rest) for uuid, *rest in told if len(rest) == len(fields)}
+CLOCK_SM, CLOCK_MEMORY = 1, 2  # as nvml.h numbers them
 
 
-def _nvlinks(status: str) -> dict[str, int]:
-    """Count the working NVLinks of each GPU by its UUID, in what `nvidia-smi nvlink --status` prints."""
-    found: dict[str, int] = {}
-    for line in status.splitlines():
-        if (gpu := re.search(r"UUID: GPU-([0-9a-f-]+)", line)) is not None:
-            found[uuid := gpu[1]] = 0
-        elif found and re.search(r"Link \d+: [\d.]+ GB/s", line):
-            found[uuid] += 1
-    return found
-
-
-def _number(text: str | None) -> float | None:
+def _ask_driver(function: str, *arguments: object) -> Any:
+    """Call a function of NVML; return None where it, the driver or its Python bindings are missing or do not tell."""
     try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
+        import pynvml
 
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+        pynvml.nvmlInit()  # it counts how often it is called, and does its work the first time
+        return getattr(pynvml, function)(*arguments)
+    except Exception:
         return None
-    return done.stdout

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from reproduce.error import USAGE, Error
+from reproduce.machine.git import commit_of, git
+from reproduce.records.decode import Json, parse_json, read_json
 from reproduce.records.foreign import from_pytest_benchmark, is_pytest_benchmark
-from reproduce.records.record import Record, Result, hardware_name, parse, read_json
+from reproduce.records.record import Record, Result, hardware_name, parse
 
 __all__ = ["Entry", "Side", "gather", "load_side"]
 
@@ -56,9 +57,9 @@ def load_side(letter: str, name: str) -> Side:
             inside = sorted({file.parent.relative_to(path).as_posix() for file in path.rglob("*.json")})
             advice = f"; there are some in {', '.join(f'{path / folder}' for folder in inside[:3])}" if inside else ""
             raise Error(f"{name}: no record (*.json) in this folder{advice}", USAGE)
-        return gather(letter, name, [_read(_bytes(file), str(file)) for file in files])
+        return gather(letter, name, [_read(read_json(file), str(file)) for file in files])
     if path.exists():
-        return gather(letter, name, [_read(_bytes(path), name)])
+        return gather(letter, name, [_read(read_json(path), name)])
     return gather(letter, name, list(_from_git(name)))
 
 
@@ -75,47 +76,27 @@ def gather(letter: str, name: str, records: Sequence[Record]) -> Side:
     return Side(letter, name, list(newest.values()), list(records), count - len(newest))
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise Error(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def _read(content: bytes, where: str) -> Record:
-    data = read_json(content, where)
+def _read(data: Json, where: str) -> Record:
     return from_pytest_benchmark(data, where) if is_pytest_benchmark(data) else parse(data, where)
 
 
 def _from_git(name: str) -> Iterator[Record]:
     revision, _, place = name.partition(":")
-    commit = (
-        _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}") if revision else None
-    )
-    top = _git("rev-parse", "--show-toplevel")
-    if commit is None or top is None:
+    here, place = Path(), place or IN_REVISION
+    try:
+        commit = commit_of(here, revision)
+    except Error:
         raise Error(
-            f"{name}: no such file or folder, and no git revision here; name a record, a folder or a revision",
-            USAGE,
-        )
-    place = place or IN_REVISION
-    listed = _git("ls-tree", "-r", "-z", "--full-tree", "--name-only", commit.decode().strip(), "--", place) or b""
-    found = [file for file in listed.decode().split("\0") if file.endswith(".json")]
-    if PurePosixPath(place) not in map(PurePosixPath, found):  # a folder: like on disk, without those below it
-        found = [file for file in found if PurePosixPath(file).parent == PurePosixPath(place)]
-    if not found:
+            f"{name}: no such file or folder, and no git revision here; name a record, a folder or a revision", USAGE
+        ) from None
+    listed = git(here, "ls-tree", "-r", "-z", "--full-tree", "--name-only", commit, "--", place).decode()
+    files = [file for file in listed.split("\0") if file.endswith(".json")]
+    if PurePosixPath(place) not in map(PurePosixPath, files):  # a folder: like on disk, without those below it
+        files = [file for file in files if PurePosixPath(file).parent == PurePosixPath(place)]
+    if not files:
         raise Error(
             f"{name}: that revision holds no record (*.json) in {place}; name a place as {revision}:FOLDER", USAGE
         )
-    for file in found:
-        content = _git("cat-file", "blob", f"{commit.decode().strip()}:{file}")
-        if content is None:
-            raise Error(f"{revision}:{file}: git cannot read it", USAGE)
-        yield _read(content, f"{revision}:{file}")
-
-
-def _git(*arguments: str) -> bytes | None:
-    try:
-        return subprocess.run(["git", *arguments], capture_output=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
+    for file in files:
+        where = f"{revision}:{file}"
+        yield _read(parse_json(git(here, "cat-file", "blob", f"{commit}:{file}"), where), where)

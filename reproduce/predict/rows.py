@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
@@ -105,7 +106,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     )
     components = row.config.get("components")
     if components is not None and "dependency" not in components:
-        return replace(result, status="not run", reason=UNORDERED)
+        return structs.replace(result, status="not run", reason=UNORDERED)
     holds = any(name in row.values for name in RESERVED)
     predictor = predictor_of(row.config, hardware, memory=holds)
     values: dict[str, Json] = {}
@@ -113,7 +114,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
         values.update(speed(predictor, row.config))
     if holds:
         values.update(_memory(predictor.counts, row.config))
-    return replace(result, values={name: _rounded(value) for name, value in values.items()})
+    return structs.replace(result, values={name: _rounded(value) for name, value in values.items()})
 
 
 def predictor_of(config: dict[str, Json], hardware: Hardware, *, memory: bool = False) -> Predictor:

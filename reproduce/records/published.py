@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
-from reproduce.error import Error
+from msgspec import Struct
+
 from reproduce.machine.description import ROOT
-from reproduce.records.decode import DecodeError, Json, decode
+from reproduce.records.decode import Json, decode, read_json
 from reproduce.records.record import Record, Result, load, save
 
-__all__ = ["PAPER", "convert", "import_tables", "published"]
+__all__ = ["PAPER", "import_tables", "published"]
 
 PAPER = ROOT / "results" / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
@@ -34,18 +33,16 @@ CONCERNS = (
 )
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """Hold one row as the published tables' file has it."""
+class TableRow(Struct, forbid_unknown_fields=True):
+    """Hold one row as the file of published tables has it."""
 
     experiment: str
     config: dict[str, Json]
     values: dict[str, Json]
 
 
-@dataclass(frozen=True)
-class Table:
-    """Hold one table as the published tables' file has it."""
+class Table(Struct, forbid_unknown_fields=True):
+    """Hold one table as the file of published tables has it."""
 
     id: str
     title: str
@@ -56,6 +53,10 @@ class Table:
     columns: list[str]
     rows: list[TableRow]
     notes: list[str]
+
+    def results(self) -> list[Result]:
+        """Return the rows as a record has them."""
+        return [Result(self.id, row.experiment, "published", config=row.config, values=row.values) for row in self.rows]
 
 
 @functools.cache
@@ -69,58 +70,32 @@ def published(table: str) -> Record:
 
 
 def import_tables(source: Path, to: Path = PAPER) -> list[Path]:
-    """Write a record for each table in the file `source`, and return their paths.
+    """Write a record for each table in the JSON file `source`, and return their paths.
 
     Raises:
         Error: the file is not what it should be, or a record cannot be written.
     """
-    try:
-        tables = json.loads(source.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Error(f"{source}: cannot be read ({error.strerror or error})") from error
-    except ValueError as error:
-        raise Error(f"{source}: not JSON ({error})") from error
-    try:
-        records = convert(tables)
-    except DecodeError as error:
-        raise Error(f"{source}: {error}") from error
-
+    tables = decode(list[Table], read_json(source), str(source))
+    discrepancies = [result for table in tables if table.id == DISCREPANCIES for result in table.results()]
     paths = []
-    for record in records:
-        paths.append(to / f"{record.name}.json")
-        save(record, paths[-1])
-    return paths
-
-
-def convert(tables: Json) -> list[Record]:
-    """Turn published tables, as parsed from their JSON file, into records.
-
-    Raises:
-        DecodeError: a table is not as it should be; the message says which and where.
-    """
-    decoded = decode(list[Table], tables)
-    disagreements = [_result(table, row) for table in decoded if table.id == DISCREPANCIES for row in table.rows]
-    return [
-        Record(
+    for table in tables:
+        record = Record(
             name=table.id,
             title=table.title,
             kind="published",
             unit=table.unit,
-            results=[_result(table, row) for row in table.rows],
+            results=table.results(),
             source=table.source,
             hardware=table.hardware,
             software=table.software,
             columns=table.columns,
             notes=table.notes,
-            discrepancies=[result for result in disagreements if _concerns(result.row, table.id)],
+            discrepancies=[result for result in discrepancies if _concerns(result.row, table.id)],
         )
-        for table in decoded
-    ]
+        paths.append(to / f"{record.name}.json")
+        save(record, paths[-1])
+    return paths
 
 
-def _result(table: Table, row: TableRow) -> Result:
-    return Result(experiment=table.id, row=row.experiment, status="published", config=row.config, values=row.values)
-
-
-def _concerns(disagreement: str, table: str) -> bool:
-    return any(disagreement.startswith(subject) and table.startswith(tables) for subject, tables in CONCERNS)
+def _concerns(discrepancy: str, table: str) -> bool:
+    return any(discrepancy.startswith(subject) and table.startswith(tables) for subject, tables in CONCERNS)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from reproduce.error import USAGE, Error
 from reproduce.machine.description import load_average, machine, versions
+from reproduce.machine.git import Git
 from reproduce.numbers.significance import Rule
-from reproduce.records.record import Git, Run
+from reproduce.records.record import Run
 from reproduce.regression.cases import CASES
 from reproduce.regression.job import Settings, collect, interleaved
 from reproduce.regression.judge import Judgement, judge, least_restarts, shared

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from reproduce.error import USAGE, Error
 from reproduce.machine.description import ROOT
+from reproduce.machine.git import commit_of, git
 from reproduce.regression.signals import terminable, undivided
 
-__all__ = ["Tree", "checked_out", "commit_of", "snapshot", "trees"]
+__all__ = ["Tree", "checked_out", "snapshot", "trees"]
 
 PACKAGE = "torchgpipe"
 
@@ -53,9 +52,9 @@ def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
     """
     commit = commit_of(root, revision)
     try:
-        _git(root, "worktree", "add", "--detach", "--no-checkout", str(folder), commit)
+        git(root, "worktree", "add", "--detach", "--no-checkout", str(folder), commit)
         try:
-            _git(folder, "checkout", "--quiet", commit, "--", PACKAGE)
+            git(folder, "checkout", "--quiet", commit, "--", PACKAGE)
         except Error:
             raise Error(f"{revision}: that revision holds no folder {PACKAGE}", USAGE) from None
         yield Tree(folder, revision, commit)
@@ -63,7 +62,7 @@ def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
         # Once more forced, as git locks a worktree until it is whole; without its folder, as half of one is refused.
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(Error):
-            _git(root, "worktree", "remove", "--force", "--force", str(folder))
+            git(root, "worktree", "remove", "--force", "--force", str(folder))
 
 
 def snapshot(root: Path, folder: Path) -> Tree:
@@ -71,48 +70,7 @@ def snapshot(root: Path, folder: Path) -> Tree:
     shutil.copytree(root / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     try:
         commit = commit_of(root, "HEAD")
-        dirty = bool(_git(root, "status", "--porcelain", "--", PACKAGE))
+        dirty = bool(git(root, "status", "--porcelain", "--", PACKAGE))
     except Error:
         return Tree(folder, "the working tree", None)
     return Tree(folder, "the working tree", commit, dirty)
-
-
-def commit_of(root: Path, revision: str) -> str:
-    """Return the commit that `revision` names.
-
-    Raises:
-        Error: there is no git, or no such revision.
-    """
-    try:
-        _git(root, "rev-parse", "--git-dir")
-    except Error as error:
-        raise Error(f"{revision}: {root} cannot be used as a git checkout ({error})", USAGE) from None
-    try:
-        return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-    except Error:
-        pass
-    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
-        raise Error(f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first", USAGE)
-    raise Error(f"{revision}: no such git revision here; name a commit, a branch or a tag", USAGE)
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """Run git in a folder, whatever repository a hook or an alias of git, which may run this program, names."""
-    elsewhere = _said(["git", "rev-parse", "--local-env-vars"], None).split()
-    environment = {name: value for name, value in os.environ.items() if name not in elsewhere}
-    return _said(["git", "-C", str(folder), *arguments], environment)
-
-
-def _said(command: Sequence[str], environment: dict[str, str] | None) -> str:
-    """Return what git says. It is out of the reach of Ctrl-C, which is for this program to handle."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, start_new_session=True, env=environment
-        )
-    except FileNotFoundError:
-        raise Error("git is not installed", USAGE) from None
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Error(f"git failed: {error}", USAGE) from None
-    if done.returncode:
-        raise Error((done.stderr.strip().splitlines() or [f"git failed: {' '.join(command)}"])[-1], USAGE)
-    return done.stdout.strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from reproduce.experiments import Experiment, Row
 from reproduce.run.failure import explain

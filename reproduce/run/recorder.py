@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from msgspec.structs import replace
+
 from reproduce.error import Error
-from reproduce.machine.description import git, load_average, machine, versions
+from reproduce.machine.description import load_average, machine, versions
 from reproduce.machine.devices import Devices
+from reproduce.machine.git import checkout
 from reproduce.records.decode import Json
 from reproduce.records.record import Record, Result, Run, save
 
@@ -82,7 +84,7 @@ def new_recorder(
         threads_per_device=devices.threads,
         machine=machine(),
         versions=versions(),
-        git=git(),
+        git=checkout(),
         load=load_average(),
         settings=settings or {},
     )

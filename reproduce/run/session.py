@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
 from reproduce.experiments import Experiment, Row
 from reproduce.machine.devices import Devices

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from reproduce.experiments import Experiment, Row
 from reproduce.machine.devices import Devices

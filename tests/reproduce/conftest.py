@@ -5,17 +5,18 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import reproduce.machine.devices
 import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, Experiment
-from reproduce.records.record import Machine, Record, Result, Run
+from reproduce.machine.description import Machine
+from reproduce.records.record import Record, Result, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Path(__file__).with_name("tiny.py")

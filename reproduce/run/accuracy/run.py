@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from reproduce.error import USAGE, Error

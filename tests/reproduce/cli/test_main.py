@@ -247,6 +247,7 @@ def test_a_kill_leaves_a_record_that_can_be_read(start: Callable[..., object], t
         ("torch", "import no_such_module", "torch is broken (no module no_such_module)"),
         ("torch", "__version__ = '2.5.1+cpu'", "torch 2.5.1+cpu is too old: install torch 2.11 or newer"),
         ("click", "raise ModuleNotFoundError('No module', name='click')", "click is not installed"),
+        ("msgspec", "raise ModuleNotFoundError('No module', name='msgspec')", "msgspec is not installed"),
         ("tabulate", "raise ImportError('bad magic number')", "tabulate is broken (bad magic number)"),
     ],
 )
@@ -260,10 +261,10 @@ def test_a_missing_package_is_one_line(
     assert err.startswith(f"reproduce: {said}") and err.count("\n") == 1
 
 
-def test_only_torch_click_and_tabulate_are_needed(
+def test_only_torch_click_msgspec_and_tabulate_are_needed(
     start: Callable[..., object], broken_modules: Callable[..., Path], tmp_path: Path
 ) -> None:
-    others = ("torchvision", "msgspec", "pydantic", "matplotlib", "scipy", "pytest")
+    others = ("torchvision", "pynvml", "pydantic", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})
     script = Path(__file__).parents[1] / "tiny.py"
     process = start(str(script), "run", "tiny-speed", *SMALL, "--steps", "1", "--out", str(tmp_path), first=folder)

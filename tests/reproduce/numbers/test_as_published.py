@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from reproduce.machine.description import Gpu, Machine
 from reproduce.numbers.as_published import MeasuredRow, measured_rows
-from reproduce.records.record import Gpu, Machine, Record, Result, Run, load, save
+from reproduce.records.record import Record, Result, Run, load, save
 from reproduce.tables.predicted import predicted_tables
 
 PREDICTED = Path(__file__).resolve().parents[3] / "results" / "predicted"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.numbers.match import Line, match, same_work, value
 from reproduce.numbers.sources import Side, gather

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.records.record import Git, Gpu, Machine, Record, Result, Run
+from reproduce.machine.description import Gpu, Machine
+from reproduce.machine.git import Git
+from reproduce.records.record import Record, Result, Run
 from reproduce.report.gather import load_folder
 from reproduce.report.page import page
 from reproduce.run.training import size_names

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from reproduce.records.record import Record, Result
 from reproduce.report.gather import Subject, gather

@@ -53,15 +53,15 @@ def test_a_timeline(tmp_path: Path) -> None:
     [
         ([], 'not a trace (it has no list of "traceEvents")'),
         ({"traceEvents": []}, 'not a trace of a step (no event is a task, "ph": "X")'),
-        ({"traceEvents": [NAME, 3]}, "traceEvents[1]: expected an object, got 3"),
-        ({"traceEvents": [{"ph": "X", "cat": "forward"}]}, "traceEvents[0].args: expected an object, got None"),
+        ({"traceEvents": [NAME, 3]}, "traceEvents[1]: Expected `object`, got `int`"),
+        ({"traceEvents": [{"ph": "X", "cat": "forward"}]}, "traceEvents[0]: Object missing required field `ts`"),
         (
             {"traceEvents": [{**task("forward", 0.0, 1.0), "ts": "now"}]},
-            "traceEvents[0].ts: expected a number, got 'now'",
+            "traceEvents[0]: ts: Expected `float`, got `str`",
         ),
         (
             {"traceEvents": [task("sleep", 0.0, 1.0)]},
-            "traceEvents[0].cat: expected one of 'forward', 'recompute', 'backward', got 'sleep'",
+            "traceEvents[0]: cat: Invalid enum value 'sleep'",
         ),
     ],
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.cli.listing import listing
 from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, Row
+from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.devices import Devices
+from reproduce.machine.git import Git
 from reproduce.records.published import published
-from reproduce.records.record import Git, Gpu, Machine, Record, Result, Run
+from reproduce.records.record import Record, Result, Run
 from reproduce.run.training import size_names
 from reproduce.tables.all import document, tables
 from reproduce.tables.layout import WIDTH

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
-from reproduce.machine.description import ROOT
-from reproduce.records.record import Machine, Record, Result, Run, save
+from reproduce.machine.description import ROOT, Machine
+from reproduce.records.record import Record, Result, Run, save
 from reproduce.run.training import size_names
 from reproduce.tables.render import render, render_blocks, stale
 

@@ -1,0 +1,82 @@
+"""Run git, and say what is checked out."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from reproduce.error import USAGE, Error
+from reproduce.machine.description import ROOT
+
+__all__ = ["Git", "checkout", "commit_of", "git"]
+
+
+class Git(Struct, frozen=True, forbid_unknown_fields=True):
+    """Name the source: `dirty` when a tracked file differed from the revision."""
+
+    revision: str
+    dirty: bool
+
+
+def checkout(folder: Path = ROOT) -> Git | None:
+    """Return the revision that is checked out in `folder`; None outside a checkout, and without git."""
+    try:
+        changes = git(folder, "status", "--porcelain", "--untracked-files=no")
+        return Git(git(folder, "rev-parse", "--verify", "HEAD").decode(), dirty=bool(changes))
+    except Error:
+        return None
+
+
+def commit_of(folder: Path, revision: str) -> str:
+    """Return the commit that `revision` names in the repository of `folder`.
+
+    Raises:
+        Error: there is no git, no repository, or no such revision.
+    """
+    try:
+        git(folder, "rev-parse", "--git-dir")
+    except Error as error:
+        raise Error(f"{revision}: {folder} cannot be used as a git checkout ({error})", USAGE) from None
+    try:
+        return git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").decode()
+    except Error:
+        pass
+    if git(folder, "rev-parse", "--is-shallow-repository") == b"true":
+        raise Error(f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first", USAGE)
+    raise Error(f"{revision}: no such git revision here; name a commit, a branch or a tag", USAGE)
+
+
+def git(folder: Path, *arguments: str) -> bytes:
+    """Run git in `folder` and return what it prints, without white space around it.
+
+    A hook or an alias of git may run this program and name a repository in the environment: that is left out.
+
+    Raises:
+        Error: git is not there, or fails; the message ends with the last line that git printed.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _repository_variables()}
+    return _run(["git", "-C", str(folder), *arguments], environment)
+
+
+@functools.cache
+def _repository_variables() -> list[str]:
+    return _run(["git", "rev-parse", "--local-env-vars"], os.environ).decode().split()
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
+    try:
+        # In a session of its own, git is out of the reach of Ctrl-C, which is for this program to handle.
+        done = subprocess.run(command, capture_output=True, timeout=120, start_new_session=True, env=environment)
+    except FileNotFoundError:
+        raise Error("git is not installed", USAGE) from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Error(f"git failed: {error}", USAGE) from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise Error(lines[-1] if lines else f"git failed: {' '.join(command)}", USAGE)
+    return done.stdout.strip()

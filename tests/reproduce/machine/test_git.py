@@ -1,0 +1,88 @@
+"""Git: what is checked out, and what a revision names; whatever is wrong is one line."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from reproduce.error import Error
+from reproduce.machine.git import Git, checkout, commit_of, git
+
+
+def run(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Make a repository of two revisions, `old` and HEAD."""
+    root = tmp_path / "root"
+    root.mkdir()
+    run(root, "init")
+    for content in ("old", "new"):
+        (root / "file").write_text(content)
+        run(root, "add", "file")
+        run(root, "commit", "--no-verify", "-m", content)
+        run(root, "tag", content)
+    return root
+
+
+def test_checkout(root: Path) -> None:
+    head = run(root, "rev-parse", "HEAD")
+    assert checkout(root) == Git(head, dirty=False)
+    (root / "record.json").write_text("{}")
+    assert checkout(root) == Git(head, dirty=False), "a file that git does not know, such as a record, is no source"
+    (root / "file").write_text("edited")
+    assert checkout(root) == Git(head, dirty=True)
+
+
+def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkout(tmp_path) is None
+    run(tmp_path, "init")
+    assert checkout(tmp_path) is None, "no commit"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checkout(root) is None, "no git"
+
+
+def test_a_repository_that_the_environment_names_is_not_used(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, "init")
+    old = run(root, "rev-parse", "old")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert commit_of(root, "old") == old
+
+
+def test_bytes_are_handed_on_as_they_are(root: Path) -> None:
+    (root / "file").write_bytes(b"\xff\r\n\x00")
+    blob = run(root, "hash-object", "-w", "file")
+    assert git(root, "cat-file", "blob", blob) == b"\xff\r\n\x00"
+
+
+@pytest.mark.parametrize("revision", ["nowhere", "--help", ""])
+def test_a_revision_that_is_not_there(root: Path, revision: str) -> None:
+    with pytest.raises(Error) as caught:
+        commit_of(root, revision)
+    assert str(caught.value) == f"{revision}: no such git revision here; name a commit, a branch or a tag"
+    assert caught.value.exit_code == 2
+
+
+def test_a_revision_that_a_shallow_clone_lacks(root: Path, tmp_path: Path) -> None:
+    run(tmp_path, "clone", "--quiet", "--depth", "1", root.as_uri(), "clone")
+    with pytest.raises(Error, match="this clone is shallow and does not hold it; run 'git fetch --unshallow' first"):
+        commit_of(tmp_path / "clone", run(root, "rev-parse", "old"))
+
+
+def test_no_repository(tmp_path: Path) -> None:
+    with pytest.raises(Error, match=r"HEAD: .* cannot be used as a git checkout \(.*not a git repository"):
+        commit_of(tmp_path, "HEAD")
+
+
+def test_no_git(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Error, match="git is not installed"):
+        commit_of(root, "HEAD")
