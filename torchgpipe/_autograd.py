@@ -16,21 +16,6 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-__all__ = [
-    "backward_id",
-    "caches_parametrizations",
-    "default_device",
-    "keeps_graph",
-    "pop_mode",
-    "push_mode",
-    "refuse_transforms",
-    "run_backward",
-    "sharded",
-    "storage_of",
-    "torch_function_enabled",
-    "with_torch_function",
-]
-
 _engine = torch.autograd.Variable._execution_engine
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 

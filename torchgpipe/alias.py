@@ -14,8 +14,6 @@ from torch import Tensor
 
 from torchgpipe._autograd import storage_of
 
-__all__ = ["Shared", "check_handed_on", "check_unchanged", "shared_by", "unshared", "versions"]
-
 Shared = tuple[bool, ...]
 """Which of the tensors beside it share memory with another tensor of the same micro-batch."""
 

@@ -15,8 +15,6 @@ from torchgpipe._autograd import default_device, torch_function_enabled, with_to
 from torchgpipe.checkpoint import Passing, is_checkpointing, is_recomputing
 from torchgpipe.observe import NOTHING
 
-__all__ = ["Ambient"]
-
 # Devices that have an autocast of their own; others, such as meta, follow no autocast state.
 _AUTOCAST = ("cpu", "cuda", "xpu")
 

@@ -5,17 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Literal, get_args
 
-__all__ = [
-    "MODES",
-    "Mode",
-    "Passing",
-    "checkpointed",
-    "checkpointing",
-    "is_checkpointing",
-    "is_recomputing",
-    "recomputing",
-]
-
 Mode = Literal["always", "except_last", "never"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 

@@ -26,8 +26,6 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import InPlace, Leaves
 
-__all__ = ["Buffers", "Contents", "begins_in_place", "modules_of"]
-
 SMALL = 1 << 16
 """Bytes up to which a buffer is copied."""
 

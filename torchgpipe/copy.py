@@ -25,8 +25,6 @@ from torch import Tensor
 from torchgpipe.observe import NOTHING, Observer, observed
 from torchgpipe.stage import Flat
 
-__all__ = ["CopyStreams", "Dock", "Route", "current_stream", "using"]
-
 
 class CopyStreams:
     """The streams of a pipeline beside the compute streams, on `devices`, one for each partition.

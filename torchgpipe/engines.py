@@ -11,8 +11,6 @@ from torchgpipe.graph import GraphEngine
 from torchgpipe.stage import Stage
 from torchgpipe.workers import WorkersEngine
 
-__all__ = ["Engine", "EngineName", "check_engine", "make_engine"]
-
 EngineName = Literal["auto", "graph", "workers"]
 Engine = GraphEngine | WorkersEngine
 

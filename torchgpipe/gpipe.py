@@ -22,8 +22,6 @@ from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.stage import Stage
 from torchgpipe.workers import WorkersEngine
 
-__all__ = ["GPipe"]
-
 Device = int | str | torch.device
 
 

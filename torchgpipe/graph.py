@@ -50,8 +50,6 @@ from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
 from torchgpipe.task_graph import Needs, TaskGraph, all_none, refuse_create_graph
 
-__all__ = ["GraphEngine"]
-
 
 class GraphEngine:
     """Run mini-batches through `stages` from the calling thread."""

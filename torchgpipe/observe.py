@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
-__all__ = ["NOTHING", "Kind", "Observer", "Task", "observed"]
-
 Kind = Literal["forward", "recompute", "backward", "copy"]
 
 

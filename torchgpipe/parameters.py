@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from torchgpipe._autograd import keeps_graph, sharded
 
-__all__ = ["BY_ANOTHER_WAY", "InPlace", "Leaves", "gate"]
-
-
 BY_ANOTHER_WAY = (
     "a backward reached a partition's layers by another way than its outputs: a layer keeps a tensor that has a graph, "
     "such as an auxiliary loss, which it should return, or calls backward() in its forward (torch.autograd.grad works)"

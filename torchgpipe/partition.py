@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["check_module", "choose_devices", "split", "translate_old_state"]
-
 _ADVICE = """
 Let the library balance the layers, by the time that they take:
 

@@ -22,17 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe._autograd import pop_mode, push_mode
 from torchgpipe.observe import NOTHING
 
-__all__ = [
-    "DEFAULT_GENERATOR_LOCK",
-    "PrivateGenerator",
-    "Randomness",
-    "check_apart",
-    "default_generators",
-    "own_generators",
-    "private_generator",
-    "within_plain_checkpoint",
-]
-
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever sets the state of a default generator, which all threads share."""
 

@@ -14,8 +14,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Relay", "Stopped", "Workers"]
-
 _STOP = object()
 
 

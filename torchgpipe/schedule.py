@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["clock_cycles", "overlaps"]
-
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     """Yield, cycle by cycle, the tasks (i, j) of micro-batch i < m on partition j < n with i + j = k.

@@ -21,8 +21,6 @@ from torchgpipe.randomness import (
     within_plain_checkpoint,
 )
 
-__all__ = ["Seeds"]
-
 APART = 1_000_003
 """Between the seeds of mini-batches in several threads. The CPU's generator looks at the lowest 32 bits only."""
 

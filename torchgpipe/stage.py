@@ -19,8 +19,6 @@ from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = ["Flat", "Stage"]
-
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
 

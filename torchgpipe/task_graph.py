@@ -32,8 +32,6 @@ from torchgpipe.parameters import BY_ANOTHER_WAY
 from torchgpipe.randomness import Randomness
 from torchgpipe.stage import Flat, Stage
 
-__all__ = ["Needs", "TaskGraph", "all_none", "refuse_create_graph"]
-
 Needs = tuple[bool, ...]
 """Which of the tensors beside it take a gradient."""
 

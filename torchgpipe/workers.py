@@ -45,8 +45,6 @@ from torchgpipe.skip.portal import Portals
 from torchgpipe.stage import Flat, Stage
 from torchgpipe.task_graph import Needs, TaskGraph, refuse_create_graph
 
-__all__ = ["WorkersEngine"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Item:

@@ -121,10 +121,17 @@ def modules() -> Iterator[ModuleType]:
 MODULES = {module.__name__: module for module in modules() if not module.__name__.endswith("__version__")}
 
 
+def names_of(module: ModuleType) -> list[str]:
+    """Return what a module offers: its `__all__`, or else the functions and classes that it defines."""
+    own = [n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", None) == module.__name__]
+    names: list[str] = getattr(module, "__all__", own)
+    return names
+
+
 def public() -> Iterator[tuple[str, Any]]:
-    """Yield what is public: the modules' `__all__`, and of classes among it the methods and properties."""
+    """Yield what is public, and of classes among it the methods and properties."""
     for module in MODULES.values():
-        for name in getattr(module, "__all__", []):
+        for name in names_of(module):
             value = getattr(module, name)
             if getattr(value, "__module__", None) != module.__name__:
                 continue
@@ -144,8 +151,7 @@ PUBLIC = {name: value for name, value in public() if callable(value) or isinstan
 def test_modules_say_what_they_are_for_and_what_they_offer(module: ModuleType) -> None:
     assert module.__doc__
     assert module.__doc__.split("\n")[0].endswith((".", ":"))
-    names = getattr(module, "__all__", None)
-    assert names is not None
+    names = names_of(module)
     assert len(set(names)) == len(names)
     assert [name for name in names if not hasattr(module, name)] == []
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import lcm
 
-__all__ = ["check_partitions", "minimise_heaviest"]
-
 
 def minimise_heaviest(costs: Iterable[float], partitions: int) -> list[int]:
     """Return how many consecutive layers each partition takes, none empty, the heaviest as light as possible.

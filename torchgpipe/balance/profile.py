@@ -22,18 +22,6 @@ from torchgpipe.microbatch import TensorOrTensors, check, scatter
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = [
-    "Rehearsal",
-    "placed_copy",
-    "profile_sizes",
-    "profile_times",
-    "rehearse",
-    "synchronize",
-    "time_forward",
-    "time_run",
-    "undisturbed",
-]
-
 T = TypeVar("T")
 
 RUNS_PER_COPY = 3

@@ -11,8 +11,6 @@ from torch import nn
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = ["Arrival", "Departure", "PartitionSkips", "skip_layout"]
-
 
 @dataclass(frozen=True)
 class Arrival:

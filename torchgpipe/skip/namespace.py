@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from uuid import uuid4
 
-__all__ = ["Namespace"]
-
 
 class Namespace:
     """Set skip names apart: the same name in two namespaces is two skips.

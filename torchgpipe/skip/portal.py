@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 
 from torchgpipe.skip.scope import SkipKey
 
-__all__ = ["Portals"]
-
 T = TypeVar("T")
 
 

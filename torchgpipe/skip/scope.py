@@ -11,8 +11,6 @@ from torch import Tensor
 
 from torchgpipe.skip.namespace import Namespace
 
-__all__ = ["Scope", "SkipKey", "current_scope", "skip_scope"]
-
 
 class SkipKey(NamedTuple):
     """Identify one skip of a model: a name, within a namespace (`None` where the layer was not isolated)."""

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from torchgpipe.skip.namespace import Namespace
 from torchgpipe.skip.scope import SkipKey, current_scope
 
-__all__ = ["pop", "skippable", "skips_of", "stash"]
-
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
 

@@ -7,8 +7,6 @@ from torch import nn
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 
-__all__ = ["verify_skippables"]
-
 
 def verify_skippables(module: nn.Sequential) -> None:
     """Check the skips of a sequence of layers; raise `TypeError` that lists every fault.
