@@ -42,9 +42,10 @@ def plain(
 ) -> Callable[[Tensor], Tensor]:
     """Return a loop over micro-batches and partitions, the first `checkpointed` micro-batches under
     `torch.utils.checkpoint`; skips are handed on as arguments."""
+    from torchgpipe.microbatch import Flat
     from torchgpipe.skip.layout import skip_layout
     from torchgpipe.skip.scope import SkipKey
-    from torchgpipe.stage import Flat, Stage
+    from torchgpipe.stage import Stage
 
     partitions = [layers[a:b] for a, b in pairwise([0, *accumulate(balance)])]
     stages = [Stage(j, partition, device) for j, partition in enumerate(partitions)]

@@ -79,9 +79,13 @@ class Contents:
             self._norms = {module for module in self.modules if module._buffers and _updates(module)}
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
 
-    def check_structure(self) -> None:
-        """Raise `RuntimeError` if the partition does not consist of the same modules any more."""
-        if self._recomputed and modules_of(self._partition) != self.modules:
+    def begin(self, backward: int) -> None:
+        """Prepare for `backward`, unless that was done.
+
+        Raises:
+            RuntimeError: a gradient was added to the leaves meanwhile, or the layers are not the same any more.
+        """
+        if self.leaves.begin(backward) and self._recomputed and modules_of(self._partition) != self.modules:
             raise RuntimeError(
                 f"a layer of partition {self._index} was replaced, added or removed between forward and backward, so a "
                 "checkpointed task cannot be recomputed; change layers between steps only"
@@ -90,7 +94,7 @@ class Contents:
     def check_kept(self) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
         with self.lock:
-            self.leaves.check_kept(self._index, self.modules)
+            self.leaves.check_kept(self._index)
 
     def first_pass(self) -> AbstractContextManager[Buffers]:
         """Run the first pass of a checkpointed task within this; it gives the buffers as they are before.

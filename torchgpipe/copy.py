@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.microbatch import Flat
 from torchgpipe.observe import NOTHING, Observer, observed
-from torchgpipe.stage import Flat
 
 
 class CopyStreams:
@@ -53,21 +53,19 @@ class Dock:
     """One side of a task, where tensors leave for other devices or arrive from them.
 
     What a task takes in arrives in forward, and its gradients leave in backward; what it gives out, the other way
-    round. The compute stream is the one that is current when the dock is made. `in_use` says whether copy streams come
-    here; `expect` finds that out for arrivals.
+    round. The compute stream is the one that is current when the dock is made.
     """
 
-    __slots__ = ("_compute", "_expected", "_in_use", "_left")
+    __slots__ = ("_compute", "_expected", "_left")
 
-    def __init__(self, device: torch.device, *, in_use: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._compute = current_stream(device)
-        self._in_use = in_use
         self._left: torch.cuda.Event | None = None
         self._expected: list[torch.cuda.Event] = []
 
     def leave(self) -> None:
         """Mark what the compute stream has been given by now: copies that leave will wait for that."""
-        if self._compute is not None and self._in_use:
+        if self._compute is not None:
             self._left = self._compute.record_event()
 
     def arrive(self, tensors: Flat) -> None:
@@ -89,7 +87,6 @@ class Dock:
     def expect(self, stream: torch.cuda.Stream | None) -> None:
         """Expect what a copy stream was given to do."""
         if stream is not None and self._compute is not None:
-            self._in_use = True
             self._expected.append(stream.record_event())
 
 
@@ -106,14 +103,13 @@ class Route:
         self.source, self.target = streams.devices[source], streams.devices[target]
         self.elsewhere = self.source != self.target
         self._outbound, self._inbound = streams.between(source, target) if self.elsewhere else (None, None)
-        self.streamed = self._outbound is not None or self._inbound is not None
-        self._current = self._outbound or current_stream(self.source), self._inbound or current_stream(self.target)
+        self.streams = self._outbound or current_stream(self.source), self._inbound or current_stream(self.target)
 
     def copy(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, tie: Tensor | None = None) -> Flat:
         """Copy `tensors`, of micro-batch `i`, to the target. Whoever made `tie` goes backward after the copy."""
         if not self.elsewhere:
             return tensors
-        with using(*self._current):
+        with using(*self.streams):
             copies: Flat = _Copy.apply(self, i, departure, arrival, tie, *tensors)
         return copies
 
@@ -127,10 +123,6 @@ class Route:
             moved = tuple([None if x is None else x.to(device, non_blocking=to_device) for x in tensors])
         arrival.expect(there)
         return moved
-
-    def using_streams(self) -> AbstractContextManager[object]:
-        """Make the streams that copies run on the current ones."""
-        return using(*self._current)
 
 
 class _Copy(torch.autograd.Function):
@@ -149,7 +141,7 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * (5 + len(grads))
-        with ctx.route.using_streams():
+        with using(*ctx.route.streams):
             back = ctx.route.move(grads, ctx.i, ctx.arrival, ctx.departure, back=True)
         return None, None, None, None, None, *back
 
@@ -183,3 +175,7 @@ def _using(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
         yield
+
+
+NOWHERE = Dock(torch.device("cpu"))
+"""Where tasks are in one place, nothing leaves or arrives."""

@@ -23,18 +23,17 @@ and ties have no gradient but `None`. What only orders work must not make a stre
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms
-from torchgpipe.alias import Shared, check_handed_on, shared_by, unshared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.copy import CopyStreams, Dock, Route, current_stream, using
-from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.copy import NOWHERE, CopyStreams, Dock, Route, current_stream, using
+from torchgpipe.item import Item, Portals, shared_by, unshared, versions
+from torchgpipe.microbatch import Flat, TensorOrTensors
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import gate
 from torchgpipe.randomness import (
@@ -46,9 +45,8 @@ from torchgpipe.randomness import (
     private_generator,
 )
 from torchgpipe.schedule import clock_cycles
-from torchgpipe.skip.portal import Portals
-from torchgpipe.stage import Flat, Stage
-from torchgpipe.task_graph import Needs, TaskGraph, all_none, refuse_create_graph
+from torchgpipe.stage import Stage
+from torchgpipe.task_graph import TaskGraph, all_none, mark, refuse_create_graph
 
 
 class GraphEngine:
@@ -68,16 +66,16 @@ class GraphEngine:
         for cycle in clock_cycles(len(micro_batches), len(self.stages)):
             for i, j in cycle:
                 batch.task(i, j)
-        batch.end()
-        return [flat[0] if atomic else flat for flat, atomic in zip(batch.values, batch.atomic, strict=True)]
+        return batch.end()
+
+
+_NONE: frozenset[int] = frozenset()
 
 
 class _MiniBatch:
     def __init__(
         self, engine: GraphEngine, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> None:
-        self.atomic = [isinstance(x, Tensor) for x in micro_batches]
-        self.values: list[Any] = [(x,) if isinstance(x, Tensor) else x for x in micro_batches]
         self._stages = engine.stages
         self._engine = engine
         self._observer = observer
@@ -91,85 +89,81 @@ class _MiniBatch:
             refuse_transforms()
         self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
         check_apart([partition.generators for partition in self._partitions])
-        self._given = self.values[0]
-        self._portals: Portals[_Parcel] = Portals()
+        self._portals: Portals = {}
         self._routes: dict[tuple[int, int], Route] = {}
-        self._streamed = [self._sends_on_streams(j) for j in range(len(self._stages))]
-        # Of each micro-batch: where its next task takes it in, what of it shares memory, and the tie that comes along.
-        self._docks = [self._dock(0) for _ in micro_batches]
-        self._shared = [self._find_shared(flat) for flat in self.values]
-        self._versions = [versions(flat) for flat in self.values]
-        self._ties: list[Tensor | None] = [None] * len(micro_batches)
+        self._items = [self._item(x) for x in micro_batches]
+        self._given = self._items[0].flat
         # Of each partition: the tie of its latest task.
         self._latest: list[Tensor | None] = [None] * len(self._stages)
 
     def task(self, i: int, j: int) -> None:
-        stage, arrival = self._stages[j], self._docks[i]
-        departure = self._dock(j, sends=self._streamed[j])
         # Only now: what this partition did before must not wait for what this task needs.
-        inputs, shared = self._take_skips(i, j, arrival)
-        tie: Tensor | None = None
+        item = self._take(i, j)
+        stage, dock = self._stages[j], self._dock(j)
+        tie, held = None, _NONE
         if self._apart:
-            work = _Work(
-                self._partitions[j], self._task_graph(i, j), self._observer, i, j, self.atomic[i], shared,
-                arrival, departure, self._engine.tied,
+            partition = self._partitions[j]
+            task = _Task(
+                stage, partition.contents, self._ambient, self._randomness(i, j), i, self._observer,
+                checkpoint=i < self._checkpointed,
             )  # fmt: skip
-            outputs, tie = work.run(self._latest[j], self._ties[i], inputs)
-            self.atomic[i] = work.atomic
+            task.partition, task.arrival, task.departure = partition, item.dock, dock
+            outputs, tie = task.run(item, self._latest[j], tied=self._engine.tied)
+            atomic, held = task.atomic, partition.contents.held
         else:
-            arrival.arrive(inputs)
+            item.dock.arrive(item.flat)
             with observed(self._observer, "forward", i, j), self._randomness(i, j).first():
-                outputs, self.atomic[i] = stage.run(inputs, self.atomic[i], shared)
-            departure.leave()
-        if self._one_graph:
-            # Here a task may change a skip of its own micro-batch, as layers without a pipeline may.
-            for parcel in self._portals.waiting(i):
-                parcel.version = versions((parcel.skip,))
-        held = self._partitions[j].contents.held if self._apart else frozenset()
-        self._hand_over(i, j, outputs, self._find_shared(outputs, inputs, shared, held), departure, tie)
+                outputs, atomic = stage.run(item.flat, item.atomic, item.shared)
+            dock.leave()
+        # One graph takes care of shared memory by itself: a task may change a skip of its own micro-batch there.
+        shared = (False,) * len(outputs) if self._one_graph else shared_by(outputs, item.flat, item.shared, held)
+        for skip in self._waiting(i) if self._one_graph else ():
+            skip.versions = versions(skip.flat)
+        self._hand_over(i, j, Item(outputs, atomic, shared, dock, tie))
 
-    def _find_shared(
-        self, outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()
-    ) -> Shared:
-        # One graph takes care of that by itself.
-        return (False,) * len(outputs) if self._one_graph else shared_by(outputs, inputs, shared, held)
-
-    def end(self) -> None:
+    def end(self) -> list[TensorOrTensors]:
+        """Return the outputs."""
         for partition in self._partitions:
             partition.contents.check_kept()
-        if len(self.values) == 1 and self._apart:
-            self.values[0] = unshared(self.values[0], self._shared[0], self._given)
+        if len(self._items) == 1 and self._apart:
+            self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
+        outputs: list[Any] = [item.flat[0] if item.atomic else item.flat for item in self._items]
+        return outputs
 
-    def _take_skips(self, i: int, j: int, dock: Dock) -> tuple[Flat, Shared]:
-        inputs, shared = self.values[i], self._shared[i]
+    def _item(self, micro_batch: TensorOrTensors) -> Item:
+        atomic = isinstance(micro_batch, Tensor)
+        flat: Flat = (micro_batch,) if isinstance(micro_batch, Tensor) else micro_batch
+        return Item(flat, atomic, (False,) * len(flat) if self._one_graph else shared_by(flat), self._dock(0))
+
+    def _take(self, i: int, j: int) -> Item:
+        item = self._items[i]
         if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
-            check_handed_on(j, self._versions[i], inputs)
-        for parcel in self._portals.waiting(i):
-            check_handed_on(j, parcel.version, (parcel.skip,))
+            item.check_handed_on(j)
+        for skip in self._waiting(i):
+            skip.check_handed_on(j)
         for arrival in self._stages[j].arrivals:
-            parcel = self._portals.take(i, arrival.key)
-            skip: Flat = (parcel.skip,)
-            if parcel.skip is not None:
-                skip = self._route(arrival.source, j).copy(skip, i, parcel.dock, dock)
-            inputs, shared = (*inputs, *skip), (*shared, parcel.shared)
-        return inputs, shared
+            skip = self._portals.pop((i, arrival.key))
+            if skip.flat[0] is not None:
+                skip.flat = self._route(arrival.source, j).copy(skip.flat, i, skip.dock, item.dock)
+            item = item.with_skip(skip)
+        return item
 
-    def _hand_over(self, i: int, j: int, outputs: Flat, shared: Shared, dock: Dock, tie: Tensor | None) -> None:
-        """Send the outputs on their way: the skips into portals, the rest to the next partition."""
+    def _waiting(self, i: int) -> list[Item]:
+        return [skip for (k, _), skip in self._portals.items() if k == i]
+
+    def _hand_over(self, i: int, j: int, item: Item) -> None:
+        """Send a task's outputs on their way: the skips into portals, the rest to the next partition."""
         departures = self._stages[j].departures
-        count = len(outputs) - len(departures)
-        for k, departure in enumerate(departures, count):
-            self._portals.put(i, departure.key, _Parcel(outputs[k], dock, shared[k], versions(outputs[k : k + 1])))
+        item, *skips = item.parted(len(departures))
+        for departure, skip in zip(departures, skips, strict=True):
+            self._portals[i, departure.key] = skip
+        self._latest[j] = item.tie if self._engine.dependency else None
         following = min(j + 1, len(self._stages) - 1)
         route, arrival = self._route(j, following), self._dock(following)
-        self.values[i] = route.copy(outputs[:count], i, dock, arrival, tie)
-        self._docks[i], self._shared[i], self._versions[i] = arrival, shared[:count], versions(self.values[i])
-        self._ties[i] = None if route.elsewhere else tie
-        self._latest[j] = tie if self._engine.dependency else None
-
-    def _task_graph(self, i: int, j: int) -> TaskGraph:
-        stage, contents = self._stages[j], self._partitions[j].contents
-        return TaskGraph(stage, contents, self._ambient, self._randomness(i, j), checkpoint=i < self._checkpointed)
+        if route.elsewhere:
+            item = Item(route.copy(item.flat, i, item.dock, arrival, item.tie), item.atomic, item.shared)
+        item.dock = arrival
+        self._items[i] = item
 
     def _randomness(self, i: int, j: int) -> Randomness:
         # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
@@ -180,30 +174,13 @@ class _MiniBatch:
         partition = self._partitions[j]
         return Randomness([*(() if private else partition.defaults), *partition.generators], private)
 
-    def _dock(self, j: int, *, sends: bool = False) -> Dock:
-        return Dock(self._stages[j].device, in_use=sends) if self._engine.copies.needed else _NOWHERE
-
-    def _sends_on_streams(self, j: int) -> bool:
-        targets = [departure.target for departure in self._stages[j].departures]
-        return any(self._route(j, target).streamed for target in (min(j + 1, len(self._stages) - 1), *targets))
+    def _dock(self, j: int) -> Dock:
+        return Dock(self._stages[j].device) if self._engine.copies.needed else NOWHERE
 
     def _route(self, source: int, target: int) -> Route:
         if (source, target) not in self._routes:
             self._routes[source, target] = Route(self._engine.copies, source, target, self._observer)
         return self._routes[source, target]
-
-
-_NOWHERE = Dock(torch.device("cpu"))  # in one place, nothing departs or arrives
-
-
-@dataclass(slots=True)
-class _Parcel:
-    """A skip on its way, from where it left; and whether it shares memory with another tensor under way."""
-
-    skip: Tensor | None
-    dock: Dock
-    shared: bool
-    version: list[int | None]
 
 
 class _Partition:
@@ -217,109 +194,77 @@ class _Partition:
         self.generators = own_generators(self.contents.modules)
 
 
-@dataclass(slots=True)
-class _Work:
-    """What the node of task (i, j) does in forward and backward, with the docks at its sides.
+class _Task(TaskGraph):
+    """A task as a node of the caller's graph, with the docks at its sides; and whether its output is `atomic`."""
 
-    `atomic` is as in `Stage.run`; `tied` says whether the node gives out a tie.
-    """
-
+    __slots__ = ("arrival", "atomic", "departure", "partition")
     partition: _Partition
-    graph: TaskGraph
-    observer: Observer | None
-    i: int
-    j: int
-    atomic: bool
-    shared: Shared
     arrival: Dock
     departure: Dock
-    tied: bool
+    atomic: bool
 
-    def run(self, before: Tensor | None, sender: Tensor | None, inputs: Flat) -> tuple[Flat, Tensor | None]:
-        """Run the task; return its outputs and its tie.
+    def run(self, item: Item, before: Tensor | None, *, tied: bool) -> tuple[Flat, Tensor | None]:
+        """Run the task; return its outputs and its tie, if it shall be `tied`.
 
-        `before` is the tie of the task before it in this partition, `sender` that of the task that its inputs come
-        from. Backward comes to this task first, and then to those two.
+        `before` is the tie of the task before it in this partition. Backward comes to this task first, then to that
+        one, and to the one that its inputs come from.
         """
-        opened = _token if self.partition.gate is None else self.partition.gate
-        outputs: Flat = _TaskNode.apply(self, opened, before, sender, *inputs)
-        if not self.tied:
+        outputs: Flat = _TaskNode.apply(self, item, tied, self.partition.gate, before, item.tie, *item.flat)
+        if not tied:
             return outputs, None
         *flat, tie = outputs
-        if self.graph.checkpoint:
-            tie = _Recomputation.apply(self, tie)
-        return tuple(flat), tie
+        return tuple(flat), _Recomputation.apply(self, tie) if self.checkpoint else tie
 
-    def forward(self, inputs: Flat, needs: Needs) -> tuple[Flat, Needs]:
-        self.arrival.arrive(inputs)
-        with observed(self.observer, "forward", self.i, self.j):
-            outputs, self.atomic, out_needs = self.graph.forward(inputs, self.atomic, needs, self.shared)
-        self.departure.leave()
-        return outputs, out_needs
+    def recompute_now(self) -> None:
+        """Recompute in the backward in progress."""
+        self.contents.begin(backward_id())
+        # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
+        with using(self.partition.stream):
+            self.recompute(keep=keeps_graph())
 
-    def begin(self) -> bool:
-        """Prepare the partition for the backward in progress; return whether this is its first task."""
-        contents = self.partition.contents
-        first = contents.leaves.begin(backward_id())
-        if first:
-            contents.check_structure()
-        return first
-
-    def recompute(self) -> None:
-        first = self.begin()
-        if self.graph.awaits_recomputation:
-            # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
-            with using(self.partition.stream), observed(self.observer, "recompute", self.i, self.j):
-                self.graph.recompute(keep=keeps_graph())
-            if first:
-                self.partition.contents.leaves.check_without_gradients()
-
-    def backward(self, grads: Flat) -> Flat:
+    def backward_now(self, grads: Flat) -> Flat:
+        """Take part in the backward in progress."""
         if all_none(grads):
-            self.begin()
+            self.contents.begin(backward_id())
         else:
-            self.recompute()
+            self.recompute_now()
         self.departure.arrive(grads)
-        with observed(self.observer, "backward", self.i, self.j):
-            input_grads = self.graph.backward(grads, keep=keeps_graph())
+        input_grads = self.backward(grads, keep=keeps_graph())
         self.arrival.leave()
         return input_grads
-
-
-# Makes every task a node, also where neither its inputs nor parameters take gradients: something else in it may.
-_token = torch.empty(0, requires_grad=True)
 
 
 class _TaskNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, work: _Work, opened: Tensor, before: Tensor | None, sender: Tensor | None, *inputs: Tensor | None
-    ) -> Flat:
-        ctx.work = work
+        ctx: Any, task: _Task, item: Item, tied: bool, opened: Tensor, before: Tensor | None, sender: Tensor | None,
+        *inputs: Tensor | None,
+    ) -> Flat:  # fmt: skip
+        ctx.task, ctx.tied = task, tied
         ctx.set_materialize_grads(False)
-        outputs, needs = work.forward(inputs, ctx.needs_input_grad[4:])
-        if False in needs:
-            ctx.mark_non_differentiable(*(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n))
-        return (*outputs, torch.empty(0)) if work.tied else outputs
+        task.arrival.arrive(inputs)
+        outputs, task.atomic = task.forward(inputs, item.atomic, item.shared)
+        task.departure.leave()
+        mark(ctx, outputs)
+        return (*outputs, torch.empty(0)) if tied else outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
-        work: _Work = ctx.work
-        return None, None, None, None, *work.backward(grads[:-1] if work.tied else grads)
+        return (None,) * 6 + ctx.task.backward_now(grads[:-1] if ctx.tied else grads)  # type: ignore[no-any-return]
 
 
 class _Recomputation(torch.autograd.Function):
     """The recomputation of a task as a node of its own, between the task's tie and those that take it."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, tie: Tensor) -> Tensor:
+    def forward(ctx: Any, task: _Task, tie: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.work = work
+        ctx.task = task
         return tie.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
         refuse_create_graph()
-        ctx.work.recompute()
+        ctx.task.recompute_now()
         return None, None

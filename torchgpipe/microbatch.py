@@ -7,6 +7,9 @@ from torch import Tensor
 
 TensorOrTensors = Tensor | tuple[Tensor, ...]
 
+Flat = tuple[Tensor | None, ...]
+"""A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
+
 
 def check(value: object, what: str = "input") -> None:
     """Check that `value` is a tensor, or a non-empty tuple of tensors; raise `TypeError` where it is not."""

@@ -27,6 +27,10 @@ BY_ANOTHER_WAY = (
 )
 
 
+TOKEN = torch.empty(0, requires_grad=True)
+"""Makes something a node of the graph that may have no other input which takes a gradient."""
+
+
 class Leaves:
     """The leaves of the parameters of `modules` that take gradients, as they are now.
 
@@ -61,13 +65,16 @@ class Leaves:
             self._places.append(module.__dict__)
             self._dicts.append(replaced)
         self._versions = [p._version for _, p in self._all]
-        self._counts = [len(module._parameters) for module in modules]
-        self._ids = [id(x) for d in self._dicts for x in d.values()]
-        self._real_ids = [id(x) for place in self._places for x in place["_parameters"].values()]
+        self._watched: list[dict[str, Any]] = [
+            *self._dicts,
+            *(module._parameters for module in modules if module not in kept),
+        ]
+        self._ids = [id(x) for d in self._watched for x in d.values()]
         self.parameters = list(made)
         self._leaves = list(made.values())
         self._backward = -1
         self._under_way = False
+        self.untouched = False  # whether a backward has begun, but none of its tasks
 
     def in_place(self) -> InPlace:
         """Put the leaves into the modules, unless they are there. The caller holds the lock of the modules."""
@@ -89,13 +96,10 @@ class Leaves:
             + ", or use checkpoint='never'"
         )
 
-    def check_kept(self, partition: int, modules: Iterable[nn.Module]) -> None:
+    def check_kept(self, partition: int) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
-        now = [len(m._parameters) for m in modules]
-        kept = all(leaf.requires_grad for leaf in self._leaves) and now == self._counts
-        kept = kept and [id(x) for d in self._dicts for x in d.values()] == self._ids
-        kept = kept and [id(x) for place in self._places for x in place["_parameters"].values()] == self._real_ids
-        if not kept:
+        frozen = not all(leaf.requires_grad for leaf in self._leaves)
+        if frozen or [id(x) for d in self._watched for x in d.values()] != self._ids:
             raise RuntimeError(
                 f"a layer of partition {partition} replaced, added or froze a parameter in its forward, which tasks "
                 "that have graphs of their own cannot follow; do it between steps"
@@ -103,8 +107,9 @@ class Leaves:
 
     def check_without_gradients(self) -> None:
         """Raise `RuntimeError` if there is a gradient before any task has gone backward."""
-        if any(leaf.grad is not None for leaf in self._leaves):
+        if self.untouched and any(leaf.grad is not None for leaf in self._leaves):
             raise RuntimeError(BY_ANOTHER_WAY)
+        self.untouched = False
 
     def begin(self, backward: int) -> bool:
         """Prepare for `backward`, unless that was done; return whether it was not. Drop what one has left that failed.
@@ -122,7 +127,7 @@ class Leaves:
         expected = self._under_way
         if any(grad is not None for grad in self.take()) and not expected:
             raise RuntimeError(BY_ANOTHER_WAY)
-        self._backward, self._under_way = backward, True
+        self._backward, self._under_way, self.untouched = backward, True, True
         return True
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
@@ -140,14 +145,12 @@ def _refuse(_: Tensor) -> None:
     raise RuntimeError(BY_ANOTHER_WAY)
 
 
-def gate(leaves: Leaves, device: torch.device) -> Tensor | None:
+def gate(leaves: Leaves, device: torch.device) -> Tensor:
     """Return an empty tensor that tasks take as an input, so that they belong to the graph of the parameters.
 
-    It is made on `device`, where the gradients will be added up. `None` if no parameter takes a gradient.
+    It is made on `device`, where the gradients will be added up. Without parameters it is a mere token.
     """
-    if not leaves.parameters:
-        return None
-    opened: Tensor = _Gate.apply(leaves, device, *leaves.parameters)
+    opened: Tensor = _Gate.apply(leaves, device, *leaves.parameters) if leaves.parameters else TOKEN
     return opened
 
 

@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.alias import Shared, check_unchanged, versions
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.contents import Contents, modules_of
-from torchgpipe.microbatch import check
+from torchgpipe.item import Shared, check_unchanged, versions
+from torchgpipe.microbatch import Flat, check
 from torchgpipe.observe import NOTHING
 from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
-
-Flat = tuple[Tensor | None, ...]
-"""A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
 
 Lock = AbstractContextManager[object]
 """What keeps all but one thread from running some modules; one thread may take it several times."""

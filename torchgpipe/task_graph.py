@@ -16,6 +16,7 @@ Graphs that are apart can go backward in different threads at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,64 +24,68 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe._autograd import caches_parametrizations, run_backward
-from torchgpipe.alias import Shared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import checkpointing, recomputing
 from torchgpipe.contents import Buffers, Contents
-from torchgpipe.observe import NOTHING
-from torchgpipe.parameters import BY_ANOTHER_WAY
+from torchgpipe.item import Shared, versions
+from torchgpipe.microbatch import Flat
+from torchgpipe.observe import NOTHING, Observer, observed
+from torchgpipe.parameters import BY_ANOTHER_WAY, TOKEN
 from torchgpipe.randomness import Randomness
-from torchgpipe.stage import Flat, Stage
-
-Needs = tuple[bool, ...]
-"""Which of the tensors beside it take a gradient."""
+from torchgpipe.stage import Stage
 
 
 class TaskGraph:
-    """Forward, recomputation and backward of one micro-batch on `stage`, whose layers hold `contents`."""
+    """Forward, recomputation and backward of micro-batch `i` on `stage`, whose layers hold `contents`."""
 
     __slots__ = (
-        "_ambient", "_arity", "_buffers", "_contents", "_edges", "_input_grads", "_kept", "_leaves", "_randomness",
-        "_spent", "_stage", "_versions", "checkpoint",
+        "_ambient", "_buffers", "_edges", "_input_grads", "_kept", "_leaves", "_needs", "_randomness", "_spent",
+        "_versions", "checkpoint", "contents", "i", "observer", "stage",
     )  # fmt: skip
 
     def __init__(
-        self, stage: Stage, contents: Contents, ambient: Ambient, randomness: Randomness, *, checkpoint: bool
+        self,
+        stage: Stage,
+        contents: Contents,
+        ambient: Ambient,
+        randomness: Randomness,
+        i: int,
+        observer: Observer | None,
+        *,
+        checkpoint: bool,
     ) -> None:
+        self.stage = stage
+        self.contents = contents
+        self.i = i
+        self.observer = observer
         self.checkpoint = checkpoint
-        self._stage = stage
-        self._contents = contents
         self._ambient = ambient
         self._randomness = randomness
-        self._kept: tuple[Flat, bool, Needs] | None = None
+        self._needs: tuple[bool, ...] = ()  # which inputs take a gradient
+        self._kept: tuple[Flat, bool] | None = None
         self._versions: list[int | None] = []
         self._buffers: Buffers = ()
         self._edges: list[GradientEdge | None] | None = None
-        self._arity = 0
         self._spent = False
         # Apart from this object, so that the graph, which this object holds, does not hold it.
         self._input_grads: list[Tensor | None] = []
         self._leaves: Flat | None = None
 
-    def forward(self, inputs: Flat, atomic: bool, needs: Needs, shared: Shared) -> tuple[Flat, bool, Needs]:
-        """Run the layers; return outputs that have no graph, and say which of them take a gradient."""
+    def forward(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
+        """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
         _check_not_cached()
-        self._arity = len(inputs)
-        if self.checkpoint and (any(needs) or self._contents.leaves.parameters):
-            return self._first_pass(inputs, atomic, needs, shared)
-        self.checkpoint = False
-        with torch.enable_grad(), self._randomness.first():
-            outputs, out_atomic = self._build(self._entered(inputs, needs), atomic, shared)
+        self._needs = tuple([x is not None and x.requires_grad for x in inputs])
+        self.checkpoint = self.checkpoint and (True in self._needs or bool(self.contents.leaves.parameters))
+        with observed(self.observer, "forward", self.i, self.stage.index):
+            if self.checkpoint:
+                return self._first_pass(inputs, atomic, shared)
+            with torch.enable_grad(), self._randomness.first():
+                outputs, atomic = self._build(self._entered(inputs), atomic, shared)
         assert self._edges is not None
-        return detached(outputs), out_atomic, tuple([edge is not None for edge in self._edges])
-
-    @property
-    def awaits_recomputation(self) -> bool:
-        """Whether this is a checkpointed task whose graph is not there."""
-        return self._kept is not None and self._edges is None
+        return leaves(outputs, [edge is not None for edge in self._edges]), atomic
 
     def recompute(self, *, keep: bool = False) -> None:
-        """Build the graph of a checkpointed task by running its layers a second time.
+        """Build the graph of a checkpointed task by running its layers a second time, unless it is there.
 
         Without `keep` it is the last time: the inputs are let go of, but for those that the layers save.
 
@@ -88,35 +93,34 @@ class TaskGraph:
             RuntimeError: what the layers would meet is not what they met in the first pass.
         """
         if self._kept is not None and self._edges is None:
-            # A copy, as other threads may recompute at the same time.
-            self._ambient.context.copy().run(self._recompute, *self._kept, keep)
+            with observed(self.observer, "recompute", self.i, self.stage.index):
+                # A copy, as other threads may recompute at the same time.
+                self._ambient.context.copy().run(self._recompute, *self._kept, keep)
+            self.contents.leaves.check_without_gradients()
 
-    def _recompute(self, inputs: Flat, atomic: bool, needs: Needs, keep: bool) -> None:
+    def _recompute(self, inputs: Flat, atomic: bool, keep: bool) -> None:
         _check_not_cached()
         if versions(inputs) != self._versions:
             raise RuntimeError(
-                f"an input of partition {self._stage.index} was changed in place after its forward, so a recomputation "
+                f"an input of partition {self.stage.index} was changed in place after its forward, so a recomputation "
                 "would start from other values; do not change inputs before backward(), and make a layer that does "
                 "so out-of-place (inplace=False), or use checkpoint='never'"
             )
-        in_place = atomic and self._contents.begins_in_place
+        in_place = atomic and self.contents.begins_in_place
         with (
-            self._contents.lock,
+            self.contents.lock,
             torch.enable_grad(),
             self._ambient.again(),
             recomputing(),
-            self._contents.second_pass(self._buffers),
+            self.contents.second_pass(self._buffers),
             self._randomness.again(),
         ):
             if (keep or len(inputs) == 1) and not in_place:
                 # Leaves cost less than an entrance. They hold the inputs, but a single one is mostly saved anyway.
-                self._leaves = detached(inputs)
-                for x, need in zip(self._leaves, needs, strict=True):
-                    if need and x is not None:
-                        x.requires_grad_()
+                self._leaves = leaves(inputs, self._needs)
                 self._build(self._leaves, atomic)
             else:
-                self._build(self._entered(copied(inputs) if in_place else inputs, needs), atomic)
+                self._build(self._entered(_copied(inputs) if in_place else inputs), atomic)
         if not keep:
             self._kept = None
 
@@ -134,75 +138,76 @@ class TaskGraph:
             raise RuntimeError(BY_ANOTHER_WAY)
         if not all_none(grads):
             self.recompute(keep=keep)
-            assert self._edges is not None
-            roots = [(e, g) for e, g in zip(self._edges, grads, strict=True) if e is not None and g is not None]
-            if roots:
-                # Within the leaves, too: a layer may run again in backward, by torch.utils.checkpoint.
-                with self._contents.lock, self._contents.leaves.in_place():
-                    try:
-                        run_backward(
-                            [e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint
-                        )
-                    except BaseException:
-                        # Another try needs another graph, if that can be had.
-                        self._edges = None if self.checkpoint else self._edges
-                        raise
-        input_grads = self._take_input_grads()
-        if self.checkpoint or not keep:
-            self._edges = None
-        if not keep:
-            self._kept, self._spent = None, True
+        with observed(self.observer, "backward", self.i, self.stage.index):
+            self._run_backward(grads, keep)
+            input_grads = self._take_input_grads()
+            if self.checkpoint or not keep:
+                self._edges = None
+            if not keep:
+                self._kept, self._spent = None, True
         return input_grads
+
+    def _run_backward(self, grads: Flat, keep: bool) -> None:
+        # Without gradients, a checkpointed task may have no edges.
+        roots = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
+        if not roots:
+            return
+        self.contents.leaves.untouched = False
+        # Within the leaves, too: a layer may run again in backward, by torch.utils.checkpoint.
+        with self.contents.lock, self.contents.leaves.in_place():
+            try:
+                run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
+            except BaseException:
+                # Another try needs another graph, if that can be had.
+                self._edges = None if self.checkpoint else self._edges
+                raise
 
     def _take_input_grads(self) -> Flat:
         if self._leaves is not None:
             grads = tuple([None if x is None else x.grad for x in self._leaves])
             self._leaves = None
             return grads
-        if self._input_grads:
-            grads = tuple(self._input_grads)
-            self._input_grads.clear()
-            return grads
-        return (None,) * self._arity
+        grads = tuple(self._input_grads) or (None,) * len(self._needs)
+        self._input_grads.clear()
+        return grads
 
-    def _first_pass(self, inputs: Flat, atomic: bool, needs: Needs, shared: Shared) -> tuple[Flat, bool, Needs]:
+    def _first_pass(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
         self._versions = versions(inputs)
         # Without the caller's graph: a layer may put hooks on its input.
-        given = detached(inputs)
-        in_place = atomic and self._contents.begins_in_place
+        given = _detached(inputs)
+        in_place = atomic and self.contents.begins_in_place
         if in_place:
-            given = copied(given)
+            given = _copied(given)
         with (
             torch.no_grad() if torch.is_grad_enabled() else NOTHING,
             self._ambient.for_first_pass(),
             checkpointing(),
-            self._contents.first_pass() as self._buffers,
+            self.contents.first_pass() as self._buffers,
             self._randomness.first(),
         ):
-            outputs, out_atomic = self._stage.run(given, atomic, shared)
-        self._contents.leaves.check_unchanged(self._stage.index, forward=True)
+            outputs, out_atomic = self.stage.run(given, atomic, shared)
+        self.contents.leaves.check_unchanged(self.stage.index, forward=True)
         if versions(inputs) != self._versions:
             raise RuntimeError(
-                f"partition {self._stage.index} changed its input in place, so recomputing it from that input would "
+                f"partition {self.stage.index} changed its input in place, so recomputing it from that input would "
                 "give something else; make its first layer out-of-place (inplace=False) or use checkpoint='never'"
             )
-        self._kept = (inputs, atomic, needs)
+        self._kept = (inputs, atomic)
         # What is handed on unchanged takes a gradient if it did before.
-        unchanged = {id(x): n for x, n in zip(given, needs, strict=True)}
-        if in_place and given[0] is not None and given[0]._version:
-            del unchanged[id(given[0])]
-        out_needs = tuple([unchanged.get(id(y), y is not None and differentiable(y)) for y in outputs])
-        return detached(outputs), out_atomic, out_needs
+        unchanged = {} if in_place else {id(x): need for x, need in zip(given, self._needs, strict=True)}
+        return leaves(
+            outputs, [unchanged.get(id(y), y is not None and _differentiable(y)) for y in outputs]
+        ), out_atomic
 
-    def _entered(self, inputs: Flat, needs: Needs) -> Flat:
-        if True not in needs:
-            return detached(inputs)
-        entered: Flat = _Entrance.apply(self._input_grads, needs, inputs, _token)
+    def _entered(self, inputs: Flat) -> Flat:
+        if True not in self._needs:
+            return _detached(inputs)
+        entered: Flat = _Entrance.apply(self._input_grads, self._needs, inputs, TOKEN)
         return entered
 
     def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
-        with self._contents.lock, self._contents.leaves.in_place():
-            outputs, out_atomic = self._stage.run(inputs, atomic, shared)
+        with self.contents.lock, self.contents.leaves.in_place():
+            outputs, out_atomic = self.stage.run(inputs, atomic, shared)
         self._edges = [None if y is None or not y.requires_grad else _edge(y) for y in outputs]
         return outputs, out_atomic
 
@@ -211,18 +216,15 @@ def _edge(y: Tensor) -> GradientEdge:
     return get_gradient_edge(y) if y.grad_fn is None else GradientEdge(y.grad_fn, y.output_nr)
 
 
-# Connects an entrance to a graph although its inputs have none; takes no gradient itself.
-_token = torch.empty(0, requires_grad=True)
-
-
 class _Entrance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_grads: list[Tensor | None], needs: Needs, inputs: Flat, token: Tensor) -> Flat:
+    def forward(
+        ctx: Any, input_grads: list[Tensor | None], needs: tuple[bool, ...], inputs: Flat, token: Tensor
+    ) -> Flat:
         ctx.input_grads = input_grads
         ctx.set_materialize_grads(False)
-        outputs = detached(inputs)
-        if False in needs:
-            ctx.mark_non_differentiable(*(y for y, n in zip(outputs, needs, strict=True) if y is not None and not n))
+        outputs = leaves(inputs, needs)
+        mark(ctx, outputs)
         return outputs
 
     @staticmethod
@@ -248,20 +250,29 @@ def refuse_create_graph() -> None:
         )
 
 
-def differentiable(x: Tensor) -> bool:
-    """Return whether a tensor of this type can take a gradient."""
-    return x.is_floating_point() or x.is_complex()
+def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
+    """Let those outputs of a node take a gradient that say so by `requires_grad`."""
+    if others := [y for y in outputs if y is not None and not y.requires_grad]:
+        ctx.mark_non_differentiable(*others)
 
 
-def detached(tensors: Flat) -> Flat:
-    """Return the same data without its graph."""
+def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
+    """Return the same data without its graph; let those take a gradient that `needs` says."""
+    return tuple([None if x is None else x.detach().requires_grad_(n) for x, n in zip(tensors, needs, strict=True)])
+
+
+def _detached(tensors: Flat) -> Flat:
     return tuple([None if x is None else x.detach() for x in tensors])
 
 
-def copied(inputs: Flat) -> Flat:
+def _copied(inputs: Flat) -> Flat:
     """Return a copy of the micro-batch, which is a single tensor, beside the skips."""
     assert inputs[0] is not None
     return (inputs[0].detach().clone(), *inputs[1:])
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def all_none(grads: Flat) -> bool:

@@ -22,8 +22,7 @@ costs no time unless a recomputation takes longer than the backward of the parti
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,43 +30,20 @@ import torch
 from torch import Tensor
 
 from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms, sharded
-from torchgpipe.alias import Shared, check_handed_on, shared_by, unshared, versions
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.contents import modules_of
-from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.item import Item, Portals, shared_by, unshared
+from torchgpipe.microbatch import Flat, TensorOrTensors
 from torchgpipe.observe import Observer, observed
+from torchgpipe.parameters import TOKEN
 from torchgpipe.randomness import check_apart, own_generators
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
-from torchgpipe.skip.portal import Portals
-from torchgpipe.stage import Flat, Stage
-from torchgpipe.task_graph import Needs, TaskGraph, refuse_create_graph
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """What a task gives to the next: tensors, whether the micro-batch is a single one (`atomic`), which of them take a
-    gradient, which share memory with others, and how often each was changed in place."""
-
-    flat: Flat
-    atomic: bool
-    needs: Needs
-    shared: Shared
-    versions: list[int | None]
-
-    def joined(self, other: _Item) -> _Item:
-        return _Item(
-            self.flat + other.flat,
-            self.atomic,
-            self.needs + other.needs,
-            self.shared + other.shared,
-            self.versions + other.versions,
-        )
-
-    def part(self, which: slice) -> _Item:
-        return _Item(self.flat[which], self.atomic, self.needs[which], self.shared[which], self.versions[which])
+from torchgpipe.skip.scope import SkipKey
+from torchgpipe.stage import Stage
+from torchgpipe.task_graph import TaskGraph, all_none, leaves, mark, refuse_create_graph
 
 
 class WorkersEngine:
@@ -82,14 +58,15 @@ class WorkersEngine:
         batch = _MiniBatch(self, len(micro_batches), mode, observer)
         with batch.seeds:
             outputs = batch.forward(micro_batches)
-        flat: Iterator[Any] = (y for item in outputs for y in item.flat)
-        if batch.contents and any(any(item.needs) for item in outputs):
+        flat: Any = [y for item in outputs for y in item.flat]
+        if batch.contents and any(y.requires_grad for y in flat):
             inputs = [x for mb in micro_batches for x in ((mb,) if isinstance(mb, Tensor) else mb)]
             parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
-            flat = iter(_Pipeline.apply(batch, _token, outputs, *inputs, *parameters))
+            flat = _Pipeline.apply(batch, TOKEN, [len(item.flat) for item in outputs], flat, *inputs, *parameters)
             if len(outputs) == 1:
-                flat = iter(unshared(tuple(flat), outputs[0].shared, inputs))
-        return [next(flat) if item.atomic else tuple(next(flat) for _ in item.flat) for item in outputs]
+                flat = unshared(flat, outputs[0].shared, inputs)
+        remaining = iter(flat)
+        return [next(remaining) if item.atomic else tuple(next(remaining) for _ in item.flat) for item in outputs]
 
 
 class _MiniBatch:
@@ -111,11 +88,11 @@ class _MiniBatch:
         self._graphs: list[list[TaskGraph]] = [[] for _ in engine.stages]
         self.seeds = Seeds(self._n, recomputed=self._checkpointed > 0, grad=self.ambient.grad)
 
-    def forward(self, micro_batches: list[TensorOrTensors]) -> list[_Item]:
+    def forward(self, micro_batches: list[TensorOrTensors]) -> list[Item]:
         """Run every task's forward; return the outputs without a graph."""
         relay = Relay(self._n)
-        portals: Portals[_Item] = Portals()
-        results: list[_Item] = []
+        portals: Portals = {}
+        results: list[Item] = []
         self._run(relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)])
         for contents in self.contents:
             contents.check_kept()
@@ -124,11 +101,10 @@ class _MiniBatch:
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs."""
         relay = Relay(self._n)
-        portals: Portals[Tensor | None] = Portals()
+        portals: dict[tuple[int, SkipKey], Tensor | None] = {}
         results: list[Flat] = [()] * self._m
         for contents in self.contents:
-            contents.check_structure()
-            contents.leaves.begin(backward_id())
+            contents.begin(backward_id())
         # As in a plain backward, operators follow the autocast state where backward() is called.
         ambient = Ambient(())
         programs = [
@@ -148,61 +124,58 @@ class _MiniBatch:
         self,
         j: int,
         relay: Relay,
-        portals: Portals[_Item],
+        portals: Portals,
         micro_batches: list[TensorOrTensors],
-        results: list[_Item],
+        results: list[Item],
     ) -> None:
         stage = self._stages[j]
         with self.ambient.entered():
             for i in range(self._m):
                 item = self._enter(micro_batches[i]) if j == 0 else relay.take(j)
-                for arrival in stage.arrivals:
-                    item = item.joined(portals.take(i, arrival.key))
                 if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
-                    check_handed_on(j, item.versions, item.flat)
+                    item.check_handed_on(j)
+                for arrival in stage.arrivals:
+                    skip = portals.pop((i, arrival.key))
+                    skip.check_handed_on(j)
+                    item = item.with_skip(skip)
+                    del skip
 
                 relay.check()
-                with observed(self._observer, "forward", i, j):
-                    item = self._task(i, j, item)
-
-                count = len(item.flat) - len(stage.departures)
-                for k, departure in enumerate(stage.departures, count):
-                    portals.put(i, departure.key, item.part(slice(k, k + 1)))
-                item = item.part(slice(count))
+                item, *skips = self._task(i, j, item).parted(len(stage.departures))
+                portals.update({(i, d.key): skip for d, skip in zip(stage.departures, skips, strict=True)})
                 if j + 1 < self._n:
                     relay.admit(j)
                     relay.give(j, item)
                 else:
                     results.append(item)
                 # A tensor that was handed over is not kept alive here while waiting for the next.
-                del item
+                del item, skips
 
-    def _enter(self, micro_batch: TensorOrTensors) -> _Item:
+    def _enter(self, micro_batch: TensorOrTensors) -> Item:
         atomic = isinstance(micro_batch, Tensor)
         flat: Flat = (micro_batch,) if isinstance(micro_batch, Tensor) else micro_batch
-        needs = tuple([x is not None and x.requires_grad for x in flat])
-        detached = tuple([x.detach() for x in flat if x is not None]) if self.ambient.grad else flat
-        return _Item(detached, atomic, needs, shared_by(flat), versions(flat))
+        entered = leaves(flat, [x is not None and x.requires_grad for x in flat]) if self.ambient.grad else flat
+        return Item(entered, atomic, shared_by(flat))
 
-    def _task(self, i: int, j: int, item: _Item) -> _Item:
+    def _task(self, i: int, j: int, item: Item) -> Item:
         stage, flat = self._stages[j], item.flat
         if not self.ambient.grad:
-            with self.seeds.of(i, j).first():
+            with observed(self._observer, "forward", i, j), self.seeds.of(i, j).first():
                 outputs, atomic = stage.run(flat, item.atomic, item.shared)
-            needs: Needs = (False,) * len(outputs)
-        else:
-            randomness = self.seeds.of(i, j, self._generators[j] if self._checkpointed else ())
-            graph = TaskGraph(stage, self.contents[j], self.ambient, randomness, checkpoint=i < self._checkpointed)
-            self._graphs[j].append(graph)
-            outputs, atomic, needs = graph.forward(flat, item.atomic, item.needs, item.shared)
-        held = self.contents[j].held if self.ambient.grad else frozenset()
-        return _Item(outputs, atomic, needs, shared_by(outputs, flat, item.shared, held), versions(outputs))
+            return Item(outputs, atomic, shared_by(outputs, flat, item.shared))
+        randomness = self.seeds.of(i, j, self._generators[j] if self._checkpointed else ())
+        graph = TaskGraph(
+            stage, self.contents[j], self.ambient, randomness, i, self._observer, checkpoint=i < self._checkpointed
+        )
+        self._graphs[j].append(graph)
+        outputs, atomic = graph.forward(flat, item.atomic, item.shared)
+        return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.contents[j].held))
 
     def _backward(
         self,
         j: int,
         relay: Relay,
-        portals: Portals[Tensor | None],
+        portals: dict[tuple[int, SkipKey], Tensor | None],
         output_grads: list[Flat],
         results: list[Flat],
         keep: bool,
@@ -221,23 +194,19 @@ class _MiniBatch:
                 if recomputed and not last:
                     relay.expect(position)
                 relay.check()
-                if graph.checkpoint and not (last and all(g is None for g in output_grads[i])):
-                    with observed(self._observer, "recompute", i, j):
-                        graph.recompute(keep=keep)
-                    if i + 1 == self._m:
-                        self.contents[j].leaves.check_without_gradients()
+                if not (last and all_none(output_grads[i])):
+                    graph.recompute(keep=keep)
                 grads: Flat = output_grads[i] if last else relay.take(position)
-                grads = (*grads, *(portals.take(i, departure.key) for departure in stage.departures))
+                grads = (*grads, *(portals.pop((i, departure.key)) for departure in stage.departures))
 
                 relay.check()
                 if recomputed and j > 0:
                     relay.announce(position)
-                with observed(self._observer, "backward", i, j):
-                    grads = graph.backward(grads, keep=keep)
+                grads = graph.backward(grads, keep=keep)
 
                 for arrival in reversed(stage.arrivals):
-                    portals.put(i, arrival.key, grads[-1])
-                    grads = grads[:-1]
+                    *rest, portals[i, arrival.key] = grads
+                    grads = tuple(rest)
                 if j > 0:
                     if not recomputed:
                         relay.admit(position)
@@ -255,22 +224,17 @@ def _refuse_sharded(stages: Sequence[Stage]) -> None:
         )
 
 
-# Makes the pipeline a node, also where neither its inputs nor parameters take gradients: something else in it may.
-_token = torch.empty(0, requires_grad=True)
-
-
 class _Pipeline(torch.autograd.Function):
     """The whole pipeline as one node: its forward has run, its backward drives the workers."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _MiniBatch, token: Tensor, outputs: list[_Item], *inputs: Tensor) -> Flat:
+    def forward(
+        ctx: Any, batch: _MiniBatch, token: Tensor, widths: list[int], outputs: list[Tensor], *inputs: Tensor
+    ) -> Flat:
         ctx.set_materialize_grads(False)
-        ctx.batch = batch
-        ctx.widths = [len(item.flat) for item in outputs]
-        flat = [y for item in outputs for y in item.flat]
-        take_grad = [n for item in outputs for n in item.needs]
-        ctx.mark_non_differentiable(*(y for y, n in zip(flat, take_grad, strict=True) if not n and y is not None))
-        return tuple(flat)
+        ctx.batch, ctx.widths = batch, widths
+        mark(ctx, outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -281,4 +245,4 @@ class _Pipeline(torch.autograd.Function):
         keep = keeps_graph()
         input_grads = batch.backward(output_grads, keep=keep)
         sums = [g for contents in batch.contents for g in contents.leaves.take(last=not keep)]
-        return (None, None, None, *(g for flat in input_grads for g in flat), *sums)
+        return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)

@@ -26,7 +26,7 @@ class Passage:
 
     def __init__(self, source: torch.device, target: torch.device, *, enabled: bool = True) -> None:
         self.route = Route(CopyStreams([source, target], enabled=enabled), 0, 1)
-        self.departure, self.arrival = Dock(source, in_use=self.route.streamed), Dock(target)
+        self.departure, self.arrival = Dock(source), Dock(target)
 
     def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         self.departure.leave()
@@ -139,7 +139,7 @@ def test_nothing_waits_for_what_was_issued_later(streams: Any) -> None:
     source, target = streams.of(SOURCE), streams.of(TARGET)
     route = Passage(SOURCE, TARGET).route
     leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
-    departures, arrivals = [Dock(SOURCE, in_use=True) for _ in range(2)], [Dock(TARGET) for _ in range(2)]
+    departures, arrivals = [Dock(SOURCE) for _ in range(2)], [Dock(TARGET) for _ in range(2)]
 
     for departure in departures:
         source.run(5.0)
@@ -170,7 +170,7 @@ def test_to_meta() -> None:
 
 def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
     # A task on CUDA may well give out a tensor that is on the host.
-    dock, tensors = Dock(SOURCE, in_use=True), (torch.rand(3), None, torch.rand(3, device="meta"))
+    dock, tensors = Dock(SOURCE), (torch.rand(3), None, torch.rand(3, device="meta"))
     stream = streams.new(SOURCE)
     dock.leave()
     dock.hold(stream, tensors)

@@ -155,7 +155,7 @@ def edges(y: Tensor) -> set[tuple[Place, Place]]:
         name = node.name().removesuffix("Backward")
         if name == "_Copy":
             return name, node.i, node.route._ends[0]
-        return (name, node.work.i, node.work.j) if name in ("_TaskNode", "_Recomputation") else None
+        return (name, node.task.i, node.task.stage.index) if name in ("_TaskNode", "_Recomputation") else None
 
     found = set()
     for node in graph(y):

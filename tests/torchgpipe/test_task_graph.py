@@ -13,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.contents import Contents
+from torchgpipe.microbatch import Flat
 from torchgpipe.randomness import Randomness
 from torchgpipe.skip.layout import PartitionSkips
-from torchgpipe.stage import Flat, Stage
+from torchgpipe.stage import Stage
 from torchgpipe.task_graph import TaskGraph
 
 CPU = torch.device("cpu")
@@ -30,13 +31,15 @@ class Task:
         stage.look()
         stage.connect(PartitionSkips((), ()))
         self.contents: Contents = stage.contents(recomputed=checkpoint)
-        self.graph = TaskGraph(stage, self.contents, Ambient([CPU]), Randomness(), checkpoint=checkpoint)
+        self.graph = TaskGraph(stage, self.contents, Ambient([CPU]), Randomness(), 0, None, checkpoint=checkpoint)
 
     def forward(self, *inputs: Tensor, needs: Any = True, shared: Any = ()) -> Flat:
         """Run it on a tensor, or on several as a tuple; `needs` says which of them take a gradient."""
         needs = needs if isinstance(needs, tuple) else (needs,) * len(inputs)
-        outputs, self.atomic, self.needs = self.graph.forward(inputs, len(inputs) == 1, needs, shared)
-        return outputs
+        given = tuple(x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True))
+        outputs, self.atomic = self.graph.forward(given, len(inputs) == 1, shared)
+        self.needs = tuple(y is not None and y.requires_grad for y in outputs)
+        return tuple(None if y is None else y.detach() for y in outputs)
 
     def backward(self, *grads: Tensor | None, keep: bool = False) -> Flat:
         return self.graph.backward(grads, keep=keep)

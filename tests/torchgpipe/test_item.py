@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchgpipe.alias import check_unchanged, shared_by, versions
+from torchgpipe.item import check_unchanged, shared_by, versions
 
 Tensors = tuple[Tensor | None, ...]
 
