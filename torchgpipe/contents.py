@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from torchgpipe._autograd import storage_of
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.item import versions
 from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import InPlace, Leaves
 
@@ -36,17 +37,14 @@ class _Slot(NamedTuple):
     module: nn.Module
     name: str
     tensor: Tensor | None
-    version: int
+    version: list[int | None]
     copy: Tensor | None
 
     def is_as_before(self) -> bool:
-        tensor = self.module._buffers.get(self.name)
-        return tensor is self.tensor and (tensor is None or _version(tensor) == self.version)
+        return self.module._buffers.get(self.name) is self.tensor and versions((self.tensor,)) == self.version
 
 
 Buffers = tuple[_Slot, ...]
-
-_NO_BUFFERS: nullcontext[Buffers] = nullcontext(())
 
 
 class Contents:
@@ -68,15 +66,21 @@ class Contents:
         self.lock = lock
         held = (x for m in self.modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
         self.held = frozenset(map(storage_of, held))
-        self.begins_in_place = False
+        self.begins_in_place = recomputed and begins_in_place(partition)
         self._index = index
         self._recomputed = recomputed
         self._partition = partition
         if recomputed:
-            self.begins_in_place = begins_in_place(partition)
             self._modes = [module.training for module in self.modules]
-            # Only those that hold running statistics now, and do not need them.
-            self._norms = {module for module in self.modules if module._buffers and _updates(module)}
+            # Those that hold running statistics now, on which their output does not depend.
+            self._norms = {
+                module
+                for module in self.modules
+                if isinstance(module, _NormBase)
+                and module.training
+                and module._buffers
+                and type(module).forward in _STATISTICS_ASIDE
+            }
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
 
     def begin(self, backward: int) -> None:
@@ -96,14 +100,25 @@ class Contents:
         with self.lock:
             self.leaves.check_kept(self._index)
 
-    def first_pass(self) -> AbstractContextManager[Buffers]:
-        """Run the first pass of a checkpointed task within this; it gives the buffers as they are before.
+    def before_first_pass(self) -> Buffers:
+        """Return the buffers as they are now, with copies of the small ones. The caller holds the lock."""
+        held = [(m, name, x) for m in self._holders() for name, x in m._buffers.items()]
+        if not held:
+            return ()
+        storages = Counter(storage_of(x) for x in {id(x): x for _, _, x in held if x is not None}.values())
+        # Copies of two tensors that share memory would share none: they count as large.
+        return tuple([self._slot(*b, apart=b[2] is None or storages[storage_of(b[2])] == 1) for b in held])
 
-        Raises:
-            RuntimeError: the pass has changed a large buffer.
-        """
-        holders = self._holders()
-        return self._watched(holders) if holders else _NO_BUFFERS
+    def after_first_pass(self, buffers: Buffers) -> None:
+        """Raise `RuntimeError` if the first pass of a checkpointed task has changed a parameter or a large buffer."""
+        self.leaves.check_unchanged(self._index, forward=True)
+        for slot in buffers:
+            if slot.tensor is not None and slot.copy is None and not slot.is_as_before():
+                raise RuntimeError(
+                    f"{self._describe(slot)} was changed in forward, so recomputing a checkpointed task would "
+                    f"start from another value (buffers up to {SMALL} bytes that share no memory are copied, this "
+                    f"one has {slot.tensor.nbytes}); use checkpoint='never', or do not change it in training"
+                )
 
     def second_pass(self, buffers: Buffers) -> AbstractContextManager[object]:
         """Run a recomputation within this: the layers hold what they held in the first pass, then the present again.
@@ -118,60 +133,37 @@ class Contents:
     def _holders(self) -> list[nn.Module]:
         return [module for module in self.modules if module._buffers and module not in self._norms]
 
-    @contextmanager
-    def _watched(self, holders: list[nn.Module]) -> Iterator[Buffers]:
-        with self.lock:
-            held = [(m, name, x) for m in holders for name, x in m._buffers.items()]
-            storages = Counter(storage_of(x) for x in {id(x): x for _, _, x in held if x is not None}.values())
-            # Copies of two tensors that share memory would share none: they count as large.
-            buffers = tuple(self._slot(*b, apart=b[2] is None or storages[storage_of(b[2])] == 1) for b in held)
-            yield buffers
-            for slot in buffers:
-                if slot.tensor is not None and slot.copy is None and not slot.is_as_before():
-                    raise RuntimeError(
-                        f"{self._describe(slot)} was changed in forward, so recomputing a checkpointed task would "
-                        f"start from another value (buffers up to {SMALL} bytes that share no memory are copied, this "
-                        f"one has {slot.tensor.nbytes}); use checkpoint='never', or do not change it in training"
-                    )
-
     def _slot(self, module: nn.Module, name: str, buffer: Tensor | None, *, apart: bool) -> _Slot:
         """Return the slot of a buffer as it is now; with a new copy only if it has changed since the last one."""
         slot = self._slots.get((module, name))
-        # PyTorch does not count what batch normalization does to running statistics as a change in place.
-        if slot is None or not slot.is_as_before() or (_is_norm(module) and module.training):
-            # A normalization layer in evaluation may have many, which do not change.
-            changes = module.training or not _is_norm(module)
+        # PyTorch does not count what batch normalization does to running statistics as a change in place. In
+        # evaluation there may be many, which do not change.
+        norm = isinstance(module, _NormBase)
+        if slot is None or not slot.is_as_before() or (norm and module.training):
             copy = None
-            if buffer is not None and buffer.nbytes <= SMALL and apart and changes:
+            if buffer is not None and buffer.nbytes <= SMALL and apart and (module.training or not norm):
                 with torch.no_grad():
                     copy = buffer.clone()
-            slot = _Slot(module, name, buffer, 0 if buffer is None else _version(buffer), copy)
-            self._slots[module, name] = slot
+            slot = self._slots[module, name] = _Slot(module, name, buffer, versions((buffer,)), copy)
         return slot
 
     @contextmanager
     def _put_back(self, buffers: Buffers) -> Iterator[None]:
-        present = [(module.training, module.__dict__.get("track_running_stats")) for module in self.modules]
         dicts = self._dicts(buffers)
-        try:
-            for module, mode in zip(self.modules, self._modes, strict=True):
-                module.__dict__["training"] = mode
-            for norm in self._norms:
-                norm.__dict__["track_running_stats"] = False
-            with InPlace("_buffers", [m.__dict__ for m in dicts], [*dicts.values()]):
-                yield
-        finally:
-            for module, (mode, tracks) in zip(self.modules, present, strict=True):
-                module.__dict__["training"] = mode
-                if tracks is not None:
-                    module.__dict__["track_running_stats"] = tracks
+        norms = [norm.__dict__ for norm in self._norms]
+        with (
+            InPlace("training", [module.__dict__ for module in self.modules], self._modes),
+            InPlace("track_running_stats", norms, [False] * len(norms)),
+            InPlace("_buffers", [module.__dict__ for module in dicts], [*dicts.values()]),
+        ):
+            yield
 
     def _dicts(self, buffers: Buffers) -> dict[nn.Module, dict[str, Tensor | None]]:
         """Return the buffers of the first pass by module, of small ones fresh copies, which a pass may change."""
         found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._holders()}
         copies: dict[int, Tensor] = {}  # one for a buffer that has two places
         for slot in buffers:
-            if slot.tensor is not None and slot.copy is None and _version(slot.tensor) != slot.version:
+            if slot.copy is None and versions((slot.tensor,)) != slot.version:
                 raise RuntimeError(
                     f"{self._describe(slot)} was changed in place between forward and backward, so the recomputation "
                     "of a checkpointed task would use other values; change it after backward()"
@@ -179,9 +171,7 @@ class Contents:
             if slot.copy is not None and id(slot.tensor) not in copies:
                 copies[id(slot.tensor)] = slot.copy.clone()
             found.setdefault(slot.module, {})[slot.name] = copies.get(id(slot.tensor), slot.tensor)
-        for norm in self._norms:
-            found[norm] = _Absent(norm._buffers)
-        return found
+        return found | {norm: _Absent(norm._buffers) for norm in self._norms}
 
     def _describe(self, slot: _Slot) -> str:
         return f"buffer {slot.name!r} of {type(slot.module).__name__} in partition {self._index}"
@@ -223,16 +213,3 @@ def begins_in_place(partition: nn.Module) -> bool:
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]
     return bool(layers) and getattr(layers[0], "inplace", False) is True
-
-
-def _updates(module: nn.Module) -> bool:
-    """Return whether a module's buffers are running statistics that its output does not depend on now."""
-    return _is_norm(module) and module.training and type(module).forward in _STATISTICS_ASIDE
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version

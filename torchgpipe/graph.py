@@ -56,8 +56,9 @@ class GraphEngine:
         devices = [stage.device for stage in stages]
         self.stages = stages
         self.copies = CopyStreams(devices, enabled=copy_streams)
+        self.docked = [self.copies.needed and current_stream(device) is not None for device in devices]
         # Otherwise no gradient is waited for, and the latest node first is the order that is wanted.
-        self.tied = self.copies.needed and any(current_stream(device) is not None for device in devices)
+        self.tied = any(self.docked)
         self.dependency = dependency
 
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
@@ -175,7 +176,7 @@ class _MiniBatch:
         return Randomness([*(() if private else partition.defaults), *partition.generators], private)
 
     def _dock(self, j: int) -> Dock:
-        return Dock(self._stages[j].device) if self._engine.copies.needed else NOWHERE
+        return Dock(self._stages[j].device) if self._engine.docked[j] else NOWHERE
 
     def _route(self, source: int, target: int) -> Route:
         if (source, target) not in self._routes:

@@ -56,7 +56,11 @@ class Leaves:
             for name, p in module._parameters.items():
                 replaced[name] = p
                 if p is not None:
-                    _check_initialized(module, name, p)
+                    if nn.parameter.is_lazy(p):
+                        raise RuntimeError(
+                            f"{type(module).__name__} has no shape for {name!r} before its first input: run the layers "
+                            "once, then train"
+                        )
                     self._all.append((name, p))
                     if p.requires_grad:
                         replaced[name] = made.get(p)
@@ -77,7 +81,7 @@ class Leaves:
         self.untouched = False  # whether a backward has begun, but none of its tasks
 
     def in_place(self) -> InPlace:
-        """Put the leaves into the modules, unless they are there. The caller holds the lock of the modules."""
+        """Put the leaves into the modules. The caller holds the lock of the modules."""
         return InPlace("_parameters", self._places, self._dicts)
 
     def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
@@ -167,30 +171,28 @@ class _Gate(torch.autograd.Function):
 
 
 class InPlace:
-    """Exchange one of the dictionaries that modules keep (`"_parameters"`, `"_buffers"`) for others.
+    """Exchange one attribute of modules, whose attributes are `places`, for other values.
 
-    Whole dictionaries, since a layer may add to them in its forward. What an interrupt (Ctrl-C) leaves exchanged is put
-    back when this object goes away.
+    Of parameters and buffers, the whole dictionary, since a layer may add to it in its forward. What an interrupt
+    (Ctrl-C) leaves exchanged is put back when this object goes away.
     """
 
-    __slots__ = ("_before", "_dicts", "_key", "_places")
+    __slots__ = ("_before", "_key", "_places", "_values")
     _before: list[Any] | None
 
-    def __init__(self, key: str, places: list[dict[str, Any]], dicts: Sequence[Any]) -> None:
-        self._key, self._places, self._dicts, self._before = key, places, dicts, None
+    def __init__(self, key: str, places: list[dict[str, Any]], values: Sequence[Any]) -> None:
+        self._key, self._places, self._values, self._before = key, places, values, None
 
     def __enter__(self) -> None:
-        key, places, dicts = self._key, self._places, self._dicts
-        if not places or places[0][key] is dicts[0]:
-            return
+        key, places = self._key, self._places
         self._before = [place[key] for place in places]
-        for place, inner in zip(places, dicts, strict=True):
-            place[key] = inner
+        for place, value in zip(places, self._values, strict=True):
+            place[key] = value
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            for place, outer in zip(self._places, self._before, strict=True):
-                place[self._key] = outer
+            for place, value in zip(self._places, self._before, strict=True):
+                place[self._key] = value
             self._before = None
 
     def __del__(self) -> None:
@@ -208,10 +210,3 @@ def _leaf(p: Tensor) -> Tensor:
         leaf = nn.Parameter(leaf)
     leaf.__dict__.update(p.__dict__)
     return leaf
-
-
-def _check_initialized(module: nn.Module, name: str, p: Tensor) -> None:
-    if nn.parameter.is_lazy(p):
-        raise RuntimeError(
-            f"{type(module).__name__} has no shape for {name!r} before its first input: run the layers once, then train"
-        )

@@ -179,14 +179,15 @@ class TaskGraph:
         if in_place:
             given = _copied(given)
         with (
+            self.contents.lock,
             torch.no_grad() if torch.is_grad_enabled() else NOTHING,
             self._ambient.for_first_pass(),
             checkpointing(),
-            self.contents.first_pass() as self._buffers,
             self._randomness.first(),
         ):
+            self._buffers = self.contents.before_first_pass()
             outputs, out_atomic = self.stage.run(given, atomic, shared)
-        self.contents.leaves.check_unchanged(self.stage.index, forward=True)
+            self.contents.after_first_pass(self._buffers)
         if versions(inputs) != self._versions:
             raise RuntimeError(
                 f"partition {self.stage.index} changed its input in place, so recomputing it from that input would "

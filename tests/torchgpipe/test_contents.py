@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,13 @@ LARGE = SMALL // 4 + 1  # elements
 
 def contents(*layers: nn.Module) -> Contents:
     return Contents(0, nn.Sequential(*layers), threading.RLock(), recomputed=True)
+
+
+@contextmanager
+def first_pass(held: Contents) -> Iterator[Any]:
+    before = held.before_first_pass()
+    yield before
+    held.after_first_pass(before)
 
 
 class Holds(nn.Module):
@@ -99,7 +107,7 @@ def test_a_second_pass_meets_what_the_first_met(case: Case) -> None:
 
     def passes() -> None:
         for _ in range(2):
-            with held.first_pass() as before:
+            with first_pass(held) as before:
                 copies.append(before)
                 layer()
         case.after(layer)
@@ -150,7 +158,7 @@ NORMS: dict[str, nn.Module] = {
 def test_running_statistics(layer: nn.Module) -> None:
     x, held, passes = torch.rand(2, 4, 2, 3), contents(layer), []
     for part in x:
-        with held.first_pass() as before:
+        with first_pass(held) as before:
             passes.append((part, layer(part), before))
     present = state(layer)
     for part, first, before in passes[::-1]:
@@ -165,7 +173,7 @@ def test_a_copy_is_made_only_where_a_buffer_has_changed() -> None:
     held = contents(layer, other)
     found = []
     for _ in range(3):
-        with held.first_pass() as before:
+        with first_pass(held) as before:
             found.append(before)
             layer()
     assert len({id(slot.copy) for copies in found for slot in copies if slot.copy is not None}) == 3 + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchgpipe.skip.namespace import Namespace
+from torchgpipe.skip.scope import Namespace
 from torchgpipe.skip.skippable import pop, skippable, stash
 from torchgpipe.skip.verify import verify_skippables
 

@@ -1,4 +1,4 @@
-"""Where stashed tensors wait, within one run of layers in one thread, until a later layer pops them."""
+"""Names of skips, and where stashed tensors wait until a later layer pops them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from uuid import uuid4
 
 from torch import Tensor
 
-from torchgpipe.skip.namespace import Namespace
+
+class Namespace:
+    """Set skip names apart: the same name in two namespaces is two skips.
+
+    Namespaces are compared by an identity of their own that copying and pickling keep, so that a copied model
+    still finds its skips.
+    """
+
+    __slots__ = ("_id",)
+
+    def __init__(self) -> None:
+        self._id = uuid4().hex
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self._id == other._id
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self._id[:8]}>"
 
 
 class SkipKey(NamedTuple):

@@ -18,14 +18,13 @@ A skippable layer works in a `GPipe` and in a plain `nn.Sequential` alike.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from types import GeneratorType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from torchgpipe.skip.namespace import Namespace
-from torchgpipe.skip.scope import SkipKey, current_scope
+from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
@@ -74,17 +73,17 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         @functools.wraps(plain_forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             result = plain_forward(self, *args, **kwargs)
+            used: set[str] = set()
             if isinstance(result, GeneratorType):
-                return _drive(self, result)
-            _check_all_used(self, set())
+                result = _drive(self, result, used)
+            if missing := _all_declared(self) - used:
+                raise RuntimeError(
+                    f"{type(self).__name__} declares skips {sorted(missing)}, but its forward did not stash or pop them"
+                )
             return result
 
-        for name, value in (
-            ("forward", forward),
-            ("_stashes", stashes),
-            ("_pops", pops),
-            ("isolate", _isolate),
-        ):
+        new = {"forward": forward, "_skips": {"stash": stashes, "pop": pops}, "isolate": _isolate}
+        for name, value in new.items():
             setattr(layer, name, value)
         return layer
 
@@ -93,11 +92,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the skips that `module` and its submodules stash, and those that they pop, in module order."""
-    stashes: list[SkipKey] = []
-    pops: list[SkipKey] = []
-    for layer in _skippable_modules(module):
-        stashes += [_key(layer, name) for name in sorted(_declared(layer, "_stashes"))]
-        pops += [_key(layer, name) for name in sorted(_declared(layer, "_pops"))]
+    layers = [m for m in module.modules() if hasattr(type(m), "_skips")]
+    stashes, pops = ([_key(m, n) for m in layers for n in sorted(_declared(m)[verb])] for verb in ("stash", "pop"))
     return stashes, pops
 
 
@@ -107,13 +103,13 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _skippable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    return (m for m in module.modules() if hasattr(type(m), "_stashes"))
-
-
-def _declared(layer: nn.Module, which: str) -> frozenset[str]:
-    names: frozenset[str] = getattr(type(layer), which)
+def _declared(layer: nn.Module) -> dict[str, frozenset[str]]:
+    names: dict[str, frozenset[str]] = type(layer)._skips  # type: ignore[attr-defined]
     return names
+
+
+def _all_declared(layer: nn.Module) -> frozenset[str]:
+    return _declared(layer)["stash"] | _declared(layer)["pop"]
 
 
 def _key(layer: nn.Module, name: str) -> SkipKey:
@@ -124,7 +120,7 @@ def _isolate(self: nn.Module, ns: Namespace, *, only: Iterable[str] | None = Non
     """Put this layer's skips, or only those named in `only`, into namespace `ns`; return the layer."""
     if not isinstance(ns, Namespace):
         raise TypeError(f"isolate takes a torchgpipe.skip.Namespace, but got {type(ns).__name__}")
-    declared = _declared(self, "_stashes") | _declared(self, "_pops")
+    declared = _all_declared(self)
     names = declared if only is None else _names("only", only)
     if unknown := names - declared:
         raise ValueError(f"{type(self).__name__} has skips {sorted(declared)}, but isolate got {sorted(unknown)}")
@@ -132,47 +128,29 @@ def _isolate(self: nn.Module, ns: Namespace, *, only: Iterable[str] | None = Non
     return self
 
 
-def _drive(layer: nn.Module, steps: Generator[object, Tensor | None, Any]) -> Any:
-    """Run a generator forward to its end, answering what it yields."""
+def _drive(layer: nn.Module, steps: Generator[object, Tensor | None, Any], used: set[str]) -> Any:
+    """Run a generator forward to its end, answering what it yields; note the names that it has used."""
     scope = current_scope()
-    used: set[str] = set()
+    kind = type(layer).__name__
     answer: Tensor | None = None
     while True:
         try:
             step = steps.send(answer)
         except StopIteration as end:
-            _check_all_used(layer, used)
             return end.value
+        if not isinstance(step, stash | pop):
+            raise TypeError(f"{kind}.forward may yield stash(…) or pop(…), but it yielded {type(step).__name__}")
+        verb, name, key = "stash" if isinstance(step, stash) else "pop", step.name, _key(layer, step.name)
+        if name not in _declared(layer)[verb]:
+            raise RuntimeError(
+                f"{kind} tried to {verb} {name!r}, but is declared to {verb} {sorted(_declared(layer)[verb])}; "
+                f"add it to @skippable({verb}=[…])"
+            )
+        if isinstance(step, pop) and key not in scope:
+            raise RuntimeError(f"{kind} pops {key}, but no earlier layer stashed it")
+        used.add(name)
         answer = None
         if isinstance(step, stash):
-            _check_declared(layer, "_stashes", step.name)
-            scope[_key(layer, step.name)] = step.tensor
-        elif isinstance(step, pop):
-            _check_declared(layer, "_pops", step.name)
-            try:
-                answer = scope.pop(_key(layer, step.name))
-            except KeyError:
-                raise RuntimeError(
-                    f"{type(layer).__name__} pops {_key(layer, step.name)}, but no earlier layer stashed it"
-                ) from None
+            scope[key] = step.tensor
         else:
-            raise TypeError(
-                f"{type(layer).__name__}.forward may yield stash(…) or pop(…), but it yielded {type(step).__name__}"
-            )
-        used.add(step.name)
-
-
-def _check_declared(layer: nn.Module, which: str, name: str) -> None:
-    if name not in _declared(layer, which):
-        verb = "stash" if which == "_stashes" else "pop"
-        raise RuntimeError(
-            f"{type(layer).__name__} tried to {verb} {name!r}, but is declared to {verb} "
-            f"{sorted(_declared(layer, which))}; add it to @skippable({verb}=[…])"
-        )
-
-
-def _check_all_used(layer: nn.Module, used: set[str]) -> None:
-    if missing := (_declared(layer, "_stashes") | _declared(layer, "_pops")) - used:
-        raise RuntimeError(
-            f"{type(layer).__name__} declares skips {sorted(missing)}, but its forward did not stash or pop them"
-        )
+            answer = scope.pop(key)
