@@ -14,7 +14,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.contents import begins_in_place
 from torchgpipe.engines import Engine, EngineName, check_engine, make_engine
-from torchgpipe.microbatch import TensorOrTensors, check, gather, scatter
+from torchgpipe.microbatch import TensorOrTensors, check, gather, mapped, scatter
 from torchgpipe.observe import Observer
 from torchgpipe.partition import check_module, split, translate_old_state
 from torchgpipe.skip.layout import skip_layout
@@ -89,7 +89,7 @@ class GPipe(nn.Module):
         _check_settings(chunks, checkpoint)
         verify_skippables(module)
         if deferred_batch_norm:
-            module = _as_sequential(DeferredBatchNorm.convert_deferred_batch_norm(module, None))
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, None)
 
         counts, partitions, chosen = split(module, balance, devices)
         self.balance = counts
@@ -110,9 +110,10 @@ class GPipe(nn.Module):
     def _build(self) -> None:
         """Make what cannot be copied or pickled: streams, threads, and what refers to them."""
         engine, dependency, copy_streams, portals = self._switches
-        partitions = [_as_sequential(partition) for partition in self.partitions]
-        stages = [Stage(j, p, device) for j, (p, device) in enumerate(zip(partitions, self.devices, strict=True))]
-        self.__dict__["_stages"] = stages
+        placed = zip(self.partitions, self.devices, strict=True)
+        self.__dict__["_stages"] = stages = [
+            Stage(j, partition, device) for j, (partition, device) in enumerate(placed)
+        ]
         self.__dict__["_engine"] = made = make_engine(engine, stages, dependency=dependency, copy_streams=copy_streams)
         self._look(portals)
         if isinstance(made, WorkersEngine):
@@ -121,11 +122,9 @@ class GPipe(nn.Module):
 
     def _look(self, portals: bool) -> None:
         """Find out what the partitions consist of now: a layer may have been replaced inside of another."""
-        if [stage.look() for stage in self._stages].count(True):
+        if any([stage.look() for stage in self._stages]):
             self.__dict__["_shared_buffers"] = _shared_buffers(self._stages)
-            for stage, skips in zip(
-                self._stages, skip_layout([stage.partition for stage in self._stages], portals=portals), strict=True
-            ):
+            for stage, skips in zip(self._stages, skip_layout([*self.partitions], portals=portals), strict=True):
                 stage.connect(skips)
 
     @property
@@ -158,18 +157,21 @@ class GPipe(nn.Module):
         _check_settings(self.chunks, self.checkpoint)
         if not self._stages:
             return input
-        if [layer for stage in self._stages for layer in stage.partition] != [*self._modules.values()] or [
-            *self.partitions
-        ] != [stage.partition for stage in self._stages]:
+        partitions = [stage.partition for stage in self._stages]
+        layers = [layer for partition in partitions for layer in partition._modules.values()]
+        if partitions != [*self.partitions] or layers != [*self._modules.values()]:
             raise RuntimeError(
                 "a layer or partition was replaced after the pipeline was made; change the layers first, then wrap "
                 "them in a GPipe (what is inside of a layer may be replaced at any time between steps)"
             )
         self._look(self._switches[-1])
-        micro_batches = scatter(_moved(input, self.devices[0]), self.chunks)
+        first = self.devices[0]
+        # A copy to the host must be waited for: the host could read it before it has arrived.
+        input = mapped(lambda x: x.to(first, non_blocking=first.type == "cuda"), input)
+        micro_batches = scatter(input, self.chunks)
         if len(micro_batches) > 1 and isinstance(input, torch.Tensor) and begins_in_place(self._stages[0].partition):
             # Micro-batches are views of one tensor. For PyTorch a change of one is a change of all.
-            micro_batches = [x.clone() for x in micro_batches if isinstance(x, torch.Tensor)]
+            micro_batches = [mapped(torch.clone, x) for x in micro_batches]
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = [x._version for x in self._shared_buffers]
         try:
@@ -246,22 +248,7 @@ def _check_settings(chunks: object, checkpoint: object) -> None:
         raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
 
 
-def _moved(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
-    def move(x: torch.Tensor) -> torch.Tensor:
-        if x.device == device:
-            return x
-        # A copy to the host must be waited for: the host could read it before it has arrived.
-        return x.to(device, non_blocking=device.type == "cuda")
-
-    return move(value) if isinstance(value, torch.Tensor) else tuple(move(x) for x in value)
-
-
 def _shared_buffers(stages: Sequence[Stage]) -> list[torch.Tensor]:
     found = [x for stage in stages for x in {id(x): x for x in stage.partition.buffers()}.values()]
     times = Counter(map(id, found))
     return list({id(x): x for x in found if times[id(x)] > 1 and not x.is_inference()}.values())
-
-
-def _as_sequential(module: nn.Module) -> nn.Sequential:
-    assert isinstance(module, nn.Sequential)
-    return module

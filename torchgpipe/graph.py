@@ -33,7 +33,7 @@ from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.copy import NOWHERE, CopyStreams, Dock, Route, current_stream, using
 from torchgpipe.item import Item, Portals, shared_by, unshared, versions
-from torchgpipe.microbatch import Flat, TensorOrTensors
+from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import gate
 from torchgpipe.randomness import (
@@ -132,9 +132,13 @@ class _MiniBatch:
         return outputs
 
     def _item(self, micro_batch: TensorOrTensors) -> Item:
-        atomic = isinstance(micro_batch, Tensor)
-        flat: Flat = (micro_batch,) if isinstance(micro_batch, Tensor) else micro_batch
-        return Item(flat, atomic, (False,) * len(flat) if self._one_graph else shared_by(flat), self._dock(0))
+        flat = tensors_of(micro_batch)
+        return Item(
+            flat,
+            isinstance(micro_batch, Tensor),
+            (False,) * len(flat) if self._one_graph else shared_by(flat),
+            self._dock(0),
+        )
 
     def _take(self, i: int, j: int) -> Item:
         item = self._items[i]
@@ -145,8 +149,9 @@ class _MiniBatch:
         for arrival in self._stages[j].arrivals:
             skip = self._portals.pop((i, arrival.key))
             if skip.flat[0] is not None:
-                skip.flat = self._route(arrival.source, j).copy(skip.flat, i, skip.dock, item.dock)
-            item = item.with_skip(skip)
+                copied = self._route(arrival.source, j).copy(skip.flat, i, skip.dock, item.dock)
+                skip = Item(copied, True, skip.shared)
+            item = item.with_skip(skip, j)
         return item
 
     def _waiting(self, i: int) -> list[Item]:
@@ -154,10 +159,8 @@ class _MiniBatch:
 
     def _hand_over(self, i: int, j: int, item: Item) -> None:
         """Send a task's outputs on their way: the skips into portals, the rest to the next partition."""
-        departures = self._stages[j].departures
-        item, *skips = item.parted(len(departures))
-        for departure, skip in zip(departures, skips, strict=True):
-            self._portals[i, departure.key] = skip
+        for departure in reversed(self._stages[j].departures):
+            item, self._portals[i, departure.key] = item.parted()
         self._latest[j] = item.tie if self._engine.dependency else None
         following = min(j + 1, len(self._stages) - 1)
         route, arrival = self._route(j, following), self._dock(following)

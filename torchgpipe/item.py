@@ -44,17 +44,15 @@ class Item:
     def __post_init__(self) -> None:
         self.versions = versions(self.flat)
 
-    def with_skip(self, skip: Item) -> Item:
-        """Return the micro-batch with one more skip."""
+    def with_skip(self, skip: Item, partition: int) -> Item:
+        """Return the micro-batch with one more skip, which `partition` takes."""
+        skip.check_handed_on(partition)
         return Item(self.flat + skip.flat, self.atomic, self.shared + skip.shared, self.dock, self.tie)
 
-    def parted(self, skips: int) -> list[Item]:
-        """Return the micro-batch without its last `skips` tensors, and each of these."""
-        if not skips:
-            return [self]
-        count = len(self.flat) - skips
-        parts = [slice(count), *(slice(k, k + 1) for k in range(count, len(self.flat)))]
-        return [Item(self.flat[part], self.atomic, self.shared[part], self.dock, self.tie) for part in parts]
+    def parted(self) -> tuple[Item, Item]:
+        """Return the micro-batch without its last skip, and that skip."""
+        rest = Item(self.flat[:-1], self.atomic, self.shared[:-1], self.dock, self.tie)
+        return rest, Item(self.flat[-1:], True, self.shared[-1:], self.dock)
 
     def check_handed_on(self, partition: int) -> None:
         """Raise `RuntimeError` if a tensor was changed in place since it was handed on to `partition`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,16 @@ TensorOrTensors = Tensor | tuple[Tensor, ...]
 
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
+
+
+def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
+    """Return the tensors of `value` as a tuple."""
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
+    """Return what `function` makes of each tensor of `value`."""
+    return function(value) if isinstance(value, Tensor) else tuple(map(function, value))
 
 
 def check(value: object, what: str = "input") -> None:
@@ -33,11 +45,10 @@ def scatter(value: TensorOrTensors, chunks: int) -> list[TensorOrTensors]:
     Raises:
         ValueError: a tensor has no dimension 0, or the tensors disagree on its size.
     """
-    tensors = (value,) if isinstance(value, Tensor) else value
-    for k, x in enumerate(tensors):
+    for k, x in enumerate(tensors_of(value)):
         if x.dim() == 0:
             raise ValueError(f"every input tensor needs a batch dimension, but tensor {k} is a scalar")
-    sizes = [x.size(0) for x in tensors]
+    sizes = [x.size(0) for x in tensors_of(value)]
     if len(set(sizes)) > 1:
         raise ValueError(f"all input tensors must have one batch size (dimension 0), but they have {sizes}")
 
@@ -64,7 +75,7 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
                 f"outputs of all micro-batches have to be alike, but micro-batch 0 returned {expected} "
                 f"and micro-batch {i} {_structure(y)}; return the same for every input"
             )
-    columns = list(zip(*((y,) if isinstance(y, Tensor) else y for y in outputs), strict=True))
+    columns = list(zip(*map(tensors_of, outputs), strict=True))
     if any(y.dim() == 0 for column in columns for y in column):
         raise ValueError(
             "outputs of micro-batches are concatenated along the batch dimension, but the last partition "

@@ -33,7 +33,7 @@ class Stage:
     task puts its own parameters and buffers into the layers while it runs.
     """
 
-    def __init__(self, index: int, partition: nn.Sequential, device: torch.device) -> None:
+    def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
         self.index = index
         self.partition = partition
         self.device = device

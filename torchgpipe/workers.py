@@ -34,7 +34,7 @@ from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.contents import modules_of
 from torchgpipe.item import Item, Portals, shared_by, unshared
-from torchgpipe.microbatch import Flat, TensorOrTensors
+from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import TOKEN
 from torchgpipe.randomness import check_apart, own_generators
@@ -60,7 +60,7 @@ class WorkersEngine:
             outputs = batch.forward(micro_batches)
         flat: Any = [y for item in outputs for y in item.flat]
         if batch.contents and any(y.requires_grad for y in flat):
-            inputs = [x for mb in micro_batches for x in ((mb,) if isinstance(mb, Tensor) else mb)]
+            inputs = [x for micro_batch in micro_batches for x in tensors_of(micro_batch)]
             parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
             flat = _Pipeline.apply(batch, TOKEN, [len(item.flat) for item in outputs], flat, *inputs, *parameters)
             if len(outputs) == 1:
@@ -93,7 +93,31 @@ class _MiniBatch:
         relay = Relay(self._n)
         portals: Portals = {}
         results: list[Item] = []
-        self._run(relay, [partial(self._forward, j, relay, portals, micro_batches, results) for j in range(self._n)])
+
+        def program(j: int) -> None:
+            stage = self._stages[j]
+            with self.ambient.entered():
+                for i in range(self._m):
+                    item = self._enter(micro_batches[i]) if j == 0 else relay.take(j)
+                    if j:  # micro-batches that enter are parts of one tensor, which counts the changes of all of them
+                        item.check_handed_on(j)
+                    for arrival in stage.arrivals:
+                        item = item.with_skip(portals.pop((i, arrival.key)), j)
+
+                    relay.check()
+                    item = self._task(i, j, item)
+
+                    for departure in reversed(stage.departures):
+                        item, portals[i, departure.key] = item.parted()
+                    if j + 1 < self._n:
+                        relay.admit(j)
+                        relay.give(j, item)
+                    else:
+                        results.append(item)
+                    # A tensor that was handed over is not kept alive here while waiting for the next.
+                    del item
+
+        self._run(relay, program)
         for contents in self.contents:
             contents.check_kept()
         return results
@@ -107,55 +131,55 @@ class _MiniBatch:
             contents.begin(backward_id())
         # As in a plain backward, operators follow the autocast state where backward() is called.
         ambient = Ambient(())
-        programs = [
-            partial(self._backward, j, relay, portals, output_grads, results, keep, ambient) for j in range(self._n)
-        ]
-        self._run(relay, programs, backward=True)
+
+        def program(j: int) -> None:
+            # The relay runs from the last partition to the first.
+            position, last = self._n - 1 - j, j + 1 == self._n
+            stage = self._stages[j]
+            with ambient.again():
+                for i in reversed(range(self._m)):
+                    graph = self._graphs[j][i]
+                    recomputed = i < self._checkpointed
+                    if recomputed and j > 0:
+                        relay.admit(position)
+                    if recomputed and not last:
+                        relay.expect(position)
+                    relay.check()
+                    if not (last and all_none(output_grads[i])):
+                        graph.recompute(keep=keep)
+                    grads: Flat = output_grads[i] if last else relay.take(position)
+                    grads = (*grads, *(portals.pop((i, departure.key)) for departure in stage.departures))
+
+                    relay.check()
+                    if recomputed and j > 0:
+                        relay.announce(position)
+                    grads = graph.backward(grads, keep=keep)
+
+                    for arrival in reversed(stage.arrivals):
+                        portals[i, arrival.key] = grads[-1]
+                        grads = grads[:-1]
+                    if j > 0:
+                        if not recomputed:
+                            relay.admit(position)
+                        relay.give(position, grads)
+                    else:
+                        results[i] = grads
+                    del grads
+
+        self._run(relay, program, backward=True)
         return results
 
-    def _run(self, relay: Relay, programs: Sequence[Callable[[], None]], *, backward: bool = False) -> None:
+    def _run(self, relay: Relay, program: Callable[[int], None], *, backward: bool = False) -> None:
         if overlaps(self._m, self._n):
-            self._workers.run(relay, programs)
+            self._workers.run(relay, [partial(program, j) for j in range(self._n)])
         else:
-            for program in reversed(programs) if backward else programs:
-                program()
-
-    def _forward(
-        self,
-        j: int,
-        relay: Relay,
-        portals: Portals,
-        micro_batches: list[TensorOrTensors],
-        results: list[Item],
-    ) -> None:
-        stage = self._stages[j]
-        with self.ambient.entered():
-            for i in range(self._m):
-                item = self._enter(micro_batches[i]) if j == 0 else relay.take(j)
-                if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
-                    item.check_handed_on(j)
-                for arrival in stage.arrivals:
-                    skip = portals.pop((i, arrival.key))
-                    skip.check_handed_on(j)
-                    item = item.with_skip(skip)
-                    del skip
-
-                relay.check()
-                item, *skips = self._task(i, j, item).parted(len(stage.departures))
-                portals.update({(i, d.key): skip for d, skip in zip(stage.departures, skips, strict=True)})
-                if j + 1 < self._n:
-                    relay.admit(j)
-                    relay.give(j, item)
-                else:
-                    results.append(item)
-                # A tensor that was handed over is not kept alive here while waiting for the next.
-                del item, skips
+            for j in reversed(range(self._n)) if backward else range(self._n):
+                program(j)
 
     def _enter(self, micro_batch: TensorOrTensors) -> Item:
-        atomic = isinstance(micro_batch, Tensor)
-        flat: Flat = (micro_batch,) if isinstance(micro_batch, Tensor) else micro_batch
-        entered = leaves(flat, [x is not None and x.requires_grad for x in flat]) if self.ambient.grad else flat
-        return Item(entered, atomic, shared_by(flat))
+        flat = tensors_of(micro_batch)
+        entered = leaves(flat, [x.requires_grad for x in flat]) if self.ambient.grad else flat
+        return Item(entered, isinstance(micro_batch, Tensor), shared_by(flat))
 
     def _task(self, i: int, j: int, item: Item) -> Item:
         stage, flat = self._stages[j], item.flat
@@ -170,50 +194,6 @@ class _MiniBatch:
         self._graphs[j].append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)
         return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.contents[j].held))
-
-    def _backward(
-        self,
-        j: int,
-        relay: Relay,
-        portals: dict[tuple[int, SkipKey], Tensor | None],
-        output_grads: list[Flat],
-        results: list[Flat],
-        keep: bool,
-        ambient: Ambient,
-    ) -> None:
-        stage = self._stages[j]
-        # The relay runs from the last partition to the first.
-        position = self._n - 1 - j
-        with ambient.again():
-            for i in reversed(range(self._m)):
-                graph = self._graphs[j][i]
-                last = j + 1 == self._n
-                recomputed = i < self._checkpointed
-                if recomputed and j > 0:
-                    relay.admit(position)
-                if recomputed and not last:
-                    relay.expect(position)
-                relay.check()
-                if not (last and all_none(output_grads[i])):
-                    graph.recompute(keep=keep)
-                grads: Flat = output_grads[i] if last else relay.take(position)
-                grads = (*grads, *(portals.pop((i, departure.key)) for departure in stage.departures))
-
-                relay.check()
-                if recomputed and j > 0:
-                    relay.announce(position)
-                grads = graph.backward(grads, keep=keep)
-
-                for arrival in reversed(stage.arrivals):
-                    *rest, portals[i, arrival.key] = grads
-                    grads = tuple(rest)
-                if j > 0:
-                    if not recomputed:
-                        relay.admit(position)
-                    relay.give(position, grads)
-                else:
-                    results[i] = grads
-                del grads
 
 
 def _refuse_sharded(stages: Sequence[Stage]) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.microbatch import TensorOrTensors, check, scatter
+from torchgpipe.microbatch import TensorOrTensors, check, mapped, scatter, tensors_of
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
 
@@ -84,8 +84,7 @@ class Rehearsal:
         """Forget the last run, and return the input for the next."""
         self.output = ()
         self.scope = {key: None if x is None else _fresh(x) for key, x in self._skips.items()}
-        value = self._value
-        return _fresh(value) if isinstance(value, Tensor) else tuple(_fresh(x) for x in value)
+        return mapped(_fresh, self._value)
 
     def forward(self, value: TensorOrTensors) -> None:
         """Run the layer on what `prepare` returned."""
@@ -99,22 +98,23 @@ class Rehearsal:
 
     def results(self) -> list[Tensor]:
         """Return the tensors that the last run put out or stashed."""
-        return [*_tensors(self.output), *(x for x in self.scope.values() if x is not None)]
+        return [*tensors_of(self.output), *(x for x in self.scope.values() if x is not None)]
 
 
 def rehearse(
     module: nn.Sequential, sample: TensorOrTensors, device: torch.device, measure: Callable[[Rehearsal], T]
 ) -> Iterator[T]:
     """Measure the layers in turn; `measure` runs a layer once or more, and its last run feeds the next."""
-    value = _cut_off(sample, device)
+    cut_off = functools.partial(_detach, device=device)
+    value = mapped(cut_off, sample)
     waiting: Scope = {}
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
         rehearsal = Rehearsal(layer, value, skips, functools.partial(placed_copy, module, index, device))
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
-        value = _cut_off(rehearsal.output, device)
-        waiting.update({key: None if x is None else _detach(x, device) for key, x in rehearsal.scope.items()})
+        value = mapped(cut_off, rehearsal.output)
+        waiting.update({key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()})
         # The device may have room for only one layer.
         del rehearsal, skips
         yield measurement
@@ -164,7 +164,7 @@ def _peak_bytes(rehearsal: Rehearsal, device: torch.device) -> int:
 def _kept_bytes(rehearsal: Rehearsal) -> int:
     """Count the bytes that the layer's forward made for its backward and for later layers."""
     value = rehearsal.prepare()
-    entering = [*_tensors(value), *rehearsal.results()]
+    entering = [*tensors_of(value), *rehearsal.results()]
     # Storages by their id, which stays theirs for as long as the dictionary holds them.
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -225,10 +225,6 @@ def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer
 
 
-def _cut_off(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
-    return _detach(value, device) if isinstance(value, Tensor) else tuple(_detach(x, device) for x in value)
-
-
 def _detach(x: Tensor, device: torch.device) -> Tensor:
     """Cut a tensor off from its graph, on the device."""
     return x.detach().to(device).requires_grad_(x.requires_grad)
@@ -237,10 +233,6 @@ def _detach(x: Tensor, device: torch.device) -> Tensor:
 def _fresh(x: Tensor) -> Tensor:
     """Copy a tensor for one run; what requires grad is no leaf, so that a layer may work in place."""
     return x.detach().requires_grad_(x.requires_grad).clone()
-
-
-def _tensors(value: TensorOrTensors) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else value
 
 
 def synchronize(device: torch.device) -> None:
