@@ -1,9 +1,5 @@
 """Batch normalization whose running statistics come from the mini-batch, though it only meets micro-batches.
 
-A micro-batch is normalized by its own mean and variance; that is what makes pipelined training possible.
-The running statistics, which evaluation uses, should nevertheless be those that `nn.BatchNorm` would have
-kept for the undivided mini-batch: updated once per mini-batch, from its mean and its unbiased variance.
-
 A micro-batch leaves its count, mean and variance behind. They are combined when the mini-batch ends, by the
 formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983) for many parts at
 once: squared distances to a mean add up, sums of squares are never subtracted from each other. So a mean far
@@ -35,9 +31,9 @@ Statistics = tuple[int, Tensor]
 class DeferredBatchNorm(_BatchNorm):
     """Normalize micro-batches, and update the running statistics once per mini-batch.
 
-    A mini-batch ends by `commit`, which `GPipe` calls after its forward, or by itself after ``chunks``
-    micro-batches. Nothing is tracked in evaluation mode or during recomputation. A layer that is called
-    several times in one mini-batch commits once, the statistics of all its calls together.
+    They become what `nn.BatchNorm` would have kept for the undivided mini-batch. It ends by `commit`, which `GPipe`
+    calls after its forward, or by itself after ``chunks`` micro-batches. Nothing is tracked in evaluation mode or
+    during recomputation. A layer that is called several times in one mini-batch commits once.
 
     Args:
         num_features: channels, dimension 1 of the input; the input is ``(N, C)`` or ``(N, C, ...)``.
@@ -185,8 +181,7 @@ def _tracks(layer: _BatchNorm) -> bool:
 def commit(layers: Iterable[DeferredBatchNorm]) -> None:
     """End the mini-batch of all layers at once: update their running statistics from what they tracked.
 
-    Layers with the same device, dtype and number of micro-batches are updated together. The host never waits
-    for the device.
+    The host never waits for the device.
     """
     groups: dict[tuple[object, ...], list[tuple[DeferredBatchNorm, list[Statistics]]]] = defaultdict(list)
     sharing: Counter[Tensor] = Counter()

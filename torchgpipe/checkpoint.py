@@ -20,8 +20,8 @@ _thread = _Thread()
 def checkpointed(mode: Mode, m: int) -> int:
     """Return how many of `m` micro-batches are checkpointed: the first ones, all, all but the last, or none.
 
-    The last micro-batch's recomputation would start as soon as its forward has ended, so `except_last` leaves it
-    out: it costs no memory at the peak and saves time (torchgpipe paper, section 3.2.3).
+    The last one's recomputation would start as soon as its forward has ended, so `except_last` leaves it out
+    (torchgpipe paper, section 3.2.3).
     """
     return {"always": m, "except_last": m - 1, "never": 0}[mode]
 

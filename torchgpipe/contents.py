@@ -1,9 +1,6 @@
 """What a partition's layers hold when a mini-batch begins, so that a recomputation meets what the first pass met.
 
-A recomputation runs the layers again, perhaps long after their first pass. Meanwhile a layer may have been replaced, a
-parameter updated, or the model been set to evaluation. What can be put back for the second pass is put back:
-parameters, buffers, training mode. For the rest there is an error: recomputed activations must never be silently
-others.
+What can be put back for the second pass is put back: parameters, buffers, training mode. The rest is refused.
 
 Buffers need three rules. Normalization layers in training update running statistics that their output does not depend
 on: the second pass leaves them alone. Other small buffers may change with every pass (the vectors of spectral norm):

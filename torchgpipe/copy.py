@@ -9,8 +9,7 @@ All tensors that a task sends to another device are copied together, by one node
 Backward mirrors them. So a copy overlaps the computation of both devices. Memory that is used on another stream than
 the one it was allocated on is recorded there.
 
-A stream works in the order in which it was given work, so one that waits holds up all that comes later. Nothing may
-therefore wait for more than it needs: every wait is for an event, and no two routes share a stream.
+A stream that waits holds up what it is given later. So every wait is for an event, and no two routes share a stream.
 """
 
 from __future__ import annotations

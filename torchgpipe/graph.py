@@ -1,17 +1,13 @@
 """The graph engine: one thread issues every task, and one autograd graph goes backward through them.
 
-It serves devices whose work runs on by itself (CUDA streams), and one CPU or `meta` device, where nothing can overlap.
 Where nothing is recomputed and nothing copied, the graph that the layers make is all there is. Otherwise each task is
 one node of the caller's graph, with a graph of its own behind it. All tensors that go to another device are one node,
 too:
 
     gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
 
-In one thread autograd runs the latest node first. So tasks go backward in exactly the reverse order of the clock
-cycles, each with its recomputation.
-
-But autograd has a thread for each CUDA device, and the threads run on their own. So the graph leaves only one order
-(torchgpipe paper, section 3.2.2): a task gives out one more tensor, an empty one, its tie.
+Autograd has a thread for each CUDA device, and the threads run on their own. So that the graph leaves only one order
+(torchgpipe paper, section 3.2.2), a task gives out one more tensor, an empty one, its tie:
 
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)        micro-batch i goes backward after i + 1
                                ╰────────▶ copy to j + 1          and is recomputed when its gradient is on its way
@@ -82,8 +78,8 @@ class _MiniBatch:
         self._observer = observer
         self._ambient = Ambient(stage.device for stage in engine.stages)
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
-        # Where nothing is recomputed, copied or observed, the layers' own graph is the pipeline's. Not under autocast:
-        # micro-batches would share its copies of the weights, and add up gradients in their low precision.
+        # Not under autocast: micro-batches would share its copies of the weights, and add up gradients in their low
+        # precision.
         self._one_graph = not (self._checkpointed or engine.copies.needed or observer or self._ambient.casts)
         self._apart = self._ambient.grad and not self._one_graph
         if self._apart:

@@ -1,14 +1,12 @@
 """Leaves: what tasks use in place of a partition's parameters, and the gate through which their gradients leave.
 
-The tasks of a mini-batch have graphs of their own, and their backwards run one by one. If these graphs ended in the
-parameters, each task would add to `.grad` by itself: hooks would run for every task, and `autograd.grad` would find
-nothing. So tasks run on leaves: detached parameters, put into the layers for as long as a task runs. A gate is one node
-of the caller's graph for each partition and mini-batch:
+If the graphs of tasks ended in the parameters, each task would add to `.grad` by itself: hooks would run for every
+task, and `autograd.grad` would find nothing. So tasks run on leaves: detached parameters, put into the layers for as
+long as a task runs. A gate is one node of the caller's graph for each partition and mini-batch:
 
     parameters ─▶ gate ─▶ an empty tensor ─▶ every task of the partition ─▶ …
 
-Its backward comes after those of all tasks, and returns what they added up in the leaves. To autograd, and to whoever
-has hooks on the parameters, the partition is one function that used each of them once.
+Its backward comes after those of all tasks, and returns what they added up in the leaves.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ TOKEN = torch.empty(0, requires_grad=True)
 
 
 class Leaves:
-    """The leaves of the parameters of `modules` that take gradients, as they are now.
-
-    A parameter that occurs twice has one leaf.
-    """
+    """The leaves of the parameters of `modules` that take gradients; one leaf for a parameter that occurs twice."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         made: dict[Tensor, Tensor] = {}

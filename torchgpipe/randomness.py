@@ -1,10 +1,8 @@
 """Random numbers of a task: its recomputation draws what its first pass drew (GPipe paper, section 2.3).
 
-Generators that one thread uses at a time are set back to the states that they had before the first pass. That serves
-the default generators in the graph engine, and generators that layers have of their own in any engine.
-
-It does not serve workers, which draw at once: the CPU's default generator is one for all threads. So a worker's task
-draws from a private generator instead, with a seed of its own (seeds.py).
+Generators that one thread uses at a time are set back to the states that they had before the first pass. Workers draw
+at once, and the CPU's default generator is one for all threads. So a worker's task draws from a private generator
+instead, with a seed of its own (seeds.py).
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from torchgpipe.observe import NOTHING
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever sets the state of a default generator, which all threads share."""
-
 
 _setting_back = threading.RLock()
 

@@ -1,8 +1,4 @@
-"""A relay: programs run at once, one per partition, each handing items to the next; one fails, all stop.
-
-Workers are threads that live as long as the pipeline. The last partition's program runs in the calling thread,
-which would only wait otherwise.
-"""
+"""A relay: programs run at once, one per partition, each handing items to the next; one fails, all stop."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ _making = threading.Lock()
 
 
 class Stage:
-    """Run partition `index` on a micro-batch.
+    """Run partition `index` on a micro-batch, in one thread at a time.
 
-    One thread runs a partition at a time, also where another partition or pipeline has layers in common with it: a
-    task puts its own parameters and buffers into the layers while it runs.
+    Also where another partition or pipeline has layers in common with it: a task puts its own parameters and buffers
+    into the layers while it runs.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:

@@ -10,8 +10,6 @@ Between forward and backward nothing holds the inputs or outputs but the layers 
 
 A checkpointed task keeps its inputs instead, and builds its graph only in the recomputation (GPipe paper, section 2.3).
 That is a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
-
-Graphs that are apart can go backward in different threads at once.
 """
 
 from __future__ import annotations

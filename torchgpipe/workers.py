@@ -3,16 +3,7 @@
 PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called `backward()`, so in one
 graph the partitions could not overlap. Here each task has a graph of its own, and the pipeline as a whole is one node
 of the caller's graph: a function of the micro-batches and of all parameters. Its forward and backward each run one
-program per partition:
-
-    forward, partition j                     backward, partition j
-      for i = 0 … m-1:                         for i = m-1 … 0:
-        take the input from j - 1                recompute, if checkpointed
-        run task (i, j)                          take the gradient from j + 1
-        give the output to j + 1                 run the backward of task (i, j), give the rest to j - 1
-
-So the programs themselves keep the order for which the graph engine needs ties: micro-batch i goes backward before
-i - 1 in every partition, and a task is recomputed while its gradient is still on the way.
+program per partition, so that the programs themselves keep the order for which the graph engine needs ties.
 
 A recomputation fills memory, so it is not done before there is a use for it: it starts when partition j + 1 has begun
 the backward that its gradient comes from, and partition j - 1 has taken the gradient of the micro-batch before. That

@@ -1,9 +1,8 @@
 """Split a row of costs into consecutive partitions, the heaviest as light as it can be.
 
-The answer is exact: costs become integers first (every finite float is a fraction), so that no rounding decides
-between two cuts and the least bound can be bisected to the last unit. Whether a bound holds shows by filling
-partitions greedily, each with a binary search in the prefix sums (Pinar and Aykanat, "Fast optimal load balancing
-algorithms for 1D partitioning", 2004).
+The answer is exact: costs become integers first (every finite float is a fraction), so that the least bound can be
+bisected to the last unit. Whether a bound holds shows by filling partitions greedily, each with a binary search in the
+prefix sums (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004).
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from math import lcm
 
 def minimise_heaviest(costs: Iterable[float], partitions: int) -> list[int]:
     """Return how many consecutive layers each partition takes, none empty, the heaviest as light as possible.
-
-    >>> minimise_heaviest([1, 2, 3, 4, 5, 6], 2)
-    [4, 2]
 
     Between balances with the same heaviest partition, one is taken whose other partitions are about even;
     layers that cost nothing are shared out by number.
@@ -70,26 +66,15 @@ def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) ->
     high = prefix[-1]
     while low < high:
         bound = (low + high) // 2
-        if _fits(prefix, partitions, bound):
+        if _earliest_starts(prefix, partitions, bound)[-1] == 0:
             high = bound
         else:
             low = bound + 1
     return high
 
 
-def _fits(prefix: Sequence[int], partitions: int, bound: int) -> bool:
-    """Return whether partitions reach the end when each is as full as the bound allows."""
-    start = 0
-    for _ in range(partitions):
-        start = bisect_right(prefix, prefix[start] + bound, start) - 1
-    return start == len(prefix) - 1
-
-
 def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Place the cuts at even shares of what is left, with no partition empty or above the bound.
-
-    Returns where partitions start, and the number of layers.
-    """
+    """Return where partitions start, at even shares of what is left, none empty or above the bound; and the end."""
     layers = len(prefix) - 1
     earliest = _earliest_starts(prefix, partitions, bound)
     starts = [0]
