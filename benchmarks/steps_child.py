@@ -49,9 +49,9 @@ def plain(
 
     partitions = [layers[a:b] for a, b in pairwise([0, *accumulate(balance)])]
     stages = [Stage(j, partition, device) for j, partition in enumerate(partitions)]
-    for stage, skips in zip(stages, skip_layout(partitions), strict=True):
+    for stage in stages:
         stage.look()
-        stage.connect(skips)
+        stage.connect(skip_layout(partitions))
 
     def run(x: Tensor) -> Tensor:
         outputs = []

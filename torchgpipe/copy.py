@@ -24,6 +24,9 @@ from torch import Tensor
 from torchgpipe.microbatch import Flat
 from torchgpipe.observe import NOTHING, Observer, observed
 
+Ends = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
+"""The streams at both ends of a route; `None` off CUDA."""
+
 
 class CopyStreams:
     """The streams of a pipeline beside the compute streams, on `devices`, one for each partition.
@@ -35,17 +38,13 @@ class CopyStreams:
         self.devices = list(devices)
         self._enabled = enabled
         self.needed = len(set(self.devices)) > 1
-        self._made: dict[tuple[int, int, int], torch.cuda.Stream | None] = {}
+        self._made: dict[tuple[int, int], Ends] = {}
 
-    def between(self, source: int, target: int) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
+    def between(self, source: int, target: int) -> Ends:
         """Return the streams at both ends of the route from partition `source` to `target`."""
-        return self._stream(source, source, target), self._stream(target, source, target)
-
-    def _stream(self, partition: int, source: int, target: int) -> torch.cuda.Stream | None:
-        key = (partition, source, target)
-        if self._enabled and key not in self._made:
-            self._made[key] = new_stream(self.devices[partition])
-        return self._made.get(key)
+        if self._enabled and (source, target) not in self._made:
+            self._made[source, target] = new_stream(self.devices[source]), new_stream(self.devices[target])
+        return self._made.get((source, target), (None, None))
 
 
 class Dock:

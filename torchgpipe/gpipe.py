@@ -124,8 +124,9 @@ class GPipe(nn.Module):
         """Find out what the partitions consist of now: a layer may have been replaced inside of another."""
         if any([stage.look() for stage in self._stages]):
             self.__dict__["_shared_buffers"] = _shared_buffers(self._stages)
-            for stage, skips in zip(self._stages, skip_layout([*self.partitions], portals=portals), strict=True):
-                stage.connect(skips)
+            crossings = skip_layout(self.partitions, portals=portals)
+            for stage in self._stages:
+                stage.connect(crossings)
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -203,8 +204,7 @@ class GPipe(nn.Module):
 
     def __getitem__(self, index: int | slice) -> Any:
         layers = nn.Sequential()
-        for name, layer in self.named_children():
-            layers._modules[name] = layer
+        layers._modules.update(self.named_children())
         return layers[index]
 
     def cuda(self, device: Any = None) -> GPipe:

@@ -19,6 +19,7 @@ and ties have no gradient but `None`. What only orders work must not make a stre
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,9 +103,8 @@ class _MiniBatch:
             partition = self._partitions[j]
             task = _Task(
                 stage, partition.contents, self._ambient, self._randomness(i, j), i, self._observer,
-                checkpoint=i < self._checkpointed,
+                i < self._checkpointed, partition=partition, arrival=item.dock, departure=dock,
             )  # fmt: skip
-            task.partition, task.arrival, task.departure = partition, item.dock, dock
             outputs, tie = task.run(item, self._latest[j], tied=self._engine.tied)
             atomic, held = task.atomic, partition.contents.held
         else:
@@ -194,14 +194,14 @@ class _Partition:
         self.generators = own_generators(self.contents.modules)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Task(TaskGraph):
     """A task as a node of the caller's graph, with the docks at its sides; and whether its output is `atomic`."""
 
-    __slots__ = ("arrival", "atomic", "departure", "partition")
     partition: _Partition
     arrival: Dock
     departure: Dock
-    atomic: bool
+    atomic: bool = True
 
     def run(self, item: Item, before: Tensor | None, *, tied: bool) -> tuple[Flat, Tensor | None]:
         """Run the task; return its outputs and its tie, if it shall be `tied`.

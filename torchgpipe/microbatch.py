@@ -27,10 +27,9 @@ def check(value: object, what: str = "input") -> None:
     """Check that `value` is a tensor, or a non-empty tuple of tensors; raise `TypeError` where it is not."""
     if isinstance(value, Tensor):
         return
-    if not isinstance(value, tuple):
-        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {type(value).__name__}")
-    if not value:
-        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got an empty tuple")
+    if not isinstance(value, tuple) or not value:
+        got = "an empty tuple" if value == () else type(value).__name__
+        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}")
     for k, item in enumerate(value):
         if not isinstance(item, Tensor):
             raise TypeError(f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}")

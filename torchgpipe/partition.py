@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -106,9 +107,8 @@ def split(
     partitions = []
     for count in balance:
         partition = nn.Sequential()
-        for name, layer in (next(layers) for _ in range(count)):
-            # `add_module` would refuse a name that is an attribute of Sequential.
-            partition._modules[name] = layer
+        # `add_module` would refuse a name that is an attribute of Sequential.
+        partition._modules.update(islice(layers, count))
         partitions.append(partition)
     _check_parameters(partitions, chosen)
     for partition, device in zip(partitions, chosen, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchgpipe.contents import Contents, modules_of
 from torchgpipe.item import Shared, check_unchanged, versions
 from torchgpipe.microbatch import Flat, check
 from torchgpipe.observe import NOTHING
-from torchgpipe.skip.layout import PartitionSkips
+from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 
@@ -52,10 +53,10 @@ class Stage:
         self.lock = _lock_of(modules)
         return True
 
-    def connect(self, skips: PartitionSkips) -> None:
-        """Take over the skips that enter and leave the partition."""
-        self.arrivals = skips.arrivals
-        self.departures = skips.departures
+    def connect(self, crossings: Sequence[Crossing]) -> None:
+        """Find the skips that enter and leave the partition."""
+        self.arrivals = [crossing for crossing in crossings if crossing.target == self.index]
+        self.departures = [crossing for crossing in crossings if crossing.source == self.index]
         self._keys = tuple(arrival.key for arrival in self.arrivals)
         # Most partitions need neither a device to be current, nor a scope for skips.
         self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))

@@ -15,6 +15,7 @@ That is a step of its own, so that it can start before the gradient arrives (tor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,41 +34,26 @@ from torchgpipe.randomness import Randomness
 from torchgpipe.stage import Stage
 
 
+@dataclass(slots=True, eq=False)
 class TaskGraph:
     """Forward, recomputation and backward of micro-batch `i` on `stage`, whose layers hold `contents`."""
 
-    __slots__ = (
-        "_ambient", "_buffers", "_edges", "_input_grads", "_kept", "_leaves", "_needs", "_randomness", "_spent",
-        "_versions", "checkpoint", "contents", "i", "observer", "stage",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        stage: Stage,
-        contents: Contents,
-        ambient: Ambient,
-        randomness: Randomness,
-        i: int,
-        observer: Observer | None,
-        *,
-        checkpoint: bool,
-    ) -> None:
-        self.stage = stage
-        self.contents = contents
-        self.i = i
-        self.observer = observer
-        self.checkpoint = checkpoint
-        self._ambient = ambient
-        self._randomness = randomness
-        self._needs: tuple[bool, ...] = ()  # which inputs take a gradient
-        self._kept: tuple[Flat, bool] | None = None
-        self._versions: list[int | None] = []
-        self._buffers: Buffers = ()
-        self._edges: list[GradientEdge | None] | None = None
-        self._spent = False
-        # Apart from this object, so that the graph, which this object holds, does not hold it.
-        self._input_grads: list[Tensor | None] = []
-        self._leaves: Flat | None = None
+    stage: Stage
+    contents: Contents
+    ambient: Ambient
+    randomness: Randomness
+    i: int
+    observer: Observer | None
+    checkpoint: bool
+    _needs: tuple[bool, ...] = ()  # which inputs take a gradient
+    _kept: tuple[Flat, bool] | None = None
+    _versions: list[int | None] = field(default_factory=list)
+    _buffers: Buffers = ()
+    _edges: list[GradientEdge | None] | None = None
+    _spent: bool = False
+    # Apart from this object, so that the graph, which this object holds, does not hold it.
+    _input_grads: list[Tensor | None] = field(default_factory=list)
+    _leaves: Flat | None = None
 
     def forward(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
@@ -77,7 +63,7 @@ class TaskGraph:
         with observed(self.observer, "forward", self.i, self.stage.index):
             if self.checkpoint:
                 return self._first_pass(inputs, atomic, shared)
-            with torch.enable_grad(), self._randomness.first():
+            with torch.enable_grad(), self.randomness.first():
                 outputs, atomic = self._build(self._entered(inputs), atomic, shared)
         assert self._edges is not None
         return leaves(outputs, [edge is not None for edge in self._edges]), atomic
@@ -93,7 +79,7 @@ class TaskGraph:
         if self._kept is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
                 # A copy, as other threads may recompute at the same time.
-                self._ambient.context.copy().run(self._recompute, *self._kept, keep)
+                self.ambient.context.copy().run(self._recompute, *self._kept, keep)
             self.contents.leaves.check_without_gradients()
 
     def _recompute(self, inputs: Flat, atomic: bool, keep: bool) -> None:
@@ -108,10 +94,10 @@ class TaskGraph:
         with (
             self.contents.lock,
             torch.enable_grad(),
-            self._ambient.again(),
+            self.ambient.again(),
             recomputing(),
             self.contents.second_pass(self._buffers),
-            self._randomness.again(),
+            self.randomness.again(),
         ):
             if (keep or len(inputs) == 1) and not in_place:
                 # Leaves cost less than an entrance. They hold the inputs, but a single one is mostly saved anyway.
@@ -179,9 +165,9 @@ class TaskGraph:
         with (
             self.contents.lock,
             torch.no_grad() if torch.is_grad_enabled() else NOTHING,
-            self._ambient.for_first_pass(),
+            self.ambient.for_first_pass(),
             checkpointing(),
-            self._randomness.first(),
+            self.randomness.first(),
         ):
             self._buffers = self.contents.before_first_pass()
             outputs, out_atomic = self.stage.run(given, atomic, shared)

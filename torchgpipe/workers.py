@@ -179,9 +179,7 @@ class _MiniBatch:
                 outputs, atomic = stage.run(flat, item.atomic, item.shared)
             return Item(outputs, atomic, shared_by(outputs, flat, item.shared))
         randomness = self.seeds.of(i, j, self._generators[j] if self._checkpointed else ())
-        graph = TaskGraph(
-            stage, self.contents[j], self.ambient, randomness, i, self._observer, checkpoint=i < self._checkpointed
-        )
+        graph = TaskGraph(stage, self.contents[j], self.ambient, randomness, i, self._observer, i < self._checkpointed)
         self._graphs[j].append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)
         return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.contents[j].held))

@@ -15,7 +15,6 @@ from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.contents import Contents
 from torchgpipe.microbatch import Flat
 from torchgpipe.randomness import Randomness
-from torchgpipe.skip.layout import PartitionSkips
 from torchgpipe.stage import Stage
 from torchgpipe.task_graph import TaskGraph
 
@@ -29,7 +28,7 @@ class Task:
     def __init__(self, *layers: nn.Module, checkpoint: bool) -> None:
         stage = Stage(0, nn.Sequential(*layers), CPU)
         stage.look()
-        stage.connect(PartitionSkips((), ()))
+        stage.connect([])
         self.contents: Contents = stage.contents(recomputed=checkpoint)
         self.graph = TaskGraph(stage, self.contents, Ambient([CPU]), Randomness(), 0, None, checkpoint=checkpoint)
 

@@ -1,10 +1,10 @@
-"""The skip layout: which skips enter and leave each partition, and from where (torchgpipe paper, section 3.3)."""
+"""The skip layout: which skips leave one partition for another (torchgpipe paper, section 3.3)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import nn
 
@@ -12,46 +12,27 @@ from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A skip that enters a partition, from partition `source`."""
+class Crossing(NamedTuple):
+    """A skip that leaves partition `source` for partition `target`."""
 
     key: SkipKey
     source: int
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A skip that leaves a partition, for partition `target`."""
-
-    key: SkipKey
     target: int
 
 
-@dataclass(frozen=True)
-class PartitionSkips:
-    """The skips that cross the boundaries of one partition; those that stay inside are not listed."""
-
-    arrivals: tuple[Arrival, ...]
-    departures: tuple[Departure, ...]
-
-
-def skip_layout(partitions: Sequence[nn.Module], *, portals: bool = True) -> list[PartitionSkips]:
-    """Lay out a model's skips over its partitions.
+def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> list[Crossing]:
+    """Lay out a model's skips over its partitions; those that stay inside of one are not listed.
 
     With `portals`, a skip goes straight from the partition that stashes it to the one that pops it. Without, it
     travels through every partition between them as one more tensor of the micro-batch.
     """
     origin: dict[SkipKey, int] = {}
-    arrivals: list[list[Arrival]] = [[] for _ in partitions]
-    departures: list[list[Departure]] = [[] for _ in partitions]
+    crossings: list[Crossing] = []
     for j, partition in enumerate(partitions):
         stashes, pops = skips_of(partition)
         origin.update(dict.fromkeys(stashes, j))
         for key in pops:
-            stops = [origin[key], j] if portals else list(range(origin[key], j + 1))
-            for source, target in pairwise(stops):
-                if source != target:
-                    departures[source].append(Departure(key, target))
-                    arrivals[target].append(Arrival(key, source))
-    return [PartitionSkips(tuple(a), tuple(d)) for a, d in zip(arrivals, departures, strict=True)]
+            # Inside of a partition there is one stop, and nothing to cross.
+            stops = range(origin[key], j + 1, max(1, j - origin[key]) if portals else 1)
+            crossings += [Crossing(key, source, target) for source, target in pairwise(stops)]
+    return crossings

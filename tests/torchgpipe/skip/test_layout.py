@@ -1,4 +1,4 @@
-"""The skip layout, as a table: layers and partitions in, arrivals and departures out."""
+"""The skip layout, as a table: layers and partitions in, crossings out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from torchgpipe.skip import Namespace, pop, skippable, stash
-from torchgpipe.skip.layout import Arrival, Departure, skip_layout
+from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.skip.scope import SkipKey
 
 
@@ -54,12 +54,9 @@ def partitions(text: list[str]) -> list[nn.Sequential]:
 @pytest.mark.parametrize("portals", [True, False], ids=["portals", "no portals"])
 @pytest.mark.parametrize(("text", "straight", "through"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_crossings(text: list[str], straight: list[str], through: list[str], portals: bool) -> None:
-    layout = skip_layout(partitions(text), portals=portals)
-    arrivals = [f"{a.key.name}{a.source}{j}" for j, p in enumerate(layout) for a in p.arrivals]
-    departures = [f"{d.key.name}{j}{d.target}" for j, p in enumerate(layout) for d in p.departures]
-    expected = sorted(straight if portals else through)
-    assert sorted(arrivals) == expected
-    assert sorted(departures) == expected
+    crossings = skip_layout(partitions(text), portals=portals)
+    found = [f"{key.name}{source}{target}" for key, source, target in crossings]
+    assert sorted(found) == sorted(straight if portals else through)
 
 
 def test_namespaces_keep_equal_names_apart() -> None:
@@ -67,7 +64,5 @@ def test_namespaces_keep_equal_names_apart() -> None:
     stash_a, pop_a = layer(stashes="a"), layer(pops="a")
     outer = [type(stash_a)().isolate(one), type(pop_a)().isolate(one)]
     inner = [type(stash_a)().isolate(two), type(pop_a)().isolate(two)]
-    layout = skip_layout([nn.Sequential(outer[0]), nn.Sequential(inner[0], inner[1]), nn.Sequential(outer[1])])
-    key = SkipKey(one, "a")
-    assert [p.departures for p in layout] == [(Departure(key, 2),), (), ()]
-    assert [p.arrivals for p in layout] == [(), (), (Arrival(key, 0),)]
+    crossings = skip_layout([nn.Sequential(outer[0]), nn.Sequential(inner[0], inner[1]), nn.Sequential(outer[1])])
+    assert crossings == [Crossing(SkipKey(one, "a"), 0, 2)]
