@@ -23,8 +23,7 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool) -> None:
     """Accumulate gradients into the leaves behind `roots`.
 
-    The same as `torch.autograd.backward(roots, grads)` without its checks, which cost more than the backward
-    of a small layer.
+    The same as `torch.autograd.backward` without its checks, which cost more than the backward of a small layer.
     """
     _engine.run_backward(
         tuple(roots), tuple(grads), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
@@ -59,8 +58,7 @@ def sharded(modules: Iterable[nn.Module]) -> set[nn.Module]:
 def push_mode(mode: TorchDispatchMode) -> None:
     """Let `mode` see the operators of this thread.
 
-    The mode's own `__enter__` also notes it in variables that all threads share, and that stay wrong where several
-    threads enter and leave at once.
+    The mode's own `__enter__` also writes to variables that all threads share.
     """
     _push_mode(mode)
 

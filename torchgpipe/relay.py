@@ -113,6 +113,13 @@ class Workers:
         ended: list[None] = []
         wake: SimpleQueue[None] = SimpleQueue()
 
+        def finish(program: Callable[[], None]) -> None:
+            try:
+                relay.attempt(program)
+            finally:
+                ended.append(None)
+                wake.put(None)
+
         def wait() -> None:
             # An interrupt may come right after `get`, so what `get` returned must not be what is counted.
             while len(ended) < posted:
@@ -124,8 +131,7 @@ class Workers:
                 with self._lock:
                     self._start()
                     for inbox, program in zip(self._inboxes, others, strict=True):
-                        program = partial(contextvars.copy_context().run, program)
-                        inbox.put(_finishing(relay, program, ended, wake))
+                        inbox.put(partial(finish, partial(contextvars.copy_context().run, program)))
                         posted += 1
                 relay.attempt(own)
                 wait()
@@ -187,16 +193,3 @@ def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
             return
         program()
         del program
-
-
-def _finishing(
-    relay: Relay, program: Callable[[], None], ended: list[None], wake: SimpleQueue[None]
-) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            relay.attempt(program)
-        finally:
-            ended.append(None)
-            wake.put(None)
-
-    return run

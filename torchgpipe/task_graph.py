@@ -262,7 +262,4 @@ def _differentiable(x: Tensor) -> bool:
 
 def all_none(grads: Flat) -> bool:
     """Return whether there is no gradient."""
-    for g in grads:  # noqa: SIM110 (called for every task, and a generator would cost more than all of this)
-        if g is not None:
-            return False
-    return True
+    return not [g for g in grads if g is not None]

@@ -34,8 +34,7 @@ def balance_by_time(
     """Balance by the time that forward and backward of every layer take on a sample.
 
     The layers are timed in turn, each after a warm-up, over and over until the timeout (every layer at least
-    once); a layer's cost is the median. A layer that needs no gradient, being frozen and on an input
-    without, has no backward to be timed.
+    once); a layer's cost is the median.
 
     Args:
         partitions: number of partitions, from 1 to the number of layers.
@@ -72,11 +71,9 @@ def balance_by_size(
 
         size = bytes for one micro-batch + param_scale * bytes of parameters
 
-    The bytes for one micro-batch are found by running the first of `chunks` parts of the input. On CUDA they
-    are what the peak of allocated memory rises by during the layer's forward (this resets the peak statistics
-    of `torch.cuda`). Elsewhere they are counted: the storages that the layer's forward made and that backward
-    or a later layer needs, each once; what is freed within forward is not among them, nor are sparse tensors.
-    Either way an activation counts for the layer that made it, not for those that read it.
+    On CUDA the bytes for one micro-batch are what the peak of allocated memory rises by during the layer's forward
+    (this resets the peak statistics of `torch.cuda`). Elsewhere they are counted: the storages that the layer's
+    forward made and that backward or a later layer needs, each once; sparse tensors are not among them.
 
     Args:
         partitions: number of partitions, from 1 to the number of layers.

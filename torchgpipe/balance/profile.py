@@ -1,8 +1,8 @@
 """Profile a sequence layer by layer: seconds of forward and backward, or bytes for a micro-batch.
 
-Every layer runs on what the layers before it put out, skips included, cut off from their graph, so that its
-backward is its own. An input requires grad if it would in training, so that a frozen layer costs no backward.
-And a layer runs as a copy, one at a time, so that the module stays untouched and need not fit the device.
+Every layer runs on what the layers before it put out, skips included, cut off from their graph. An input requires grad
+if it would in training, so that a frozen layer costs no backward. A layer runs as a copy, one at a time, so that the
+module stays untouched and need not fit the device.
 """
 
 from __future__ import annotations
