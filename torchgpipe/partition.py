@@ -76,7 +76,8 @@ def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -
             f"too few devices: {n} partitions, but {len(found)} devices; give a balance of at most "
             f"{len(found)} partitions, or name a device several times in devices=[…]"
         )
-    return [_indexed(device) for device in found[:n]]
+    # "cuda" and "cuda:0" are one device, and have to compare equal.
+    return [torch.device("cuda", torch.cuda.current_device()) if str(d) == "cuda" else d for d in found[:n]]
 
 
 def split(
@@ -136,10 +137,3 @@ def _check_parameters(partitions: list[nn.Sequential], devices: list[torch.devic
                     f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and {device}; "
                     "choose a balance that keeps them in one partition, or give each a parameter of its own"
                 )
-
-
-def _indexed(device: torch.device) -> torch.device:
-    # "cuda" and "cuda:0" are one device, and have to compare equal.
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,51 +49,47 @@ def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
         )
 
 
+State = Tensor | tuple[int, int]
+
+
+@dataclass(slots=True)
 class Randomness:
     """Wrap the two passes of a task so that both draw the same random numbers.
 
     `generators` are set back for the second pass. `private` returns a context in which each pass runs, if given.
     """
 
-    __slots__ = ("_generators", "_present", "_private", "_states")
-
-    def __init__(
-        self,
-        generators: Sequence[torch.Generator] = (),
-        private: Callable[[], AbstractContextManager[object]] | None = None,
-    ) -> None:
-        self._generators = generators
-        self._private = private
+    generators: Sequence[torch.Generator] = ()
+    private: Callable[[], AbstractContextManager[object]] | None = None
+    _states: Sequence[State] = ()
+    _present: Sequence[State] = ()
 
     def first(self) -> AbstractContextManager[object]:
         """Return what to enter around the first pass, now."""
-        self._states = [_state(g) for g in self._generators]
-        return NOTHING if self._private is None else self._private()
+        self._states = [_state(g) for g in self.generators]
+        return NOTHING if self.private is None else self.private()
 
     def again(self) -> AbstractContextManager[object]:
         """Return what to enter around the recomputation."""
-        if self._private is None and len(self._generators) < 2:
-            return self if self._generators else NOTHING
+        if self.private is None and len(self.generators) < 2:
+            return self if self.generators else NOTHING
         return self._both()
 
     @contextmanager
     def _both(self) -> Iterator[None]:
         # Autograd may recompute for several devices at once, each in a thread; the CPU's generator is one for all.
-        one_at_a_time = _setting_back if len(self._generators) > 1 else NOTHING
-        with one_at_a_time, self, NOTHING if self._private is None else self._private():
+        one_at_a_time = _setting_back if len(self.generators) > 1 else NOTHING
+        with one_at_a_time, self, NOTHING if self.private is None else self.private():
             yield
 
     def __enter__(self) -> None:
-        self._present = [_state(g) for g in self._generators]
-        for g, state in zip(self._generators, self._states, strict=True):
+        self._present = [_state(g) for g in self.generators]
+        for g, state in zip(self.generators, self._states, strict=True):
             _set(g, state)
 
     def __exit__(self, *_: object) -> None:
-        for g, state in zip(self._generators, self._present, strict=True):
+        for g, state in zip(self.generators, self._present, strict=True):
             _set(g, state)
-
-
-State = Tensor | tuple[int, int]
 
 
 def _state(g: torch.Generator) -> State:

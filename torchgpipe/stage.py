@@ -80,7 +80,9 @@ class Stage:
             else:
                 count = len(inputs) - len(self._keys)
                 arrived = dict(zip(self._keys, inputs[count:], strict=True))
-                with self._on_device(), skip_scope(arrived) as scope:
+                # For layers that create tensors on "the" accelerator; operators on tensors need no help.
+                on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
+                with on_device, skip_scope(arrived) as scope:
                     y = self.partition(inputs[0] if atomic else inputs[:count])
                     skips = tuple(scope[departure.key] for departure in self.departures)
         if before:
@@ -89,10 +91,6 @@ class Stage:
             return (y, *skips), True
         check(y, f"output of partition {self.index}")
         return (*y, *skips), False
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        # For layers that create tensors on "the" accelerator; operators on tensors need no help.
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
 
 
 class _Locks(AbstractContextManager[object]):
