@@ -71,12 +71,7 @@ class Contents:
             self._modes = [module.training for module in self.modules]
             # Those that hold running statistics now, on which their output does not depend.
             self._norms = {
-                module
-                for module in self.modules
-                if isinstance(module, _NormBase)
-                and module.training
-                and module._buffers
-                and type(module).forward in _STATISTICS_ASIDE
+                m for m in self.modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE
             }
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
 

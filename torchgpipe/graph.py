@@ -129,12 +129,8 @@ class _MiniBatch:
 
     def _item(self, micro_batch: TensorOrTensors) -> Item:
         flat = tensors_of(micro_batch)
-        return Item(
-            flat,
-            isinstance(micro_batch, Tensor),
-            (False,) * len(flat) if self._one_graph else shared_by(flat),
-            self._dock(0),
-        )
+        shared = (False,) * len(flat) if self._one_graph else shared_by(flat)
+        return Item(flat, isinstance(micro_batch, Tensor), shared, self._dock(0))
 
     def _take(self, i: int, j: int) -> Item:
         item = self._items[i]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -20,15 +20,6 @@ Let the library balance the layers, by the time that they take:
 """
 
 
-# What a container may have beside its layers.
-_OWN: dict[str, Callable[[nn.Sequential], object]] = {
-    "a forward": lambda module: type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
-    "parameters": lambda module: module._parameters,
-    "buffers": lambda module: module._buffers,
-    "hooks": lambda module: any(value for name, value in vars(module).items() if name.endswith("_hooks")),
-}
-
-
 def check_module(module: object) -> None:
     """Check that `module` is an `nn.Sequential` of distinct layers, and no more than that.
 
@@ -38,7 +29,13 @@ def check_module(module: object) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"GPipe wraps an nn.Sequential, but got {type(module).__name__}")
-    if own := [what for what, has in _OWN.items() if has(module)]:
+    has: dict[str, object] = {
+        "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
+        "parameters": module._parameters,
+        "buffers": module._buffers,
+        "hooks": any(value for name, value in vars(module).items() if name.endswith("_hooks")),
+    }
+    if own := [what for what, found in has.items() if found]:
         raise TypeError(
             f"GPipe runs the layers of {type(module).__name__} one after another, but it has {' and '.join(own)} of "
             "its own, which would be left out; put them into layers, and wrap an nn.Sequential of these"

@@ -10,12 +10,6 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
     There are m + n - 1 cycles; within one, partitions are in ascending order.
     """
-    # m = 4, n = 3:
-    #
-    #   cycle k        0     1     2     3     4     5
-    #   partition 0   0,0   1,0   2,0   3,0
-    #   partition 1         0,1   1,1   2,1   3,1
-    #   partition 2               0,2   1,2   2,2   3,2
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
 

@@ -38,17 +38,16 @@ class Stage:
         self.index = index
         self.partition = partition
         self.device = device
-        self._modules: list[nn.Module] = []
-        self._kinds: list[type] = []
+        self._seen: list[tuple[nn.Module, type]] = []
         self.lock: Lock
 
     def look(self) -> bool:
         """Find out of which modules the partition consists now; return whether that has changed since the last time."""
         modules = modules_of(self.partition)
-        kinds = [*map(type, modules)]
-        if modules == self._modules and kinds == self._kinds:
+        seen = [(module, type(module)) for module in modules]
+        if seen == self._seen:
             return False
-        self._modules, self._kinds = modules, kinds
+        self._seen = seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.lock = _lock_of(modules)
         return True

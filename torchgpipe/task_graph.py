@@ -180,9 +180,8 @@ class TaskGraph:
         self._kept = (inputs, atomic)
         # What is handed on unchanged takes a gradient if it did before.
         unchanged = {} if in_place else {id(x): need for x, need in zip(given, self._needs, strict=True)}
-        return leaves(
-            outputs, [unchanged.get(id(y), y is not None and _differentiable(y)) for y in outputs]
-        ), out_atomic
+        needs = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
+        return leaves(outputs, needs), out_atomic
 
     def _entered(self, inputs: Flat) -> Flat:
         if True not in self._needs:
@@ -254,10 +253,6 @@ def _copied(inputs: Flat) -> Flat:
     """Return a copy of the micro-batch, which is a single tensor, beside the skips."""
     assert inputs[0] is not None
     return (inputs[0].detach().clone(), *inputs[1:])
-
-
-def _differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def all_none(grads: Flat) -> bool:

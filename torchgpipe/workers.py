@@ -12,7 +12,6 @@ costs no time unless a recomputation takes longer than the backward of the parti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -66,7 +65,11 @@ class _MiniBatch:
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None) -> None:
         self.ambient = Ambient(())
         refuse_transforms(forward_mode=self.ambient.grad)
-        _refuse_sharded(engine.stages)
+        if sharded(module for stage in engine.stages for module in modules_of(stage.partition)):
+            raise RuntimeError(
+                "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
+                "them, but workers run at once; use engine='graph'"
+            )
         self._stages = engine.stages
         self._workers = engine.workers
         self._observer = observer
@@ -183,14 +186,6 @@ class _MiniBatch:
         self._graphs[j].append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)
         return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.contents[j].held))
-
-
-def _refuse_sharded(stages: Sequence[Stage]) -> None:
-    if "torch.distributed.fsdp" in sys.modules and any(sharded(modules_of(stage.partition)) for stage in stages):
-        raise RuntimeError(
-            "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
-            "them, but workers run at once; use engine='graph'"
-        )
 
 
 class _Pipeline(torch.autograd.Function):

@@ -104,13 +104,8 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
     """Return the cut, from first to last, nearest to the share; of those that are, nearest to the count."""
-    cut = min(bisect_left(prefix, share, first, last + 1), last)
-    if cut > first and share - prefix[cut - 1] <= prefix[cut] - share:
-        cut -= 1
     # Layers without cost make several cuts of one cost.
-    lowest = bisect_left(prefix, prefix[cut], first, last + 1)
-    highest = bisect_right(prefix, prefix[cut], first, last + 1) - 1
-    return min(max(lowest, count), highest)
+    return min(range(first, last + 1), key=lambda cut: (abs(prefix[cut] - share), prefix[cut], abs(cut - count)))
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:

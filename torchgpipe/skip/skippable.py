@@ -1,17 +1,5 @@
 """Skippable layers: `stash` a tensor in one layer, `pop` it in a later one (torchgpipe paper, section 3.3).
 
-    @skippable(stash=["skip"])
-    class Down(nn.Module):
-        def forward(self, x):
-            yield stash("skip", x)
-            return pool(x)
-
-    @skippable(pop=["skip"])
-    class Up(nn.Module):
-        def forward(self, x):
-            skip = yield pop("skip")
-            return upsample(x) + skip
-
 A skippable layer works in a `GPipe` and in a plain `nn.Sequential` alike.
 """
 
