@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,10 +14,24 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 _engine = torch.autograd.Variable._execution_engine
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Return whether the backward in progress was asked to keep its graph (`retain_graph=True`)."""
+
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward in progress; a later backward has a higher one."""
+
+torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Return whether tensor subclasses see what is called on them; not so in the backward of a loss that is such a one."""
+
+with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
+"""Let tensor subclasses see the functions that are called on them."""
+
+push_mode, pop_mode = _push_mode, _pop_mode
+"""Let a mode see the operators of this thread; its own `__enter__` also writes to variables that all threads share."""
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool) -> None:
@@ -55,29 +69,6 @@ def sharded(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return {m for root in modules if isinstance(root, fsdp.FSDPModule) for m in root.modules()}
 
 
-def push_mode(mode: TorchDispatchMode) -> None:
-    """Let `mode` see the operators of this thread.
-
-    The mode's own `__enter__` also writes to variables that all threads share.
-    """
-    _push_mode(mode)
-
-
-def pop_mode() -> None:
-    """Undo the latest `push_mode` of this thread."""
-    _pop_mode()
-
-
-def keeps_graph() -> bool:
-    """Return whether the backward in progress was asked to keep its graph (`retain_graph=True`)."""
-    return bool(_keeps_graph())
-
-
-def backward_id() -> int:
-    """Return the number of the backward in progress; a later backward has a higher one."""
-    return int(torch._C._current_graph_task_id())
-
-
 def caches_parametrizations() -> bool:
     """Return whether `torch.nn.utils.parametrize.cached()` is in effect."""
     return bool(parametrize._cache_enabled)
@@ -89,20 +80,6 @@ def default_device() -> torch.device | None:
     The same as `torch.get_default_device()`, which takes longer than a small layer.
     """
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
-
-
-def torch_function_enabled() -> bool:
-    """Return whether tensor subclasses see the functions that are called on them.
-
-    The backward of a loss that is such a subclass runs with this switched off.
-    """
-    return bool(torch._C._is_torch_function_enabled())
-
-
-def with_torch_function() -> AbstractContextManager[object]:
-    """Let tensor subclasses see the functions that are called on them."""
-    context: AbstractContextManager[object] = torch._C._EnableTorchFunction()
-    return context
 
 
 def storage_of(x: Tensor) -> int:

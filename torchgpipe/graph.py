@@ -67,9 +67,6 @@ class GraphEngine:
         return batch.end()
 
 
-_NONE: frozenset[int] = frozenset()
-
-
 class _MiniBatch:
     def __init__(
         self, engine: GraphEngine, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
@@ -98,7 +95,8 @@ class _MiniBatch:
         # Only now: what this partition did before must not wait for what this task needs.
         item = self._take(i, j)
         stage, dock = self._stages[j], self._dock(j)
-        tie, held = None, _NONE
+        tie: Tensor | None = None
+        held: frozenset[int] = frozenset()
         if self._apart:
             partition = self._partitions[j]
             task = _Task(

@@ -31,7 +31,6 @@ PRIVATE = [
     ("torch.nn.modules.batchnorm._BatchNorm", "batchnorm.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "contents.py"),
     ("torch.nn.modules.batchnorm._NormBase", "contents.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "_autograd.py"),
     ("torch.utils._python_dispatch._pop_mode", "_autograd.py"),
     ("torch.utils._python_dispatch._push_mode", "_autograd.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "randomness.py"),
