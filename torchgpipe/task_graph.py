@@ -179,7 +179,7 @@ class TaskGraph:
             )
         self._kept = (inputs, atomic)
         # What is handed on unchanged takes a gradient if it did before.
-        unchanged = {} if in_place else {id(x): need for x, need in zip(given, self._needs, strict=True)}
+        unchanged = {id(x): need for x, need in [*zip(given, self._needs, strict=True)][in_place:]}
         needs = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
         return leaves(outputs, needs), out_atomic
 
