@@ -77,8 +77,8 @@ def left(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
             # Where workers compile a layer at once, how often is left to chance; that it ends is what `holds` asks.
             with torch._dynamo.config.patch(recompile_limit=64):
                 found = left_by(row.code, used)
-            assert kind is Plain or eval(row.holds, used), row.holds
-            return found
+                assert kind is Plain or eval(row.holds, used), row.holds
+                return found
         finally:
             used.clear()  # hooks of parameters may hold them, which Python's garbage collector cannot see
 
