@@ -19,7 +19,7 @@ __all__ = ["ROOT", "Gpu", "Machine", "load_average", "machine", "versions"]
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
-MOST_NVLINKS = 18
+MOST_NVLINKS = 36  # that a driver numbers
 
 
 class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
