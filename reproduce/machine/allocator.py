@@ -1,4 +1,4 @@
-"""Whether the C library keeps what tensors let go of, or gives it back to the system and asks for it anew."""
+"""Make the C library keep freed memory, instead of giving it back to the system and asking for it again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 __all__ = ["KEEP_FREED", "keep_freed_memory", "kept"]
 
-# By default glibc takes large tensors from the system anew at every step, page by page. From which size on depends on
-# the process's history, and processes of the same code were seen to differ by it. The system hands out the pages of one
-# process under one lock, so threads wait for each other there, and processes do not. In threads other than the first,
-# tensors above the 64 MiB of their heaps are taken anew all the same.
+# By default glibc asks the system for large tensors again at every step, page by page. From which size on depends on
+# the process's history, so that two processes of the same code may differ. The system hands out a process's pages under
+# one lock, for which its threads wait; separate processes do not. In threads other than the first, tensors above the
+# 64 MiB of a thread's heap come from the system in any case.
 THRESHOLD = 2**30
 M_MMAP_THRESHOLD = -3  # as malloc.h names it
 KEEP_FREED = {
@@ -23,16 +23,16 @@ KEEP_FREED = {
 
 
 def kept() -> bool:
-    """Return whether this process keeps what is freed."""
+    """Return whether this process keeps freed memory."""
     return KEEP_FREED.items() <= os.environ.items() and _accepted()
 
 
 def keep_freed_memory() -> None:
-    """Start this program over with `KEEP_FREED`, unless glibc has been told something, refuses it, or is not there."""
+    """Restart this program with `KEEP_FREED`, unless one of its settings is given already or glibc does not take it."""
     if not KEEP_FREED.keys() & os.environ.keys() and _accepted():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_FREED})
 
 
 def _accepted() -> bool:
-    """Return whether the C library takes the threshold; an old glibc allows 32 MiB at most."""
+    """Return whether the C library is glibc and accepts the threshold; an old glibc allows 32 MiB at most."""
     return platform.libc_ver()[0] == "glibc" and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, THRESHOLD) == 1

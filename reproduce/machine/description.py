@@ -23,9 +23,9 @@ MOST_NVLINKS = 36  # that a driver numbers
 
 
 class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe one CUDA device: memory in bytes, highest clocks in MHz, power limit in W where the driver tells.
+    """Describe one CUDA device: memory in bytes, highest clocks in MHz, power limit in W.
 
-    `link` is what joins it to the rest of the machine, such as 'PCIe 5.0 x16, 18 x NVLink'.
+    `link` connects it to the rest of the machine, such as 'PCIe 5.0 x16, 18 x NVLink'.
     """
 
     name: str
@@ -61,15 +61,15 @@ def machine() -> Machine:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, of the packages in use and of the libraries below them."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "torchgpipe": torchgpipe.__version__}
+    packages: dict[str, str | None] = {"python": platform.python_version(), "torchgpipe": torchgpipe.__version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
+            packages[package] = None
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     driver = _ask_driver("nvmlSystemGetDriverVersion")
-    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "driver": driver}
+    return {**packages, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "driver": driver}
 
 
 def load_average() -> list[float] | None:
@@ -128,7 +128,7 @@ CLOCK_SM, CLOCK_MEMORY = 1, 2  # as nvml.h numbers them
 
 
 def _ask_driver(function: str, *arguments: object) -> Any:
-    """Call a function of NVML; return None where it, the driver or its Python bindings are missing or do not tell."""
+    """Return what a function of NVML returns; None if the driver or its Python bindings are missing, or if it fails."""
     try:
         import pynvml
 

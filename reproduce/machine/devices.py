@@ -1,4 +1,4 @@
-"""Say which devices an experiment may use. On a CPU a device is a share of the cores, the same for every row."""
+"""Choose the devices for experiments. On a CPU a device is an equal share of the cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class Devices:
-    """Hold `count` devices of one kind; on a CPU each computes with `threads` threads, on `meta` none does."""
+    """Hold `count` devices of one kind. On a CPU each has `threads` threads; on `meta` nothing is computed."""
 
     kind: str  # 'cpu', 'cuda' or 'meta'
     count: int
@@ -35,7 +35,7 @@ class Devices:
 
     @property
     def memory(self) -> int | None:
-        """Give the bytes of the smallest device; on a CPU, where all share it, of the main memory that is free."""
+        """Return the bytes of the smallest CUDA device, or of free main memory, which CPU devices share."""
         if self.kind == "meta":
             return None
         if self.kind == "cpu":
@@ -43,14 +43,14 @@ class Devices:
         return min(torch.cuda.get_device_properties(device).total_memory for device in self.first(self.count))
 
     def synchronize(self) -> None:
-        """Wait until every device has done what it was given."""
+        """Wait until the CUDA devices have finished."""
         if self.kind == "cuda":
             for device in self.first(self.count):
                 torch.cuda.synchronize(device)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Give each CPU device its threads, and the program's own number back afterwards."""
+        """Set the number of threads of a CPU device, and restore it afterwards."""
         before = torch.get_num_threads()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -69,10 +69,10 @@ class Devices:
 
 
 def find_devices(kind: str | None, count: int | None) -> Devices:
-    """Return the devices to use: of `kind`, or CUDA where there is any; `count` of them, or all.
+    """Return `count` devices or all, of `kind` or of CUDA where there is any.
 
     Raises:
-        Error: there are not so many.
+        Error: there are fewer.
     """
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind is None:
@@ -106,7 +106,7 @@ def cores() -> int:
 
 
 def cpu_quota(file: Path = CPU_QUOTA) -> float | None:
-    """Read how many CPUs' time a container may use; None where nothing limits it."""
+    """Return the number of CPUs that a container may use; None where nothing limits it."""
     try:
         limit, period = file.read_text().split()
         return None if limit == "max" else int(limit) / int(period)
@@ -115,7 +115,7 @@ def cpu_quota(file: Path = CPU_QUOTA) -> float | None:
 
 
 def free_memory() -> int | None:
-    """Return the bytes of main memory that are free for use; None where the system does not tell."""
+    """Return the free bytes of main memory; None where they are unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -14,52 +14,40 @@ from reproduce.records.record import Record, Result, Run
 __all__ = ["from_pytest_benchmark", "is_pytest_benchmark"]
 
 
-class Stats(Struct):
-    """Hold seconds per call. `data` is there only if it was saved with --benchmark-save-data."""
-
-    median: float
-    data: list[float] = []
+class _Stats(Struct):
+    median: float  # seconds per call
+    data: list[float] = []  # each sample, if the file was saved with --benchmark-save-data
 
 
-class Benchmark(Struct):
-    """Hold one test."""
-
+class _Benchmark(Struct):
     fullname: str
     name: str
-    stats: Stats
+    stats: _Stats
     params: dict[str, Json] | None = None
 
 
-class Cpu(Struct, frozen=True):
-    """Hold the processor's name and its number of cores."""
-
+class _Cpu(Struct, frozen=True):
     brand_raw: str | None = None
     count: int | None = None
 
 
-class MachineInfo(Struct):
-    """Hold what the machine consists of."""
-
+class _Machine(Struct):
     system: str = ""
     machine: str = ""
     processor: str | None = None
     python_version: str | None = None
-    cpu: Cpu = Cpu()
+    cpu: _Cpu = _Cpu()
 
 
-class CommitInfo(Struct):
-    """Hold the revision, None outside a checkout."""
-
-    id: str | None = None
+class _Commit(Struct):
+    id: str | None = None  # None outside a checkout
     dirty: bool | None = None
 
 
-class File(Struct):
-    """Hold what is read of a file."""
-
-    benchmarks: list[Benchmark]
-    machine_info: MachineInfo
-    commit_info: CommitInfo | None = None
+class _File(Struct):
+    benchmarks: list[_Benchmark]
+    machine_info: _Machine
+    commit_info: _Commit | None = None
     datetime: str = ""
     version: str | None = None
 
@@ -75,24 +63,10 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
     Raises:
         Error: the file is not what pytest-benchmark writes.
     """
-    file = decode(File, data, where)
-    results = [
-        Result(
-            experiment=benchmark.fullname.partition("::")[0],
-            row=benchmark.name,
-            status="measured",
-            config={"benchmark": benchmark.fullname, **(benchmark.params or {})},
-            samples={"time": benchmark.stats.data or [benchmark.stats.median]},
-        )
-        for benchmark in file.benchmarks
-    ]
-    return Record(Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=_run(file))
-
-
-def _run(file: File) -> Run:
-    info, commit = file.machine_info, file.commit_info or CommitInfo()
+    file = decode(_File, data, where)
+    info, commit = file.machine_info, file.commit_info
     cores = info.cpu.count or 1
-    return Run(
+    run = Run(
         state="finished",
         command=["pytest", "--benchmark-json"],
         seed=None,
@@ -109,6 +83,17 @@ def _run(file: File) -> Run:
             memory=None,
         ),
         versions={"python": info.python_version, "pytest-benchmark": file.version},
-        git=Git(commit.id, bool(commit.dirty)) if commit.id else None,
+        git=Git(commit.id, bool(commit.dirty)) if commit and commit.id else None,
         load=None,
     )
+    results = [
+        Result(
+            experiment=benchmark.fullname.partition("::")[0],
+            row=benchmark.name,
+            status="measured",
+            config={"benchmark": benchmark.fullname, **(benchmark.params or {})},
+            samples={"time": benchmark.stats.data or [benchmark.stats.median]},
+        )
+        for benchmark in file.benchmarks
+    ]
+    return Record(Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=run)

@@ -33,17 +33,13 @@ CONCERNS = (
 )
 
 
-class TableRow(Struct, forbid_unknown_fields=True):
-    """Hold one row as the file of published tables has it."""
-
+class _Row(Struct, forbid_unknown_fields=True):
     experiment: str
     config: dict[str, Json]
     values: dict[str, Json]
 
 
-class Table(Struct, forbid_unknown_fields=True):
-    """Hold one table as the file of published tables has it."""
-
+class _Table(Struct, forbid_unknown_fields=True):
     id: str
     title: str
     source: dict[str, Json]
@@ -51,11 +47,10 @@ class Table(Struct, forbid_unknown_fields=True):
     software: dict[str, Json] | None
     unit: dict[str, str]
     columns: list[str]
-    rows: list[TableRow]
+    rows: list[_Row]
     notes: list[str]
 
     def results(self) -> list[Result]:
-        """Return the rows as a record has them."""
         return [Result(self.id, row.experiment, "published", config=row.config, values=row.values) for row in self.rows]
 
 
@@ -75,7 +70,7 @@ def import_tables(source: Path, to: Path = PAPER) -> list[Path]:
     Raises:
         Error: the file is not what it should be, or a record cannot be written.
     """
-    tables = decode(list[Table], read_json(source), str(source))
+    tables = decode(list[_Table], read_json(source), str(source))
     discrepancies = [result for table in tables if table.id == DISCREPANCIES for result in table.results()]
     paths = []
     for table in tables:
