@@ -1,4 +1,7 @@
-"""A process that measures one torchgpipe, so that two versions can be measured side by side."""
+"""Measure in processes of their own, so that versions of torchgpipe can take turns: both ends of the talk.
+
+A child answers each line of JSON with a line of JSON: a pair of its answer and of why there is none.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,99 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Child"]
+import torch
+
+from reproduce.error import Error
+
+__all__ = ["ROOT", "Child", "children", "serve"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class Child:
-    """Run `script`, which answers lines of JSON with lines of JSON, with the torchgpipe in `path`."""
+    """Run `script` with the torchgpipe in `path`."""
 
-    def __init__(self, script: str, path: Path) -> None:
+    def __init__(self, script: str, path: Path = ROOT, environment: Mapping[str, str] = {}) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script))],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT)))},
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT)))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is for this process; the child ends when there is nobody left to ask
         )
-        self.version: str = self._read()
+        self.version: str = self.receive()
+
+    def send(self, *request: Any) -> None:
+        """Ask for something.
+
+        Raises:
+            Error: the process has ended.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def receive(self) -> Any:
+        """Return the answer to what was sent.
+
+        Raises:
+            Error: there is none.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._ended()
+        answer, why = json.loads(line)
+        if why is not None:
+            raise Error(why)
+        return answer
 
     def ask(self, *request: Any) -> Any:
-        """Return the answer to a request."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._read()
+        """Send a request and return the answer."""
+        self.send(*request)
+        return self.receive()
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.communicate()
+        with suppress(BrokenPipeError):  # what was written and not read any more
+            self._process.communicate()
 
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the measuring process ended with exit code {self._process.wait()}")
-        return json.loads(line)
+    def _ended(self) -> Error:
+        return Error(f"the measuring process ended with exit code {self._process.wait()}")
+
+
+@contextmanager
+def children(script: str, **paths: Path | None) -> Iterator[dict[str, Child]]:
+    """Yield a child for each name with a path, and end them afterwards."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(closing(Child(script, path))) for name, path in paths.items() if path is not None
+        }
+
+
+def serve(answer: Callable[..., Any]) -> None:
+    """Be a child: say which torchgpipe is first on the path, then answer each request with `answer(*request)`."""
+    import torchgpipe
+
+    def say(answer: Any, why: str | None = None) -> None:
+        print(json.dumps([answer, why]), flush=True)
+
+    torch.set_num_threads(1)
+    say(f"torchgpipe {torchgpipe.__version__}")
+    for line in sys.stdin:
+        try:
+            say(answer(*json.loads(line)))
+        except torch.OutOfMemoryError:
+            say(None, "out of memory")
+        except (ValueError, TypeError, RuntimeError) as error:  # another version may lack what is asked for
+            say(None, f"{type(error).__name__}: {error}".splitlines()[0])

@@ -9,7 +9,6 @@ as well, or it could grow back unseen.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.counted_step import CONFIGURATIONS, PER_TASK, Configuration, Counted, count
+from benchmarks.harness import command, render
+from reproduce.error import Error
+from reproduce.records.decode import decode, read_json
+from reproduce.records.record import write_atomically
 
 __all__ = ["FILE", "advice", "differences", "read", "tables", "write"]
 
@@ -69,15 +72,8 @@ def advice(lines: Sequence[str]) -> str:
 
 
 def read(path: Path) -> File:
-    """Read committed counts; raise `ValueError` where the file is none."""
-    try:
-        rows = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path.name} cannot be read ({error})") from None
-    rows_are = isinstance(rows, dict) and all(isinstance(row, dict) for row in rows.values())
-    if not rows_are or any(type(number) is not int for row in rows.values() for number in row.values()):
-        raise ValueError(f"{path.name} should be an object of objects of whole numbers, one for each configuration")
-    return dict(rows)
+    """Read committed counts; raise `Error` where the file is none."""
+    return decode(dict[str, dict[str, int]], read_json(path), str(path))
 
 
 def write(path: Path, counted: Mapping[Configuration, Counted]) -> None:
@@ -87,23 +83,17 @@ def write(path: Path, counted: Mapping[Configuration, Counted]) -> None:
         + json.dumps({name: number for name, number in counts._asdict().items() if number is not None})
         for configuration, (counts, _) in counted.items()
     ]
-    part = path.with_name(f".{path.name}.part")
-    part.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-    part.replace(path)
+    write_atomically(path, "{\n" + ",\n".join(rows) + "\n}\n")
 
 
 def tables(counted: Mapping[Configuration, Counted]) -> str:
     """Render a table for each model."""
-    import tabulate
-
-    tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
     shown = ("operators", "nodes", "waits", "reads", "kept", "alive", "threads")
     headers = ["", *(f"{name}\n/task" if name in PER_TASK else name for name in shown)]
     blocks = []
     for model, group in groupby(counted.items(), key=lambda item: item[0].model):
         rows = [[str(c).removeprefix(f"{model} "), *_cells(c, counts._asdict(), shown)] for c, (counts, _) in group]
-        align = ("left", *["right"] * len(shown))
-        body = tabulate.tabulate(rows, headers, disable_numparse=True, colalign=align)
+        body = render(headers, rows, "simple", colalign=("left", *["right"] * len(shown)))
         blocks.append(f"{model}\n\n{body}")
     return "\n\n".join(blocks)
 
@@ -116,12 +106,12 @@ def _cells(c: Configuration, counts: Mapping[str, Any], names: Sequence[str]) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count every configuration and print a table; compare with the file, or write it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.counts", description=__doc__.splitlines()[0])
+    parser = command("counts", __doc__, json=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
     try:
         file = {} if options.update else read(FILE)
-    except ValueError as error:
+    except Error as error:
         raise SystemExit(f"counts: {error}; write it by python -m benchmarks.counts --update") from None
     try:
         counted = {configuration: count(configuration) for configuration in CONFIGURATIONS}

@@ -9,23 +9,22 @@ time with the idea by the time without; below 1 it is a gain.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.circumstances import circumstances, keep
+from benchmarks.harness import Found, by_case, command, keep, render, start, turns
 from benchmarks.pipelines import on_cpu
 from reproduce.models import amoebanetd
+from reproduce.records.record import Record, Result
 from torchgpipe.checkpoint import Mode
 from torchgpipe.relay import Relay
 from torchgpipe.task_graph import TaskGraph
@@ -172,59 +171,41 @@ IDEAS = [
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every idea and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decisions", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each way (default 20)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a turn with short tasks (default 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.steps < 1:
-        parser.error("--rounds and --steps must be at least 1")
-
-    under = circumstances()
-    torch.set_num_threads(1)
-    measured: dict[str, dict[str, list[float]]] = {}
-    try:
-        for idea in IDEAS:
-            if idea.with_it is not None and idea.without is not None:
-                measured[idea.what] = _measure(idea.with_it, idea.without, options.rounds, options.steps)
-                print(f"\r{len(measured)} ideas", end="", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    finally:
-        print(file=sys.stderr)
-    result = {"seconds": measured}
-    print(table(result))
-    if options.json is not None:
-        keep(options.json, "decisions", under, result)
+    options = command("decisions", __doc__, rounds=20, steps=10).parse_args(arguments)
+    record = start(options, "decisions", "ideas, and what they replaced", {"time": "s"}, devices=2)
+    tried = [idea for idea in IDEAS if idea.with_it is not None]
+    keep(record, options.json, measure(tried, options.rounds, options.steps), len(tried), table)
 
 
-def _measure(with_it: Way, without: Way, rounds: int, steps: int) -> dict[str, list[float]]:
-    ways = {"with": with_it.build(), "without": without.build()}
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for k in range(-2, rounds):
-        for name, step in ways.items():
-            seconds = statistics.median(step() for _ in range(1 if with_it.long else steps))
-            if k >= 0:
-                samples[name].append(seconds)
-    return samples
+def measure(tried: Sequence[Idea], rounds: int, steps: int) -> Found:
+    """Yield the results of one idea after another."""
+    for idea in tried:
+        assert idea.with_it is not None and idea.without is not None
+        ways = {"with": idea.with_it.build(), "without": idea.without.build()}
+        turn = {way: partial(_turn, step, 1 if idea.with_it.long else steps) for way, step in ways.items()}
+        *_, samples = turns(turn, rounds, warm_up=2)
+        yield [Result(idea.what, way, "measured", samples={"time": found}) for way, found in samples.items()]
 
 
-def table(result: dict[str, Any], style: str = "simple") -> str:
+def _turn(step: Callable[[], float], steps: int) -> float:
+    return statistics.median(step() for _ in range(steps))
+
+
+def table(record: Record, style: str = "simple") -> str:
     """Render each idea with what was predicted, measured, and decided."""
-    from tabulate import tabulate
-
+    cases = by_case(record)
     rows = []
     for idea in IDEAS:
-        found = result["seconds"].get(idea.what)
+        found = cases.get(idea.what)
         if found is None or idea.with_it is None:
             rows.append([idea.what, idea.predicted, "", "", idea.outcome])
             continue
-        ratio = statistics.median(a / b for a, b in zip(found["with"], found["without"], strict=True))
+        times = [found[way].samples["time"] for way in ("with", "without")]
+        ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
         unit, name = (1e3, "ms a step") if idea.with_it.long else (1e6, "µs a task")
-        times = " / ".join(f"{statistics.median(found[way]) * unit:.0f}" for way in ("with", "without"))
-        rows.append([idea.what, idea.predicted, f"{times} {name}", f"{ratio:.2f}", idea.outcome])
-    headers = ["tried", "predicted", "with / without it", "ratio", "outcome"]
-    return tabulate(rows, headers=headers, disable_numparse=True, tablefmt=style)
+        both = " / ".join(f"{statistics.median(each) * unit:.0f}" for each in times)
+        rows.append([idea.what, idea.predicted, f"{both} {name}", f"{ratio:.2f}", idea.outcome])
+    return render(["tried", "predicted", "with / without it", "ratio", "outcome"], rows, style)
 
 
 if __name__ == "__main__":

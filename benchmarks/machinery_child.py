@@ -1,9 +1,7 @@
-"""Measure one torchgpipe, whichever is first on the path, for `benchmarks.machinery`: requests in, samples out."""
+"""Measure one torchgpipe, whichever is first on the path, for `benchmarks.machinery`."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
+from benchmarks.child import serve
 from benchmarks.pipelines import on_cpu
 
 Sample = tuple[float, float]
@@ -38,8 +37,9 @@ def build(n: int, m: int, mode: str, engine: str | None = None) -> Callable[[Ten
     return on_cpu(layers, [1] * n, engine, chunks=m, checkpoint=mode)
 
 
-def measure(model: Callable[[Tensor], Tensor], n: int, m: int, steps: int) -> list[Sample]:
+def measure(steps: int, n: int, m: int, mode: str, engine: str | None = None) -> list[Sample]:
     """Return (forward, backward) seconds per task of `steps` steps, after three to warm up."""
+    model = build(n, m, mode, engine)
     x = torch.randn(m, 8)
     samples = []
     for step in range(-3, steps):
@@ -55,16 +55,5 @@ def measure(model: Callable[[Tensor], Tensor], n: int, m: int, steps: int) -> li
     return samples
 
 
-def main() -> None:
-    """Answer each line [steps, n, m, mode, engine] on standard input with a line of samples."""
-    import torchgpipe
-
-    torch.set_num_threads(1)
-    print(json.dumps(f"torchgpipe {torchgpipe.__version__}"), flush=True)
-    for line in sys.stdin:
-        steps, n, m, *how = json.loads(line)
-        print(json.dumps(measure(build(n, m, *how), n, m, steps)), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(measure)

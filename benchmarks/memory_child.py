@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from benchmarks.child import serve
 from benchmarks.pipelines import on_cpu
 from reproduce.models import amoebanetd, unet
 from reproduce.run.live_bytes import LiveBytes
@@ -61,15 +60,5 @@ def _watched_threads(counter: LiveBytes) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Answer each line [model, n, m, mode, engine] on standard input with the peak."""
-    import torchgpipe
-
-    torch.set_num_threads(1)
-    print(json.dumps(f"torchgpipe {torchgpipe.__version__}"), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(measure(*json.loads(line))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(measure)

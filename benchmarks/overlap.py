@@ -13,25 +13,23 @@ bubble; "if it waited" is the replay without that.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.circumstances import circumstances, keep
+from benchmarks.harness import Found, by_case, command, keep, positive, render, start, turns
 from benchmarks.overlap_rank import ScheduleGPipe
 from benchmarks.pipelines import on_cpu
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.models import amoebanetd
+from reproduce.records.record import Record, Result
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.observe import Task
@@ -65,12 +63,12 @@ class Alone:
         self.times.setdefault(task, []).append(time.perf_counter() - began)
 
     def costs(self) -> Costs:
-        """Return each task's median, without the first step, which warms up."""
+        """Return each task's median, without the steps that warm up."""
         m, n = 1 + max(task.micro_batch for task in self.times), len(self.model.partitions)
 
         def table(kind: str) -> list[list[float]]:
             return [
-                [statistics.median(self.times.get(Task(kind, i, j), [0.0, 0.0])[1:]) for j in range(n)]  # type: ignore[arg-type]
+                [statistics.median(self.times.get(Task(kind, i, j), [0.0, 0.0, 0.0])[WARM_UP:]) for j in range(n)]  # type: ignore[arg-type]
                 for i in range(m)
             ]
 
@@ -79,22 +77,25 @@ class Alone:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, nargs=2, default=(6, 64), metavar=("L", "D"))
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4, 8])
+    parser = command("overlap", __doc__, rounds=20)
+    parser.add_argument("--size", type=positive, nargs=2, default=(6, 64), metavar=("L", "D"))
+    parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument("--chunks", type=positive, nargs="+", default=[2, 4, 8])
     parser.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"])
-    parser.add_argument("--balance", type=int, nargs=2, default=None, help="default: by the time of the layers")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--balance", type=positive, nargs=2, help="default: by the time of the layers")
     parser.add_argument("--keep-freed-memory", action="store_true",
                         help="in all processes; reproduce/machine/allocator.py says why")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
     options = parser.parse_args(arguments)
-    if options.keep_freed_memory:
+    if options.keep_freed_memory and arguments is None:
         keep_freed_memory()
 
-    under = circumstances()
-    torch.set_num_threads(1)
+    units = {"step_time": "s", "replay": "s", "replay if it waited": "s"}
+    record = start(options, "overlap", "what overlap gains", units, devices=2)
+    keep(record, options.json, measure(options), options.rounds, table)
+
+
+def measure(options: Namespace) -> Found:
+    """Yield the results of all configurations after each round."""
     x = torch.randn(options.batch, *IMAGE)
     target = torch.randint(1000, (options.batch,))
 
@@ -102,83 +103,72 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.manual_seed(0)
         return amoebanetd(*options.size)
 
-    balance = options.balance or balance_by_time(2, layers(), x[: options.batch // 4], device="cpu", timeout=5.0)
-    models: dict[str, Callable[[Tensor], Tensor]] = {"naive": on_cpu(layers(), balance, checkpoint="never")}
+    sample = x[: options.batch // 4]
+    balance = list(options.balance or balance_by_time(2, layers(), sample, device="cpu", timeout=5.0))
+    models = {"naive": on_cpu(layers(), balance, checkpoint="never")}
     alone: dict[str, Alone] = {}
-    schedules: dict[str, ScheduleGPipe] = {}
-    for m in options.chunks:
-        how = {"chunks": m, "checkpoint": options.checkpoint}
-        models[f"GPipe m={m}"] = on_cpu(layers(), balance, **how)
-        alone[f"GPipe m={m}"] = Alone(on_cpu(layers(), balance, "graph", **how))
-        if options.checkpoint == "never":  # it knows no checkpointing
-            schedules[f"ScheduleGPipe m={m}"] = ScheduleGPipe(options.size, balance, options.batch, m)
-
-    samples: dict[str, list[float]] = {name: [] for name in (*models, *schedules)}
-    try:
-        for k in range(-WARM_UP, options.rounds):
-            for name, model in models.items():
-                seconds = step(model, x, target)
-                if k >= 0:
-                    samples[name].append(seconds)
-            for one in alone.values():
-                step(one.model, x, target)
-            for name, schedule in schedules.items():
-                seconds = schedule.step()
-                if k >= 0:
-                    samples[name].append(seconds)
-            print(f"\rround {max(0, k + 1)} of {options.rounds}", end="", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except subprocess.SubprocessError as error:
-        raise SystemExit(f"overlap: stopped ({type(error).__name__})") from None
-    finally:
-        for schedule in schedules.values():
-            schedule.close()
-        print(file=sys.stderr)
-
-    costs = {name: one.costs() for name, one in alone.items()}
-    never = options.checkpoint == "never"
-    result = {
-        "what": f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {list(balance)}, "
-        f"{options.checkpoint}",
-        "replay": {name: replay(cost).seconds for name, cost in costs.items()},
-        "replay if it waited": {
-            name: replay(replace(cost, ahead=False)).seconds for name, cost in costs.items() if not never
-        },
-        "seconds": samples,
-    }
-    print(table(result))
-    if options.json is not None:
-        keep(options.json, "overlap", under, result)
+    with ExitStack() as stack:
+        turn: dict[str, Callable[[], float]] = {}
+        for m in options.chunks:
+            how = {"chunks": m, "checkpoint": options.checkpoint}
+            models[f"GPipe m={m}"] = on_cpu(layers(), balance, **how)
+            alone[f"GPipe m={m}"] = Alone(on_cpu(layers(), balance, "graph", **how))
+            if options.checkpoint == "never":  # it knows no checkpointing
+                schedule = stack.enter_context(closing(ScheduleGPipe(options.size, balance, options.batch, m)))
+                turn[f"ScheduleGPipe m={m}"] = schedule.step
+        ways = [*models, *turn]
+        turn |= {way: partial(step, piped, x, target) for way, piped in models.items()}
+        turn |= {f"{way}, each task alone": partial(step, one.model, x, target) for way, one in alone.items()}
+        case = f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {balance}, {options.checkpoint}"
+        for samples in turns(turn, options.rounds, WARM_UP):
+            bounds = {way: _bounds(one.costs(), options.checkpoint) for way, one in alone.items()}
+            yield [
+                Result(case, way, "measured", samples={"step_time": list(samples[way])}, values=bounds.get(way, {}))
+                for way in ways
+            ]
 
 
-def table(result: dict[str, Any], style: str = "simple") -> str:
+def _bounds(costs: Costs, checkpoint: str) -> dict[str, float]:
+    """Return what the schedule allows, and what it would if recomputation waited for its gradient."""
+    bounds = {"replay": replay(costs).seconds}
+    if checkpoint != "never":
+        bounds["replay if it waited"] = replay(replace(costs, ahead=False)).seconds
+    return bounds
+
+
+def table(record: Record, style: str = "simple") -> str:
     """Render medians, quartiles, and medians of the rounds' ratios; of the replay, how much is reached."""
-    from tabulate import tabulate
+    ((case, ways),) = by_case(record).items()
+    rows = [_row(way, ways) for way in ways]
+    headers = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    body = render(headers, [[row[heading] for heading in headers] for row in rows], style)
+    return f"{case}, {len(_seconds(ways['naive']))} rounds\n\n{body}"
 
-    samples, bounds, waited = result["seconds"], result["replay"], result["replay if it waited"]
 
-    def gained(over: str, name: str) -> str:
-        return f"{statistics.median(a / b for a, b in zip(samples[over], samples[name], strict=True)):.2f}"
+def _row(way: str, ways: Mapping[str, Result]) -> dict[str, str]:
+    seconds, values = _seconds(ways[way]), ways[way].values
 
-    rows = []
-    for name, seconds in samples.items():
-        low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
-        theirs = f"Schedule{name}"
-        bound = f"{bounds[name]:.3f}" if name in bounds else ""
-        reached = f"{bounds[name] / median:.0%}" if name in bounds else ""
-        row = {"configuration": name, "step s": f"{median:.3f}", "quartiles": f"{low:.3f}-{high:.3f}",
-               "x naive": gained("naive", name),
-               "x ScheduleGPipe": gained(theirs, name) if theirs in samples else "",
-               "replay s": bound, "reached": reached,
-               "if it waited": f"{waited[name]:.3f}" if name in waited else ""}  # fmt: skip
-        rows.append(row)
-    for column in ("x ScheduleGPipe", "if it waited"):
-        if not any(row[column] for row in rows):
-            for row in rows:
-                del row[column]
-    body = tabulate(rows, headers="keys", disable_numparse=True, tablefmt=style)
-    return f"{result['what']}, {len(samples['naive'])} rounds\n\n{body}"
+    def gained(over: str) -> str:
+        if over not in ways:
+            return ""
+        return f"{statistics.median(a / b for a, b in zip(_seconds(ways[over]), seconds, strict=True)):.2f}"
+
+    low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+    bound, waited = values.get("replay"), values.get("replay if it waited")
+    return {
+        "configuration": way,
+        "step s": f"{median:.3f}",
+        "quartiles": f"{low:.3f}-{high:.3f}",
+        "x naive": gained("naive"),
+        "x ScheduleGPipe": gained(f"Schedule{way}"),
+        "replay s": "" if bound is None else f"{bound:.3f}",
+        "reached": "" if bound is None else f"{bound / median:.0%}",
+        "if it waited": "" if waited is None else f"{waited:.3f}",
+    }
+
+
+def _seconds(one: Result) -> list[float]:
+    return one.samples["step_time"]
 
 
 if __name__ == "__main__":

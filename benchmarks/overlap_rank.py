@@ -2,114 +2,94 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.child import Child, serve
+
+__all__ = ["ScheduleGPipe"]
 
 
 class ScheduleGPipe:
-    """Two processes that wait for a line and then run one step each."""
+    """Two processes that wait to be asked for a step."""
 
     def __init__(self, size: Sequence[int], balance: Sequence[int], batch: int, chunks: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        configuration = json.dumps([list(size), list(balance), batch, chunks])
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
         self._ranks = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "benchmarks.overlap_rank", configuration],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                },
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
+            Child("overlap_rank.py", environment={"RANK": str(rank), "WORLD_SIZE": "2", **address}) for rank in range(2)
         ]
-        for rank in self._ranks:
-            _line(rank.stdout)
+        self._both("build", size, balance, batch, chunks)
 
     def step(self) -> float:
         """Run one step; return the seconds until both ranks were done."""
         began = time.perf_counter()
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write("step\n")
-            rank.stdin.flush()
-        for rank in self._ranks:
-            _line(rank.stdout)
+        self._both("step")
         return time.perf_counter() - began
 
     def close(self) -> None:
+        """End both processes."""
         for rank in self._ranks:
-            rank.kill()
-            rank.communicate()
+            rank.close()
+
+    def _both(self, *request: Any) -> None:
+        for rank in self._ranks:
+            rank.send(*request)
+        for rank in self._ranks:
+            rank.receive()
 
 
-def _line(stream: IO[str] | None) -> str:
-    assert stream is not None
-    line = stream.readline()
-    if not line:
-        raise subprocess.SubprocessError("a rank ended early")
-    return line
+class Flat(nn.Module):
+    """Layers that take and return tensors in a row, as a stage does; the cells pass a tuple."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        output: Tensor | tuple[Tensor, ...] = self.part(tensors if len(tensors) > 1 else tensors[0])
+        return output
 
 
-def main() -> None:
-    """Be one rank: build its partition, then run a step for each line on standard input."""
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining import ScheduleGPipe as Schedule
+class Rank:
+    """Build a partition, then run steps."""
 
-    from reproduce.models import amoebanetd
+    def __call__(self, what: str, *arguments: Any) -> None:
+        try:
+            getattr(self, what)(*arguments)
+        except RuntimeError as error:
+            raise SystemExit(f"ScheduleGPipe: {error}") from None  # or the other rank would wait for this one
 
-    (layers, filters), balance, batch, chunks = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = amoebanetd(layers, filters)
-    part = model[: balance[0]] if rank == 0 else model[balance[0] :]
-    x = torch.randn(batch, 3, 224, 224)
-    target = torch.randint(1000, (batch,))
+    def build(self, size: Sequence[int], balance: Sequence[int], batch: int, chunks: int) -> None:
+        """Meet the other rank, and make this one's layers and data."""
+        import torch.distributed as dist
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining import ScheduleGPipe as Schedule
 
-    class Flat(nn.Module):
-        # A stage takes and returns tensors in a row; the cells pass a tuple.
-        def __init__(self, part: nn.Module) -> None:
-            super().__init__()
-            self.part = part
+        from reproduce.models import amoebanetd
 
-        def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-            output: Tensor | tuple[Tensor, ...] = self.part(tensors if len(tensors) > 1 else tensors[0])
-            return output
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        model = amoebanetd(*size)
+        self.part = model[: balance[0]] if rank == 0 else model[balance[0] :]
+        x, target = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+        self.step_takes: dict[str, Any] = {"target": target, "losses": []} if rank else {}
+        self.inputs = [] if rank else [x]
+        stage = PipelineStage(Flat(self.part), rank, 2, torch.device("cpu"))
+        self.schedule = Schedule(stage, n_microbatches=chunks, loss_fn=nn.functional.cross_entropy)
 
-    stage = PipelineStage(Flat(part), rank, 2, torch.device("cpu"))
-    schedule = Schedule(stage, n_microbatches=chunks, loss_fn=nn.functional.cross_entropy)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        part.zero_grad()
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=target, losses=[])
-        print("done", flush=True)
+    def step(self) -> None:
+        """Run one step with the other rank."""
+        self.part.zero_grad()
+        self.schedule.step(*self.inputs, **self.step_takes)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Rank())

@@ -16,144 +16,135 @@ doing.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import random
 import statistics
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from benchmarks.child import ROOT, Child
-from benchmarks.circumstances import circumstances, keep
+from benchmarks.child import ROOT, Child, children
+from benchmarks.harness import Found, by_case, command, keep, positive, render, start, turns
 from benchmarks.steps_child import MODELS, PRECISIONS
+from reproduce.error import Error
 from reproduce.machine.allocator import keep_freed_memory
-from reproduce.regression.interleave import folder_with_torchgpipe
+from reproduce.records.record import Record, Result, Status
 
-__all__ = ["main", "table"]
+__all__ = ["compare", "main", "table"]
 
 LAYOUTS = ("contiguous", "channels_last")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every combination and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__.splitlines()[0])
-    parser.add_argument("--against", type=folder_with_torchgpipe, metavar="DIR", help="folder with another torchgpipe")
+    parser = command("steps", __doc__, against=False, rounds=20)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--scale", default="full", choices=list(MODELS))
     parser.add_argument("--model", nargs="+", choices=list(MODELS["full"]), help="default: all of the scale")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"])
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["contiguous"])
-    parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 4], metavar="n")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 32], metavar="m")
+    parser.add_argument("--partitions", type=positive, nargs="+", default=[1, 2, 4], metavar="n")
+    parser.add_argument("--chunks", type=positive, nargs="+", default=[1, 4, 32], metavar="m")
     parser.add_argument("--checkpoint", default="except_last", choices=["never", "except_last", "always"])
-    parser.add_argument("--batch", type=int, default=32, help="samples of a mini-batch (default 32)")
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each (default 20)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE, as they come")
+    parser.add_argument("--batch", type=positive, default=32, help="samples of a mini-batch (default 32)")
     options = parser.parse_args(arguments)
-    models = options.model or list(MODELS[options.scale])
-    fits = min(options.chunks) >= 1 and max(options.chunks) <= options.batch
-    if options.rounds < 1 or min(options.partitions) < 1 or not fits:
-        parser.error("--rounds and --partitions must be at least 1, --chunks from 1 to the batch")
-    if missing := [model for model in models if model not in MODELS[options.scale]]:
+    options.model = options.model or list(MODELS[options.scale])
+    if max(options.chunks) > options.batch:
+        parser.error(f"--chunks {max(options.chunks)}: the batch has {options.batch} samples; give at most as many")
+    if missing := [model for model in options.model if model not in MODELS[options.scale]]:
         parser.error(f"--model {missing[0]}: at scale {options.scale} there are {', '.join(MODELS[options.scale])}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; give --device cpu --scale small")
 
     if arguments is None:
         keep_freed_memory()
-    under = circumstances()
-    children = {"plain": Child("steps_child.py", ROOT), "here": Child("steps_child.py", ROOT)}
-    if options.against is not None:
-        children["other"] = Child("steps_child.py", options.against)
-    result: dict[str, Any] = {
-        "what": f"batch {options.batch}, {options.checkpoint}, {options.device}, models at {options.scale} scale",
-        "versions": {name: "plain loop" if name == "plain" else child.version for name, child in children.items()},
-        "cases": {},
-    }
-    order = random.Random(0)
-    try:
-        for model, precision, layout, n, m in itertools.product(
-            models, options.precision, options.layout, options.partitions, options.chunks
-        ):
+    title = f"batch {options.batch}, {options.checkpoint}, {options.device}, models at {options.scale} scale"
+    units = {"step_time": "s", "peak": "bytes", "waits": "1"}
+    record = start(options, "steps", title, units, devices=1, device=options.device)
+    cases = list(
+        itertools.product(options.model, options.precision, options.layout, options.partitions, options.chunks)
+    )
+    keep(record, options.json, measure(options, cases), len(cases), table)
+
+
+def measure(options: Namespace, cases: Sequence[tuple[str, str, str, int, int]]) -> Found:
+    """Yield the results of one combination after another."""
+    with children("steps_child.py", plain=ROOT, here=ROOT, other=options.against) as ways:
+        for model, precision, layout, n, m in cases:
             asked = {"model": model, "scale": options.scale, "precision": precision, "layout": layout, "n": n, "m": m,
                      "batch": options.batch, "checkpoint": options.checkpoint, "device": options.device}  # fmt: skip
-            name = f"{model} {precision} {layout} n={n} m={m}"
-            result["cases"][name] = compare(children, asked, options.rounds, order)
-            if options.json is not None:
-                keep(options.json, "steps", under, result)
-            print(f"\r{name}".ljust(79), end="", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    finally:
-        for child in children.values():
-            child.close()
-        print(file=sys.stderr)
-        if result["cases"]:
-            print(table(result))
+            yield compare(f"{model} {precision} {layout} n={n} m={m}", ways, asked, options.rounds)
 
 
-def compare(children: dict[str, Child], asked: dict[str, Any], rounds: int, order: random.Random) -> dict[str, Any]:
-    """Return the seconds, the peak and the waits of each, or why it cannot run."""
-    found: dict[str, Any] = {name: {"seconds": []} for name in children}
+def compare(case: str, ways: Mapping[str, Child], asked: dict[str, Any], rounds: int) -> list[Result]:
+    """Return the seconds, the peak and the waits of each way, or why it cannot run."""
+    unable: dict[str, str] = {}
 
-    def ask(name: str, what: str, *asked: Any) -> Any:
-        answer = children[name].ask(what, *asked)
-        if isinstance(answer, str):
-            found[name] = {"unable": answer}
-        return answer
+    def ask(way: str, *request: Any) -> Any:
+        if way not in unable:
+            try:
+                return ways[way].ask(*request)
+            except Error as why:
+                unable[way] = str(why)
+        return None
 
-    for name in children:
-        ask(name, "plain" if name == "plain" else "gpipe", asked)
-    for _ in range(rounds):
-        for name in order.sample(list(children), len(children)):
-            if "seconds" in found[name] and not isinstance(seconds := ask(name, "seconds"), str):
-                found[name]["seconds"].append(seconds)
-    for what in ("peak", "waits"):
-        for name in children:
-            if "seconds" in found[name] and not isinstance(count := ask(name, what), str):
-                found[name][what] = count
-    return found
+    for way in ways:
+        ask(way, "plain" if way == "plain" else "gpipe", asked)
+    turn: dict[str, Callable[[], float | None]] = {way: partial(ask, way, "seconds") for way in ways}
+    *_, seconds = turns(turn, rounds)
+    counts = {way: {what: ask(way, what) for what in ("peak", "waits")} for way in ways}
+    results = []
+    for way, child in ways.items():
+        result = Result(case, way, "measured", config={"version": "plain loop" if way == "plain" else child.version})
+        if way in unable:
+            status: Status = "out of memory" if unable[way] == "out of memory" else "failed"
+            result = replace(result, status=status, reason=unable[way])
+        else:
+            samples = {"step_time": [each for each in seconds[way] if each is not None]}
+            known = {what: count for what, count in counts[way].items() if count is not None}
+            result = replace(result, samples=samples, values=known)
+        results.append(result)
+    return results
 
 
-def table(result: dict[str, Any], style: str = "simple") -> str:
+def table(record: Record, style: str = "simple") -> str:
     """Render milliseconds, ratios to ours, peaks and waits; below, each ratio's lowest and geometric mean, and why what
     is left out cannot run."""
-    from tabulate import tabulate
-
-    versions = result["versions"]
+    cases = by_case(record)
+    versions = {way: str(each.config["version"]) for found in cases.values() for way, each in found.items()}
     rows: list[dict[str, str]] = []
-    ratios: dict[str, list[float]] = {name: [] for name in versions if name != "here"}
+    ratios: dict[str, list[float]] = {way: [] for way in versions if way != "here"}
     left_out: dict[str, list[str]] = {}
-    for case, found in result["cases"].items():
+    for case, found in cases.items():
         row = {"case": case}
-        for name, title in versions.items():
-            one = found[name]
-            row[f"{title}, ms"] = "-" if "unable" in one else f"{statistics.median(one['seconds']) * 1e3:.1f}"
-            if "unable" in one:
-                left_out.setdefault(f"{title}: {one['unable']}", []).append(case)
-        for name in ratios:
-            if "seconds" in found[name] and "seconds" in found["here"]:
-                pairs = zip(found[name]["seconds"], found["here"]["seconds"], strict=True)
-                ratios[name].append(statistics.median(theirs / ours for theirs, ours in pairs))
-                row[f"x {versions[name]}"] = f"{ratios[name][-1]:.2f}"
+        seconds = {way: each.samples.get("step_time") for way, each in found.items()}
+        for way, version in versions.items():
+            own = seconds[way]
+            row[f"{version}, ms"] = "-" if own is None else f"{statistics.median(own) * 1e3:.1f}"
+            if own is None:
+                left_out.setdefault(f"{version}: {found[way].reason}", []).append(case)
+        for way in ratios:
+            if (theirs := seconds[way]) is not None and (ours := seconds["here"]) is not None:
+                ratios[way].append(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)))
+                row[f"x {versions[way]}"] = f"{ratios[way][-1]:.2f}"
         for title, key, unit, digits in (("GiB", "peak", 2**30, 2), ("waits", "waits", 1, 0)):
-            values = [found[name].get(key) for name in versions]
+            values = [found[way].values.get(key) for way in versions]
             if any(value is not None for value in values):
                 row[title] = " / ".join("-" if value is None else f"{value / unit:.{digits}f}" for value in values)
         rows.append(row)
+    headers = list(dict.fromkeys(heading for row in rows for heading in row))
     lines = [
-        f"- x {versions[name]}: lowest {min(found):.2f}, geometric mean {statistics.geometric_mean(found):.2f}, "
+        f"- x {versions[way]}: lowest {min(found):.2f}, geometric mean {statistics.geometric_mean(found):.2f}, "
         f"of {len(found)}"
-        for name, found in ratios.items()
+        for way, found in ratios.items()
         if found
     ]
     lines += [f"- {why} ({len(cases)} of {len(rows)})" for why, cases in left_out.items()]
-    body = tabulate(rows, headers="keys", disable_numparse=True, tablefmt=style)
-    return "\n".join([f"{result['what']}\n", f"{body}\n", *lines])
+    body = render(headers, [[row.get(heading, "") for heading in headers] for row in rows], style)
+    return "\n".join([f"{record.title}\n", f"{body}\n", *lines])
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
+from benchmarks.child import serve
 from reproduce.models import amoebanetd, resnet101, unet
 
 __all__ = ["MODELS", "PRECISIONS", "Steps", "plain"]
@@ -89,10 +88,8 @@ class Steps:
         tf32 = asked["precision"] == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         self.autocast = asked["precision"] == "bf16"
-        if self.device.type == "cpu":
-            torch.set_num_threads(1)
-            if hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        if self.device.type == "cpu" and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
         torch.manual_seed(0)
         self.layers = build().to(self.device, memory_format=layout)  # type: ignore[call-overload]
@@ -158,29 +155,20 @@ class Steps:
             torch.cuda.synchronize(self.device)
 
 
-def main() -> None:
-    """Answer requests: [how, configuration] with None or why it cannot be run, then "seconds", "peak", "waits"."""
-    import torchgpipe
+class Server:
+    """Answer [how, configuration] with None once that is ready, then "seconds", "peak" and "waits" of its steps."""
 
-    print(json.dumps(f"torchgpipe {torchgpipe.__version__}"), flush=True)
     ready: Steps | None = None
-    for line in sys.stdin:
-        what, *asked = json.loads(line)
-        answer: Any = None
-        try:
-            if asked:
-                ready = None
-                gc.collect()
-                torch.cuda.empty_cache()
-                ready = Steps(what, *asked)
-            else:
-                answer = getattr(ready, what)()
-        except torch.OutOfMemoryError:
-            answer = "out of memory"
-        except (ValueError, TypeError, RuntimeError) as error:  # another version may lack what is asked for
-            answer = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(json.dumps(answer), flush=True)
+
+    def __call__(self, what: str, *configuration: Any) -> Any:
+        if not configuration:
+            return getattr(self.ready, what)()
+        self.ready = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.ready = Steps(what, *configuration)
+        return None
 
 
 if __name__ == "__main__":
-    main()
+    serve(Server())

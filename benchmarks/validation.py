@@ -10,24 +10,21 @@ slow each other down. Beside it stands what `plan` predicts, which profiles anew
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.circumstances import circumstances, keep
+from benchmarks.harness import Found, by_case, command, keep, render, start, turns
 from benchmarks.pipelines import on_cpu
 from benchmarks.sharing import CPU, busy, replayed
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.models import amoebanetd, unet
+from reproduce.records.record import Record, Result
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import Mode
 from torchgpipe.observe import Task
@@ -38,7 +35,7 @@ from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.replay import Timeline
 from torchgpipe.plan.timing import Seconds, time_step
 
-__all__ = ["MODELS", "SETUPS", "main", "planned", "predictions", "table"]
+__all__ = ["MODELS", "SETUPS", "main", "predictions", "table"]
 
 KINDS = Seconds._fields
 NO_OPTIMIZER = Optimizer(updates=False)
@@ -93,23 +90,32 @@ class Pipeline:
         yield
         self.trace.append((task.kind, task.micro_batch, task.partition, start, perf_counter() - self._start))
 
-    def result(self) -> dict[str, Any]:
+    def result(self, case: str, way: str, planned: Sequence[float]) -> Result:
         """Return what was run and every sample, to the microsecond."""
-        return {
-            "batch_size": self.setup.batch_size,
-            "balance": list(self.setup.balance),
-            "chunks": self.setup.chunks,
-            "checkpoint": self.setup.checkpoint,
-            "seconds": [round(t, 6) for t in self.seconds],
-            "trace": [[*task, round(start, 6), round(end, 6)] for *task, start, end in self.trace],
-        }
+        return Result(
+            case,
+            way,
+            "measured",
+            config={
+                "batch_size": self.setup.batch_size,
+                "balance": list(self.setup.balance),
+                "chunks": self.setup.chunks,
+                "checkpoint": self.setup.checkpoint,
+            },
+            samples={"step_time": _rounded(self.seconds), "planned": _rounded(planned)},
+            values={"trace": [[*event[:3], *_rounded(event[3:])] for event in self.trace]},
+        )
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(t, 6) for t in seconds]
 
 
 class Subject:
     """One model under validation: its profiles by the micro-batch's size, and its configurations."""
 
     def __init__(self, name: str) -> None:
-        model = MODELS[name]
+        self.name, model = name, MODELS[name]
         torch.manual_seed(0)
         self.layers, self.double = model.build(), model.build()
         self.x = torch.rand(model.batch_size, *model.shape)
@@ -142,104 +148,80 @@ class Subject:
         for name, pipeline in self.pipelines.items():
             self.planned.setdefault(name, []).append(predictor.step(pipeline.setup).seconds)
 
-    def result(self) -> dict[str, Any]:
-        """Return every sample, in seconds to the microsecond."""
-
-        def rounds(profiles: Sequence[Seconds], kind: str) -> list[list[float]]:
-            return [[round(t, 6) for t in getattr(one, kind)] for one in profiles]
-
-        return {
-            "profiles": {
-                str(size): {how: {kind: rounds(profiles, kind) for kind in KINDS} for how, profiles in by_how.items()}
-                for size, by_how in self.profiles.items()
-            },
-            "configurations": {
-                name: {**pipeline.result(), "planned": [round(t, 6) for t in self.planned[name]]}
-                for name, pipeline in self.pipelines.items()
-            },
-        }
+    def results(self) -> list[Result]:
+        """Return every sample, in seconds to the microsecond: a result for each size's profiles, and each pipeline."""
+        profiles = [
+            Result(self.name, f"profile of {size}", "measured", config={"size": size}, values={
+                how: {kind: [_rounded(getattr(one, kind)) for one in rounds] for kind in KINDS}
+                for how, rounds in by_how.items()
+            })
+            for size, by_how in self.profiles.items()
+        ]  # fmt: skip
+        return profiles + [one.result(self.name, way, self.planned[way]) for way, one in self.pipelines.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Profile, measure and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.validation", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9, help="how often everything takes its turn (default 9)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
-
+    options = command("validation", __doc__, rounds=9).parse_args(arguments)
     if arguments is None:
         keep_freed_memory()
-    under = circumstances()
-    torch.set_num_threads(1)
-    result: dict[str, Any] = {}
-    try:
-        subjects = {name: Subject(name) for name in MODELS}
-        for k in range(options.rounds):
-            for subject in subjects.values():
-                subject.round()
-            print(f"\rround {k + 1} of {options.rounds}", end="", file=sys.stderr, flush=True)
-            result = {"models": {name: subject.result() for name, subject in subjects.items()}}
-            if options.json is not None:
-                keep(options.json, "validation", under, result)  # nothing that is finished is lost
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    finally:
-        print(file=sys.stderr)
-    print(table(result))
+    units = dict.fromkeys(("step_time", "planned", "trace", "alone", "shared"), "s")
+    record = start(options, "validation", "steps, predicted and real", units, devices=2)
+    keep(record, options.json, measure(options.rounds), options.rounds, table)
 
 
-def predictions(result: dict[str, Any], *, sharing: bool = True) -> dict[str, tuple[Timeline, float]]:
-    """Return each configuration's predicted step, and the median of its measured seconds.
+def measure(rounds: int) -> Found:
+    """Yield all results after each round."""
+    subjects = {name: Subject(name) for name in MODELS}
+    for _ in turns({name: subject.round for name, subject in subjects.items()}, rounds):
+        yield [result for subject in subjects.values() for result in subject.results()]
+
+
+def predictions(record: Record, *, sharing: bool = True) -> dict[str, tuple[Timeline, Result]]:
+    """Return each configuration's predicted step, and the measured ones.
 
     Without `sharing`, partitions do not slow each other down.
     """
     found = {}
-    for name, model in result["models"].items():
-        for which, one in model["configurations"].items():
-            setup = Setup(one["batch_size"], tuple(one["balance"]), one["chunks"], one["checkpoint"])
-            by_how = model["profiles"][str(setup.sizes[0])]
-            alone, shared = _medians(by_how["alone"]), _medians(by_how["shared" if sharing else "alone"])
-            found[f"{name} {which}"] = replayed(alone, shared, setup), statistics.median(one["seconds"])
+    for case, ways in by_case(record).items():
+        profiles = {one.config["size"]: one.values for one in ways.values() if "size" in one.config}
+        for way, one in ways.items():
+            if "size" not in one.config:
+                config = one.config
+                setup = Setup(config["batch_size"], tuple(config["balance"]), config["chunks"], config["checkpoint"])
+                by_how = profiles[setup.sizes[0]]
+                alone, shared = _medians(by_how["alone"]), _medians(by_how["shared" if sharing else "alone"])
+                found[f"{case} {way}"] = replayed(alone, shared, setup), one
     return found
-
-
-def planned(result: dict[str, Any]) -> dict[str, float]:
-    """Return the median of what `plan` predicts for each configuration, where a record has it."""
-    return {
-        f"{name} {which}": statistics.median(one["planned"])
-        for name, model in result["models"].items()
-        for which, one in model["configurations"].items()
-        if "planned" in one
-    }
 
 
 def _medians(rounds: dict[str, list[list[float]]]) -> Seconds:
     return Seconds(*([statistics.median(times) for times in zip(*rounds[kind], strict=True)] for kind in KINDS))
 
 
-def table(result: dict[str, Any], style: str = "simple") -> str:
+def table(record: Record, style: str = "simple") -> str:
     """Render predicted beside measured steps, and the median error beside its target."""
-    from tabulate import tabulate
-
-    found, apart = predictions(result), predictions(result, sharing=False)
+    found, apart = predictions(record), predictions(record, sharing=False)
+    real = {name: statistics.median(one.samples["step_time"]) for name, (_, one) in found.items()}
     columns = {
         "error": {name: timeline.seconds for name, (timeline, _) in found.items()},
         "without sharing": {name: timeline.seconds for name, (timeline, _) in apart.items()},
-        "as plan predicts": planned(result),
+        "as plan predicts": {
+            name: statistics.median(one.samples["planned"])
+            for name, (_, one) in found.items()
+            if "planned" in one.samples
+        },
     }
     columns = {heading: column for heading, column in columns.items() if column}
-    errors = [[column[name] / measured - 1 for name, (_, measured) in found.items()] for column in columns.values()]
+    errors = [[column[name] / seconds - 1 for name, seconds in real.items()] for column in columns.values()]
     rows = [
-        [name, f"{timeline.seconds * 1e3:.0f}", f"{measured * 1e3:.0f}", *(f"{error:+.1%}" for error in pair)]
-        for (name, (timeline, measured)), *pair in zip(found.items(), *errors, strict=True)
+        [name, f"{timeline.seconds * 1e3:.0f}", f"{real[name] * 1e3:.0f}", *(f"{error:+.1%}" for error in each)]
+        for (name, (timeline, _)), *each in zip(found.items(), *errors, strict=True)
     ]
     medians = [f"{statistics.median(map(abs, column)):.1%}" for column in errors]
     rows.append([f"median error, either way (target: {TARGET:.0%})", "", "", *medians])
-    headers = ["configuration", "predicted ms", "measured ms", *columns]
-    rounds = min(len(one["seconds"]) for model in result["models"].values() for one in model["configurations"].values())
-    body = tabulate(rows, headers=headers, disable_numparse=True, tablefmt=style)
+    rounds = min(len(one.samples["step_time"]) for _, one in found.values())
+    body = render(["configuration", "predicted ms", "measured ms", *columns], rows, style)
     return f"{len(found)} configurations, {rounds} rounds\n\n{body}"
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,32 +39,23 @@ def test_the_gate() -> None:
 
 
 # What is counted now; what is said of it.
+ROW = "linear n2m4 never workers"
 DIFFERENCES: list[tuple[dict[Configuration, Counted], list[str]]] = [
     (counted(), []),
-    (counted(nodes=9), ["linear n2m4 never workers: nodes grew from 8 to 9, 1.12 per task"]),
-    (counted(nodes=7), ["linear n2m4 never workers: nodes fell from 8 to 7, 0.88 per task"]),
+    (counted(nodes=9), [f"{ROW}: nodes grew from 8 to 9, 1.12 per task"]),
+    (counted(nodes=7), [f"{ROW}: nodes fell from 8 to 7, 0.88 per task"]),
     (
         counted({"aten.detach.default": 16, "aten.empty.default": 0, "aten.add.Tensor": -2}, operators=14),
-        [
-            "linear n2m4 never workers: operators grew from 12 to 14, 1.75 per task; in all "
-            "-2 aten.add.Tensor, +16 aten.detach.default"
-        ],
+        [f"{ROW}: operators grew from 12 to 14, 1.75 per task; in all -2 aten.add.Tensor, +16 aten.detach.default"],
     ),
-    (counted(kept_bytes=513), ["linear n2m4 never workers: kept bytes grew from 512 to 513"]),
     (
-        counted(threads=2, threads_left=1),
-        [
-            "linear n2m4 never workers: threads grew from 1 to 2",
-            "linear n2m4 never workers: threads left grew from 0 to 1",
-        ],
+        counted(kept_bytes=513, threads=2),
+        [f"{ROW}: kept bytes grew from 512 to 513", f"{ROW}: threads grew from 1 to 2"],
     ),
-    (counted(alive=9), ["linear n2m4 never workers: alive changed from not counted to 9"]),
+    (counted(alive=9), [f"{ROW}: alive changed from not counted to 9"]),
     (
         {OTHER: counted()[HERE]},
-        [
-            "linear n2m4 never graph: counted, but not in counts.json",
-            "linear n2m4 never workers: in counts.json, but no longer counted",
-        ],
+        ["linear n2m4 never graph: counted, but not in counts.json", f"{ROW}: in counts.json, but no longer counted"],
     ),
 ]
 
@@ -116,22 +105,14 @@ def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str], mon
     main([])
 
 
-BROKEN: dict[str, tuple[Any, str]] = {
-    "missing": (None, "counts: counts.json cannot be read (*No such file*); *"),
-    "not JSON": ("{", "counts: counts.json cannot be read (*); *"),
-    "a list": ([1], "counts: counts.json should be an object of objects of whole numbers, *; *"),
-    "a text": ({"linear": {"nodes": "8"}}, "counts: counts.json should be an object of objects of whole numbers, *"),
-}
-
-
-@pytest.mark.parametrize(("content", "said"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_file_is_refused_in_one_line(content: Any, said: str, file: Path) -> None:
+@pytest.mark.parametrize("content", [None, "{", "[1]", '{"linear": {"nodes": "8"}}'])
+def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        file.write_text(content)
     with pytest.raises(SystemExit) as ended:
         main([])
     line = str(ended.value.code)
-    assert all(part in line for part in said.split("*")) and "\n" not in line
+    assert line.startswith(f"counts: {file}") and "\n" not in line
     assert line.endswith("; write it by python -m benchmarks.counts --update")
 
 

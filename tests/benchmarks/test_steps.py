@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ from torch import nn
 from benchmarks.child import ROOT
 from benchmarks.steps import compare, main, table
 from benchmarks.steps_child import Steps
+from reproduce.error import Error
+from reproduce.records.record import Record, Result, load
 
 ASKED = {"scale": "small", "precision": "fp32", "layout": "contiguous", "n": 3, "m": 3, "batch": 6, "device": "cpu"}
 
@@ -57,84 +57,76 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     file = tmp_path / "steps.json"
     what = ["--device=cpu", "--scale=small", "--model=U-Net", "--partitions", "1", "2", "--chunks=2", "--batch=4"]
     main([*what, "--rounds=2", f"--against={ROOT}", f"--json={file}"])
-    kept = json.loads(file.read_text())
-    assert list(kept["cases"]) == ["U-Net fp32 contiguous n=1 m=2", "U-Net fp32 contiguous n=2 m=2"]
-    for case in kept["cases"].values():
-        assert {name: len(found["seconds"]) for name, found in case.items()} == {"plain": 2, "here": 2, "other": 2}
+    kept = load(file)
+    cases = [f"U-Net fp32 contiguous n={n} m=2" for n in (1, 2)]
+    ways = [(result.experiment, result.row, len(result.samples["step_time"])) for result in kept.results]
+    assert ways == [(case, way, 2) for case in cases for way in ("plain", "here", "other")]
     assert table(kept) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--device cpu --chunks 0", "--chunks from 1 to the batch"),
-        ("--device cpu --chunks 8 --batch 4", "--chunks from 1 to the batch"),
-        ("--device cpu --rounds 0", "--rounds and --partitions must be at least 1"),
+        ("--device cpu --chunks 8 --batch 4", "--chunks 8: the batch has 4 samples"),
+        ("--device cpu --partitions 0", "0 is not a whole number of at least 1"),
         ("--device cpu --scale small --model ResNet-101", "ResNet-101: at scale small there are AmoebaNet-D, U-Net"),
-        ("--against /nowhere", "there is no torchgpipe in /nowhere"),
+        ("", "there is no CUDA device here; give --device cpu --scale small"),
     ],
 )
-def test_what_it_refuses(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_refuses(
+    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as raised:
         main(options.split())
     assert raised.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        main([])
-    assert "there is no CUDA device here; give --device cpu --scale small" in capsys.readouterr().err
-
-
-def test_the_table_says_who_could_not_run() -> None:
-    steps = {"seconds": [0.2, 0.2, 0.3], "peak": 2**30, "waits": 0}
-    ours = {"seconds": [0.1, 0.2, 0.2], "peak": 2**29, "waits": 1}
-    result = {
-        "what": "batch 4",
-        "versions": {"plain": "plain loop", "here": "ours", "other": "theirs"},
-        "cases": {
-            "a": {"plain": steps, "here": ours, "other": {"unable": "out of memory"}},
-            "b": {"plain": {"unable": "out of memory"}, "here": ours, "other": steps},
-        },
-    }
-    lines = table(result, "pipe").splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
-    cells = {case: row for case, *row in rows}
-    assert cells["case"] == ["plain loop, ms", "ours, ms", "theirs, ms", "x plain loop", "GiB", "waits", "x theirs"]
-    assert cells["a"] == ["200.0", "200.0", "-", "1.50", "1.00 / 0.50 / -", "0 / 1 / -", ""]
-    assert cells["b"] == ["-", "200.0", "200.0", "", "- / 0.50 / 1.00", "- / 1 / 0", "1.50"]
-    assert lines[0] == "batch 4"
-    assert lines[-4:] == [
-        "- x plain loop: lowest 1.50, geometric mean 1.50, of 1",
-        "- x theirs: lowest 1.50, geometric mean 1.50, of 1",
-        "- theirs: out of memory (1 of 2)",
-        "- plain loop: out of memory (1 of 2)",
-    ]
-
-
 class Answers:
-    """A measuring process that answers what it is told to."""
+    """A measuring process that answers what it is told to, or cannot."""
 
-    def __init__(self, **answers: list[Any]) -> None:
-        self.answers = answers
+    def __init__(self, version: str, **answers: list[Any]) -> None:
+        self.version, self.answers = version, answers
 
     def ask(self, what: str, *asked: Any) -> Any:
-        return self.answers[what].pop(0)
+        answer = self.answers[what].pop(0)
+        if isinstance(answer, str):
+            raise Error(answer)
+        return answer
 
 
-def test_who_fails_on_the_way_is_left_out() -> None:
-    children = {
-        "plain": Answers(plain=[None], seconds=[0.1, "out of memory"]),
-        "here": Answers(gpipe=[None], seconds=[0.2, 0.3, 0.4], peak=[5], waits=[0]),
-        "other": Answers(gpipe=["TypeError: what"]),
-        "another": Answers(gpipe=[None], seconds=[0.1, 0.1, 0.1], peak=["out of memory"]),
+def test_who_fails_is_left_out_and_the_table_says_why() -> None:
+    ways = {
+        "plain": Answers("a loop", plain=[None], seconds=[0.3, 0.2, 0.2], peak=[2**30], waits=[0]),
+        "here": Answers("ours", gpipe=[None], seconds=[0.1, 0.2, 0.2], peak=[2**29], waits=[1]),
+        "other": Answers("theirs", gpipe=["TypeError: what"]),
+        "another": Answers("third", gpipe=[None], seconds=[0.1, "out of memory"]),
+        "one more": Answers("fourth", gpipe=[None], seconds=[0.1, 0.1, 0.1], peak=["out of memory"]),
     }
-    found = compare(children, {}, 3, random.Random(0))  # type: ignore[arg-type]
-    assert found == {
-        "plain": {"unable": "out of memory"},
-        "here": {"seconds": [0.2, 0.3, 0.4], "peak": 5, "waits": 0},
-        "other": {"unable": "TypeError: what"},
-        "another": {"unable": "out of memory"},
+    results = compare("a", ways, {}, 3)  # type: ignore[arg-type]
+    assert {result.row: (result.status, result.reason) for result in results} == {
+        "plain": ("measured", None),
+        "here": ("measured", None),
+        "other": ("failed", "TypeError: what"),
+        "another": ("out of memory", "out of memory"),
+        "one more": ("out of memory", "out of memory"),
     }
+    more = [
+        Result("b", "plain", "out of memory", reason="out of memory", config={"version": "plain loop"}),
+        Result("b", "here", "measured", config={"version": "ours"}, samples={"step_time": [0.2]}),
+        Result("b", "other", "measured", config={"version": "theirs"}, samples={"step_time": [0.3]}),
+    ]
+    record = Record("steps", "batch 4", "measured", {}, [*results[:3], *more])
+    lines = table(record, "pipe").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    assert rows[0] == ["case", "plain loop, ms", "ours, ms", "theirs, ms", "x plain loop", "GiB", "waits", "x theirs"]
+    assert rows[2] == ["a", "200.0", "200.0", "-", "1.00", "1.00 / 0.50 / -", "0 / 1 / -", ""]
+    assert rows[3] == ["b", "-", "200.0", "300.0", "", "", "", "1.50"]
+    assert lines[0] == "batch 4"
+    assert lines[-4:] == [
+        "- x plain loop: lowest 1.00, geometric mean 1.00, of 1",
+        "- x theirs: lowest 1.50, geometric mean 1.50, of 1",
+        "- theirs: TypeError: what (1 of 2)",
+        "- plain loop: out of memory (1 of 2)",
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 
 from benchmarks import validation
 from benchmarks.validation import MODELS, SETUPS, Model, main, predictions, table
+from reproduce.records.record import Record, Result, load
 from torchgpipe.plan.replay import Timeline
 
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "benchmarks" / "validation.json"
@@ -36,11 +36,10 @@ def same_order(timeline: Timeline, trace: Sequence[Sequence[Any]]) -> bool:
     return [tuple(event[:3]) for event in replayed] == [tuple(event[:3]) for event in real]
 
 
-def pairs(result: dict[str, Any]) -> Iterator[tuple[Timeline, list[list[Any]]]]:
+def pairs(record: Record) -> Iterator[tuple[Timeline, list[list[Any]]]]:
     """Yield each configuration's predicted step and the trace of a real one."""
-    traces = [one["trace"] for model in result["models"].values() for one in model["configurations"].values()]
-    for (timeline, _), trace in zip(predictions(result).values(), traces, strict=True):
-        yield timeline, trace
+    for timeline, result in predictions(record).values():
+        yield timeline, result.values["trace"]
 
 
 def tiny() -> nn.Sequential:
@@ -48,7 +47,7 @@ def tiny() -> nn.Sequential:
 
 
 @pytest.fixture
-def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Record:
     """A real run, of a tiny model in more configurations than are validated."""
     monkeypatch.setattr(validation, "MODELS", {"tiny": Model(tiny, (64,), 12)})
     more = [(n, m, mode) for n in (1, 2, 3) for m in (1, 3, 4) for mode in ("never", "except_last", "always")]
@@ -58,47 +57,41 @@ def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         main(["--rounds", "2", "--json", str(tmp_path / "result.json")])
     finally:
         torch.set_num_threads(threads)
-    kept: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+    kept = load(tmp_path / "result.json")
     assert table(kept) in capsys.readouterr().out
     return kept
 
 
-def test_the_order_of_a_real_step(result: dict[str, Any]) -> None:
-    count = 0
-    for timeline, trace in pairs(result):
+def test_a_real_run(record: Record) -> None:
+    """The order of tasks is the replay's, and every sample is kept."""
+    found = list(pairs(record))
+    for timeline, trace in found:
         assert same_order(timeline, trace)
         ends = {(kind, i, j): end for kind, i, j, _, end in trace}
         for kind, i, j, start, _ in trace:
             before = {"forward": j - 1, "backward": j + 1}.get(kind)
             assert start >= ends.get((kind, i, before), 0.0), "nothing starts before what it needs is there"
-        count += 1
-    assert count == 27
+    assert len(found) == 27
+    profiles = [result for result in record.results if "size" in result.config]
+    assert [result.config["size"] for result in profiles] == [3, 4, 12]
+    for result in profiles:
+        lengths = {kind: [len(x) for x in rounds] for kind, rounds in result.values["shared"].items()}
+        assert lengths == {kind: [8, 8] for kind in ("forward", "graph", "backward")}
+    steps = [result.samples for result in record.results if "size" not in result.config]
+    assert len(steps) == 27 and all(len(each["step_time"]) == len(each["planned"]) == 2 for each in steps)
 
 
-def test_every_sample_is_kept(result: dict[str, Any]) -> None:
-    assert result["benchmark"] == "validation" and result["circumstances"]["cores"]
-    model = result["models"]["tiny"]
-    assert list(model["profiles"]) == ["3", "4", "12"]
-    for by_how in model["profiles"].values():
-        assert {kind: [len(x) for x in rounds] for kind, rounds in by_how["shared"].items()} == {
-            kind: [8, 8] for kind in ("forward", "graph", "backward")
-        }
-    assert all(len(one["seconds"]) == len(one["planned"]) == 2 for one in model["configurations"].values())
-
-
-def fabricated(**more: list[float]) -> dict[str, Any]:
-    """A result whose every step is predicted to take two seconds."""
-    profile = {"forward": [[1.0]], "graph": [[1.0]], "backward": [[1.0]]}
-    setups = {"batch_size": 2, "balance": [1], "chunks": 1, "checkpoint": "never", "trace": []}
+def fabricated(**more: list[float]) -> Record:
+    """A record whose every step is predicted to take two seconds."""
+    times = {"forward": [[1.0]], "graph": [[1.0]], "backward": [[1.0]]}
+    profile = Result("tiny", "profile", "measured", config={"size": 2}, values={"alone": times, "shared": times})
+    setup = {"batch_size": 2, "balance": [1], "chunks": 1, "checkpoint": "never"}
     measured = {"a": [2.0, 9.0, 2.0], "b": [1.6, 1.6, 1.6], "c": [4.0, 4.0, 4.0]}
-    return {
-        "models": {
-            "tiny": {
-                "profiles": {"2": {"alone": profile, "shared": profile}},
-                "configurations": {name: {**setups, "seconds": seconds, **more} for name, seconds in measured.items()},
-            }
-        }
-    }
+    results = [
+        Result("tiny", name, "measured", config=setup, samples={"step_time": seconds, **more})
+        for name, seconds in measured.items()
+    ]
+    return Record("validation", "", "measured", {}, [profile, *results])
 
 
 def cells_of(text: str) -> list[list[str]]:
@@ -131,9 +124,8 @@ def test_at_least_twenty_configurations_of_both_models() -> None:
 
 def test_the_committed_traces_are_those_of_the_replay() -> None:
     """Of one step each, so their times are compared loosely: half of the rows within a quarter, all within twice."""
-    result = json.loads(COMMITTED.read_text())
     ratios = []
-    for timeline, trace in pairs(result):
+    for timeline, trace in pairs(load(COMMITTED)):
         assert same_order(timeline, trace)
         ratios.append(timeline.seconds / max(end for *_, end in trace))
     assert len(ratios) == len(MODELS) * len(SETUPS)
@@ -143,14 +135,8 @@ def test_the_committed_traces_are_those_of_the_replay() -> None:
 
 def test_the_committed_median_meets_its_target() -> None:
     """The replay's, and that of what users get."""
-    headings, *_, last = cells_of(table(json.loads(COMMITTED.read_text()), "pipe"))
+    headings, *_, last = cells_of(table(load(COMMITTED), "pipe"))
     medians = dict(zip(headings, last, strict=True))
     assert medians["configuration"] == "median error, either way (target: 10%)"
     for heading in ("error", "as plan predicts"):
         assert 0 < float(medians[heading].rstrip("%")) <= 10
-
-
-def test_a_wrong_number_of_rounds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--rounds", "0"])
-    assert "--rounds must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""What all benchmarks share: options, turns, and a record that is rewritten as results come.
+
+A benchmark has cases, and in each of them several *ways* to do the same work take turns: engines, versions, a plain
+loop. Its record has a result for each: the case is the result's experiment, the way its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tabulate
+import torch
+from msgspec.structs import replace
+
+from reproduce.cli.interrupt import interruptible
+from reproduce.error import Error
+from reproduce.machine.allocator import kept
+from reproduce.machine.description import load_average, machine, versions
+from reproduce.machine.git import checkout
+from reproduce.records.record import FREED_MEMORY, Record, Result, Run, save
+from reproduce.regression.interleave import folder_with_torchgpipe
+from reproduce.run.progress import Progress
+from reproduce.run.recorder import now, prepare_folder
+
+__all__ = ["Found", "by_case", "command", "keep", "positive", "render", "start", "turns"]
+
+T = TypeVar("T")
+Found = Generator[Sequence[Result], None, None]
+"""Results as they come: those that are new, or have more samples."""
+
+
+def command(
+    name: str, doc: str, *, against: bool | None = None, json: bool = True, **defaults: int
+) -> argparse.ArgumentParser:
+    """Return the parser of `python -m benchmarks.NAME`.
+
+    Of the common options it takes `--against` unless that is None (and demands it where True), `--json`, and `--rounds`
+    and `--steps` where they have a default.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
+    if against is not None:
+        parser.add_argument("--against", type=folder_with_torchgpipe, metavar="DIR", required=against,
+                            help="folder with another torchgpipe")  # fmt: skip
+    for option, default in defaults.items():
+        what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
+        parser.add_argument(f"--{option}", type=positive, default=default, help=f"{what} (default {default})")
+    if json:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE, as they come")
+    return parser
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1 from a command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def start(
+    options: argparse.Namespace, name: str, title: str, unit: dict[str, str], *, devices: int, device: str = "cpu"
+) -> Record:
+    """Return a record without results, which knows machine and options; each CPU device has one thread from now on."""
+    if options.json is not None:
+        try:
+            prepare_folder(options.json.absolute().parent, "--json")
+        except Error as error:
+            raise SystemExit(str(error)) from None
+    given = {key: value for key, value in vars(options).items() if not isinstance(value, Path) and value is not None}
+    run = Run(
+        state="running",
+        command=["python", "-m", f"benchmarks.{name}"],  # without the paths of a machine; the rest is in the settings
+        seed=0,
+        started=now(),
+        ended=None,
+        device=device,
+        devices=devices,
+        threads_per_device=1 if device == "cpu" else None,
+        machine=machine(),
+        versions=versions(),
+        git=checkout(),
+        load=load_average(),
+        settings={**given, FREED_MEMORY: "kept" if kept() else "as the C library does"},
+    )
+    torch.set_num_threads(1)
+    return Record(name, title, "measured", unit, [], run=run)
+
+
+def turns(steps: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> Generator[dict[str, list[T]]]:
+    """Run a step of each way per round, in an order that is drawn anew; yield all samples after each round."""
+    order = random.Random(0)
+    samples: dict[str, list[T]] = {way: [] for way in steps}
+    for k in range(-warm_up, rounds):
+        for way in order.sample(list(steps), len(steps)):
+            sample = steps[way]()
+            if k >= 0:
+                samples[way].append(sample)
+        if k >= 0:
+            yield samples
+
+
+def by_case(record: Record) -> dict[str, dict[str, Result]]:
+    """Return a record's results by case and way."""
+    found: dict[str, dict[str, Result]] = {}
+    for result in record.results:
+        found.setdefault(result.experiment, {})[result.row] = result
+    return found
+
+
+def keep(record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]) -> Record:
+    """Add what is `found`, in so many parts, to a record, and rewrite its file each time; at the end print the table.
+
+    Ctrl-C, or an error of a measuring process, ends the program; what is finished is printed and kept all the same.
+    """
+    results = {(result.experiment, result.row): result for result in record.results}
+    progress = Progress()
+    why: tuple[int, str] | None = None  # it is not finished: an exit code and a line
+
+    def so_far(state: Literal["running", "finished", "interrupted"]) -> Record:
+        assert record.run is not None
+        ended = None if state == "running" else now()
+        return replace(record, results=list(results.values()), run=replace(record.run, state=state, ended=ended))
+
+    try:
+        with interruptible() as check, closing(found):
+            progress.show(f"0 of {total}")
+            for number, part in enumerate(found, 1):
+                results |= {(result.experiment, result.row): result for result in part}
+                if path is not None:
+                    save(so_far("running"), path)
+                progress.show(f"{number} of {total}")
+                check()
+    except KeyboardInterrupt:
+        why = 130, "interrupted"
+    except Error as error:
+        why = error.exit_code, str(error)
+    progress.clear()
+    record = so_far("finished" if why is None else "interrupted")
+    if results:
+        print(table(record))
+        if path is not None:
+            save(record, path)
+    if why is not None:
+        where = "nowhere, as nothing is" if not results else "above" if path is None else f"in {path}"
+        print(f"{record.name}: {why[1]}; what is finished is {where}", file=sys.stderr)
+        raise SystemExit(why[0])
+    return record
+
+
+def render(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str, **more: Any) -> str:
+    """Return a table in one of tabulate's styles."""
+    tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
+    return tabulate.tabulate(rows, headers, disable_numparse=True, tablefmt=style, **more)

@@ -1,0 +1,133 @@
+"""The harness: options, turns, and that nothing finished is lost, whatever ends a benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.child import Child
+from benchmarks.harness import Found, command, keep, start, turns
+from reproduce.error import Error
+from reproduce.records.record import Record, Result, load
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--against . --rounds 0", "--rounds: 0 is not a whole number of at least 1"),
+        ("--against . --steps x", "--steps: x is not a whole number of at least 1"),
+        ("--against /nowhere", "there is no torchgpipe in /nowhere"),
+        ("", "--against"),
+    ],
+)
+def test_what_every_benchmark_refuses(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("one", "A question.", against=True, rounds=2, steps=3).parse_args(line.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_ways_take_turns_and_warm_up() -> None:
+    order: list[str] = []
+
+    def step(way: str) -> Callable[[], int]:
+        return lambda: order.append(way) or len(order)  # type: ignore[func-returns-value]
+
+    *_, samples = turns({way: step(way) for way in "abc"}, rounds=20, warm_up=1)
+    rounds = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert len(rounds) == 21 and all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) > 1, "the order is drawn anew"
+    assert sorted(chain(*samples.values())) == list(range(4, 64))
+
+
+def begun(path: Path | None, **more: Any) -> Record:
+    options = command("one", "A question.").parse_args([] if path is None else ["--json", str(path)])
+    vars(options).update(more)
+    return start(options, "one", "a title", {"time": "s"}, devices=2)
+
+
+def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
+    run = begun(tmp_path / "new" / "one.json", against=Path("/somewhere"), chunks=[2, 4]).run
+    assert run is not None and run.state == "running" and run.machine.cores >= 1 and run.versions["torch"]
+    assert run.settings["chunks"] == [2, 4] and "freed_memory" in run.settings
+    assert torch.get_num_threads() == run.threads_per_device == 1
+    assert not {"json", "against"} & run.settings.keys() and str(tmp_path) not in str(run.command)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"--json .*file: cannot be written"):
+        begun(tmp_path / "file" / "one.json")
+
+
+# What ends a benchmark after its first case, the exit code, and the record's state.
+ENDS: dict[str, tuple[BaseException | None, int | None, str]] = {
+    "nothing": (None, None, "finished"),
+    "Ctrl-C": (KeyboardInterrupt(), 130, "interrupted"),
+    "a child": (Error("the measuring process ended"), 1, "interrupted"),
+    "a bug": (ZeroDivisionError(), None, "running"),
+}
+
+
+@pytest.mark.parametrize(("ending", "code", "state"), ENDS.values(), ids=ENDS)
+def test_what_is_finished_is_kept(
+    ending: BaseException | None, code: int | None, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.json"
+    states: list[str] = []
+
+    def found() -> Found:
+        yield [Result("case", "way", "measured", samples={"time": [1.0]})]
+        states.append(json.loads(path.read_text())["run"]["state"])
+        if ending is not None:
+            raise ending
+        yield [Result("case", "way", "measured", samples={"time": [1.0, 2.0]})]
+
+    try:
+        keep(begun(path), path, found(), 2, lambda record: f"{len(record.results)} results")
+        assert ending is None
+    except (SystemExit, ZeroDivisionError) as error:
+        assert getattr(error, "code", None) == code and ending is not None
+    record = load(path)
+    assert states == ["running"] and record.run is not None and record.run.state == state
+    assert [result.samples["time"] for result in record.results] == [[1.0] if ending else [1.0, 2.0]]
+    assert [file.name for file in tmp_path.iterdir()] == ["one.json"]
+    if state != "running":
+        assert capsys.readouterr().out == "1 results\n"
+
+
+def test_without_a_result_no_file_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def found() -> Found:
+        raise Error("what it is")
+        yield []
+
+    with pytest.raises(SystemExit):
+        keep(begun(tmp_path / "one.json"), tmp_path / "one.json", found(), 1, str)
+    assert not list(tmp_path.iterdir()) and "one: what it is" in capsys.readouterr().err
+
+
+def test_a_child_says_why_it_has_no_answer_and_goes_on() -> None:
+    child = Child("machinery_child.py")
+    try:
+        assert child.version.startswith("torchgpipe ")
+        with pytest.raises(Error, match=r"TypeError: .*argument"):
+            child.ask("too few")
+        assert len(child.ask(2, 1, 1, "never")) == 2
+        child._process.kill()
+        for _ in range(2):
+            with pytest.raises(Error, match="the measuring process ended with exit code -9"):
+                child.ask(1, 1, 1, "never")
+    finally:
+        child.close()
