@@ -18,8 +18,6 @@ import torch
 
 from reproduce.error import Error
 
-__all__ = ["ROOT", "Child", "children", "serve"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pipelines import ENGINES, on_cpu
+from benchmarks.pipelines import ENGINES, evenly, on_cpu
 from benchmarks.tally import Tally, tallied
 from reproduce.models import unet
 from torchgpipe.checkpoint import Mode, checkpointed
-
-__all__ = ["CONFIGURATIONS", "PER_TASK", "Configuration", "Counted", "Counts", "count"]
 
 
 class Model(NamedTuple):
@@ -110,8 +108,7 @@ def count(configuration: Configuration) -> Counted:
     with _undisturbed(), tallied() as tally:
         plain = _step(_Plain(build(), m, checkpointed(checkpoint, m)), x, tally)
         layers = build()
-        balance = [len(part) for part in torch.arange(len(layers)).chunk(n)]
-        piped = _step(on_cpu(layers, balance, engine, chunks=m, checkpoint=checkpoint, **options), x, tally)
+        piped = _step(on_cpu(layers, evenly(layers, n), engine, chunks=m, checkpoint=checkpoint, **options), x, tally)
         gc.collect()
         left = tally.left()
     added = piped.operators.copy()

@@ -22,9 +22,9 @@ from reproduce.error import Error
 from reproduce.records.decode import decode, read_json
 from reproduce.records.record import write_atomically
 
-__all__ = ["FILE", "advice", "differences", "read", "tables", "write"]
-
 FILE = Path(__file__).with_name("counts.json")
+
+ADVICE = f"If this is meant, run python -m benchmarks.counts --update, and commit benchmarks/{FILE.name}."
 
 File = Mapping[str, Mapping[str, int]]
 
@@ -62,13 +62,6 @@ def _difference(
 
 def _told(number: int | None) -> str:
     return "not counted" if number is None else str(number)
-
-
-def advice(lines: Sequence[str]) -> str:
-    """Say what to do about differences."""
-    only_fell = all(" fell from " in line for line in lines)
-    why = "Nothing grew; so that it stays so" if only_fell else "If this is meant"
-    return f"{why}, run python -m benchmarks.counts --update, and commit benchmarks/{FILE.name}."
 
 
 def read(path: Path) -> File:
@@ -121,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.update:
         write(FILE, counted)
     elif lines := differences(file, counted):
-        raise SystemExit("\n".join(["", *lines, advice(lines)]))
+        raise SystemExit("\n".join(["", *lines, ADVICE]))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,6 @@ from torchgpipe.checkpoint import Mode
 from torchgpipe.relay import Relay
 from torchgpipe.task_graph import TaskGraph
 
-__all__ = ["IDEAS", "Idea", "Way", "main", "table"]
-
 
 @dataclass(frozen=True)
 class Way:
@@ -107,55 +105,29 @@ LONG = Way("workers", "never", long=True, m=4)
 LONG_ALWAYS = Way("workers", "always", long=True, m=4)
 
 IDEAS = [
-    Idea(
-        "a thread per partition, forward and backward",
-        "up to 2·m/(m + 1) on two cores: 1.6 times as fast",
-        "kept for several CPU partitions",
-        LONG,
-        replace(LONG, engine="graph"),
-    ),
-    Idea(
-        "a thread per partition for short tasks, too",
-        "each hand-over wakes a thread, and the threads share Python's lock: slower",
-        "kept: no engine is chosen by what steps take; engine='graph' is there for such tasks",
-        replace(SHORT, engine="workers"),
-        SHORT,
-    ),
-    Idea(
-        "in one place, with nothing to recompute, the layers' own graph is the pipeline's",
-        "no node, no tie and no call of the autograd engine for each task",
-        "kept; across devices tasks are nodes with ties, as autograd has a thread for each",
-        SHORT,
-        replace(SHORT, engine="across"),
-    ),
-    Idea(
-        "recomputation before the gradient arrives",
-        "a recomputation less on the critical path for every partition but the last",
-        "kept",
-        LONG_ALWAYS,
-        replace(LONG_ALWAYS, undone=_recomputes_with_the_gradient),
-    ),
-    Idea(
-        "a partition is at most one task ahead of the next",
-        "no gain in time; fewer gradients and skips alive at once",
-        "kept, for memory",
-        LONG,
-        replace(LONG, undone=lambda: patch.object(Relay, "LEAD", 1000)),
-    ),
-    Idea(
-        "a recomputation waits until its gradient is being made, and the one before it was taken",
-        "no loss of time; fewer working sets alive at once",
-        "kept, for memory",
-        LONG_ALWAYS,
-        replace(LONG_ALWAYS, undone=_recomputes_at_once),
-    ),
-    Idea(
-        "the autograd engine called without torch.autograd.backward's checks",
-        "some Python work less for each checkpointed task",
-        "kept",
-        SHORT_ALWAYS,
-        replace(SHORT_ALWAYS, undone=_with_autograds_checks),
-    ),
+    Idea("a thread per partition, forward and backward",
+         "up to 2·m/(m + 1) on two cores: 1.6 times as fast", "kept for several CPU partitions",
+         LONG, replace(LONG, engine="graph")),
+    Idea("a thread per partition for short tasks, too",
+         "each hand-over wakes a thread, and the threads share Python's lock: slower",
+         "kept: no engine is chosen by what steps take; engine='graph' is there for such tasks",
+         replace(SHORT, engine="workers"), SHORT),
+    Idea("in one place, with nothing to recompute, the layers' own graph is the pipeline's",
+         "no node, no tie and no call of the autograd engine for each task",
+         "kept; across devices tasks are nodes with ties, as autograd has a thread for each",
+         SHORT, replace(SHORT, engine="across")),
+    Idea("recomputation before the gradient arrives",
+         "a recomputation less on the critical path for every partition but the last", "kept",
+         LONG_ALWAYS, replace(LONG_ALWAYS, undone=_recomputes_with_the_gradient)),
+    Idea("a partition is at most one task ahead of the next",
+         "no gain in time; fewer gradients and skips alive at once", "kept, for memory",
+         LONG, replace(LONG, undone=lambda: patch.object(Relay, "LEAD", 1000))),
+    Idea("a recomputation waits until its gradient is being made, and the one before it was taken",
+         "no loss of time; fewer working sets alive at once", "kept, for memory",
+         LONG_ALWAYS, replace(LONG_ALWAYS, undone=_recomputes_at_once)),
+    Idea("the autograd engine called without torch.autograd.backward's checks",
+         "some Python work less for each checkpointed task", "kept",
+         SHORT_ALWAYS, replace(SHORT_ALWAYS, undone=_with_autograds_checks)),
     Idea("the calling thread in place of workers where the first steps' tasks were short",
          "the faster of both engines for every model", "dropped: steps differed, by how busy the machine was"),
     Idea("threads that take turns by a baton, so that Python's lock is not fought over",

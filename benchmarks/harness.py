@@ -28,8 +28,6 @@ from reproduce.regression.interleave import folder_with_torchgpipe
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import now, prepare_folder
 
-__all__ = ["Found", "by_case", "command", "keep", "positive", "render", "start", "turns"]
-
 T = TypeVar("T")
 Found = Generator[Sequence[Result], None, None]
 """Results as they come: those that are new, or have more samples."""
@@ -146,8 +144,9 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
         if path is not None:
             save(record, path)
     if why is not None:
-        where = "nowhere, as nothing is" if not results else "above" if path is None else f"in {path}"
-        print(f"{record.name}: {why[1]}; what is finished is {where}", file=sys.stderr)
+        where = "shown above" if path is None else f"in {path}"
+        left = f"what is finished is {where}" if results else "nothing is finished"
+        print(f"{record.name}: {why[1]}; {left}", file=sys.stderr)
         raise SystemExit(why[0])
     return record
 

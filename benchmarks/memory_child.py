@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.child import serve
-from benchmarks.pipelines import on_cpu
+from benchmarks.pipelines import evenly, on_cpu
 from reproduce.models import amoebanetd, unet
 from reproduce.run.live_bytes import LiveBytes
 
@@ -34,13 +34,12 @@ def measure(model: str, n: int, m: int, mode: str, engine: str | None) -> int:
     torch.manual_seed(0)
     build, shape, samples = MODELS[model]
     layers = build()
-    counts = [len(part) for part in torch.arange(len(layers)).chunk(n)]
     counter = LiveBytes(1)
     x = torch.randn(m * samples, *shape)
     counter.add([x, *layers.parameters(), *layers.buffers()], 0)
     gc.collect()
     with _watched_threads(counter), counter.watch(0):
-        piped: Any = on_cpu(layers, counts, engine, chunks=m, checkpoint=mode)
+        piped: Any = on_cpu(layers, evenly(layers, n), engine, chunks=m, checkpoint=mode)
         for _ in range(STEPS):
             piped(x).square().mean().backward()
             layers.zero_grad()

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from benchmarks.child import Child, serve
 
-__all__ = ["ScheduleGPipe"]
-
 
 class ScheduleGPipe:
     """Two processes that wait to be asked for a step."""

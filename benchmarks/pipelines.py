@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchgpipe import GPipe
 
-__all__ = ["ENGINES", "on_cpu"]
-
 ENGINES = ("graph", "across", "workers")
+
+
+def evenly(layers: nn.Sequential, n: int) -> list[int]:
+    """Return a balance with about as many layers in each of `n` partitions."""
+    return [len(part) for part in torch.arange(len(layers)).chunk(n)]
 
 
 def on_cpu(layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any) -> GPipe:

@@ -29,8 +29,6 @@ from reproduce.regression.main import measure
 from reproduce.regression.trees import trees
 from reproduce.tables.benchmark_block import BENCHMARKS
 
-__all__ = ["main", "order", "prove", "table"]
-
 DELAY = 0.1
 Measure = Callable[[Settings], Judgement]
 

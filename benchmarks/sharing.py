@@ -19,8 +19,6 @@ from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.plan.timing import Seconds, time_step
 from torchgpipe.schedule import overlaps
 
-__all__ = ["CPU", "busy", "replayed"]
-
 CPU = torch.device("cpu")
 SETTLED = 10
 """Replays after which tasks' times and overlaps hardly change."""

@@ -33,8 +33,6 @@ from reproduce.error import Error
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.records.record import Record, Result, Status
 
-__all__ = ["compare", "main", "table"]
-
 LAYOUTS = ("contiguous", "channels_last")
 
 

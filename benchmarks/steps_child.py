@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
 from benchmarks.child import serve
+from benchmarks.pipelines import evenly
 from reproduce.models import amoebanetd, resnet101, unet
-
-__all__ = ["MODELS", "PRECISIONS", "Steps", "plain"]
 
 Model = tuple[Callable[[], nn.Sequential], tuple[int, ...]]  # layers, the shape of a sample
 MODELS: dict[str, dict[str, Model]] = {
@@ -94,7 +93,7 @@ class Steps:
         torch.manual_seed(0)
         self.layers = build().to(self.device, memory_format=layout)  # type: ignore[call-overload]
         self.x = torch.rand(asked["batch"], *shape).to(self.device, memory_format=layout)
-        balance = [len(part) for part in torch.arange(len(self.layers)).chunk(asked["n"])]
+        balance = evenly(self.layers, asked["n"])
         m, mode = asked["m"], asked["checkpoint"]
         self.model: Callable[[Tensor], Tensor]
         if how == "plain":

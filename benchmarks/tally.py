@@ -30,8 +30,6 @@ from benchmarks.waits import Replacement, reads, waits
 from reproduce.run.live_bytes import LiveBytes
 from torchgpipe.plan.operators import tensors_in
 
-__all__ = ["Tally", "tallied"]
-
 PATIENCE = 120.0
 """Seconds that a thread gets to come to rest, or to end; on however busy a machine, only a fault takes as long."""
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,6 @@ from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.replay import Timeline
 from torchgpipe.plan.timing import Seconds, time_step
 
-__all__ = ["MODELS", "SETUPS", "main", "predictions", "table"]
-
 KINDS = Seconds._fields
 NO_OPTIMIZER = Optimizer(updates=False)
 WARM_UP = 2  # steps: the first starts the workers
@@ -44,8 +43,7 @@ TARGET = 0.10
 """The median error that is aimed at."""
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A model to validate with, an input's shape, and the samples of a mini-batch."""
 
     build: Callable[[], nn.Sequential]

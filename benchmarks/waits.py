@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replacement", "reads", "waits"]
-
 Replacement = tuple[Any, str, Any]
 """An object, an attribute of it, and what shall stand there."""
 

@@ -9,7 +9,7 @@ import pytest
 
 import benchmarks.counts
 from benchmarks.counted_step import CONFIGURATIONS, Configuration, Counted, Counts, count
-from benchmarks.counts import FILE, advice, differences, main, read, tables, write
+from benchmarks.counts import ADVICE, FILE, differences, main, read, tables, write
 
 HERE = Configuration("linear", 2, 4, "never", "workers")
 OTHER = Configuration("linear", 2, 4, "never", "graph")
@@ -35,7 +35,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_gate() -> None:
     lines = differences(read(FILE), {configuration: count(configuration) for configuration in CONFIGURATIONS})
-    assert not lines, "\n".join(["", *lines, advice(lines)])
+    assert not lines, "\n".join(["", *lines, ADVICE])
 
 
 # What is counted now; what is said of it.
@@ -64,19 +64,6 @@ DIFFERENCES: list[tuple[dict[Configuration, Counted], list[str]]] = [
 def test_differences(now: dict[Configuration, Counted], lines: list[str], file: Path) -> None:
     write(file, counted())
     assert differences(read(file), now) == lines
-
-
-@pytest.mark.parametrize(
-    ("lines", "start"),
-    [
-        (["x: nodes grew from 1 to 2"], "If this is meant, run "),
-        (["x: nodes fell from 2 to 1", "x: waits grew from 1 to 2"], "If this is meant, run "),
-        (["x: nodes fell from 2 to 1", "x: counted, but not in counts.json"], "If this is meant, run "),
-        (["x: nodes fell from 2 to 1"], "Nothing grew; so that it stays so, run "),
-    ],
-)
-def test_advice(lines: list[str], start: str) -> None:
-    assert advice(lines) == f"{start}python -m benchmarks.counts --update, and commit benchmarks/counts.json."
 
 
 def test_tables_fit_80_columns() -> None:
