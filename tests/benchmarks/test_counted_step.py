@@ -34,11 +34,6 @@ def unchanged() -> dict[Configuration, Counted]:
     return {configuration: count(configuration) for configuration in CONFIGURATIONS}
 
 
-def test_a_second_count_is_the_same(unchanged: dict[Configuration, Counted]) -> None:
-    again = {configuration: count(configuration) for configuration in CONFIGURATIONS}
-    assert again == unchanged
-
-
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_counts_are_of_what_ran(configuration: Configuration, unchanged: dict[Configuration, Counted]) -> None:
     counts = unchanged[configuration].counts

