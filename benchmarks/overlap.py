@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.keep_freed_memory and arguments is None:
         keep_freed_memory()
 
-    units = {"step_time": "s", "replay": "s", "replay if it waited": "s"}
+    units = {"time": "s", "replay": "s", "replay if it waited": "s"}
     record = start(options, "overlap", "what overlap gains", units, devices=2)
     keep(record, options.json, measure(options), options.rounds, table)
 
@@ -122,7 +122,7 @@ def measure(options: Namespace) -> Found:
         for samples in turns(turn, options.rounds, WARM_UP):
             bounds = {way: _bounds(one.costs(), options.checkpoint) for way, one in alone.items()}
             yield [
-                Result(case, way, "measured", samples={"step_time": list(samples[way])}, values=bounds.get(way, {}))
+                Result(case, way, "measured", samples={"time": list(samples[way])}, values=bounds.get(way, {}))
                 for way in ways
             ]
 
@@ -167,7 +167,7 @@ def _row(way: str, ways: Mapping[str, Result]) -> dict[str, str]:
 
 
 def _seconds(one: Result) -> list[float]:
-    return one.samples["step_time"]
+    return one.samples["time"]
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         keep_freed_memory()
     title = f"batch {options.batch}, {options.checkpoint}, {options.device}, models at {options.scale} scale"
-    units = {"step_time": "s", "peak": "bytes", "waits": "1"}
+    units = {"time": "s", "peak": "bytes", "waits": "1"}
     record = start(options, "steps", title, units, devices=1, device=options.device)
     cases = list(
         itertools.product(options.model, options.precision, options.layout, options.partitions, options.chunks)
@@ -101,7 +101,7 @@ def compare(case: str, ways: Mapping[str, Child], asked: dict[str, Any], rounds:
             status: Status = "out of memory" if unable[way] == "out of memory" else "failed"
             result = replace(result, status=status, reason=unable[way])
         else:
-            samples = {"step_time": [each for each in seconds[way] if each is not None]}
+            samples = {"time": [each for each in seconds[way] if each is not None]}
             known = {what: count for what, count in counts[way].items() if count is not None}
             result = replace(result, samples=samples, values=known)
         results.append(result)
@@ -118,7 +118,7 @@ def table(record: Record, style: str = "simple") -> str:
     left_out: dict[str, list[str]] = {}
     for case, found in cases.items():
         row = {"case": case}
-        seconds = {way: each.samples.get("step_time") for way, each in found.items()}
+        seconds = {way: each.samples.get("time") for way, each in found.items()}
         for way, version in versions.items():
             own = seconds[way]
             row[f"{version}, ms"] = "-" if own is None else f"{statistics.median(own) * 1e3:.1f}"

@@ -100,7 +100,7 @@ class Pipeline:
                 "chunks": self.setup.chunks,
                 "checkpoint": self.setup.checkpoint,
             },
-            samples={"step_time": _rounded(self.seconds), "planned": _rounded(planned)},
+            samples={"time": _rounded(self.seconds), "planned": _rounded(planned)},
             values={"trace": [[*event[:3], *_rounded(event[3:])] for event in self.trace]},
         )
 
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command("validation", __doc__, rounds=9).parse_args(arguments)
     if arguments is None:
         keep_freed_memory()
-    units = dict.fromkeys(("step_time", "planned", "trace", "alone", "shared"), "s")
+    units = dict.fromkeys(("time", "planned", "trace", "alone", "shared"), "s")
     record = start(options, "validation", "steps, predicted and real", units, devices=2)
     keep(record, options.json, measure(options.rounds), options.rounds, table)
 
@@ -200,7 +200,7 @@ def _medians(rounds: dict[str, list[list[float]]]) -> Seconds:
 def table(record: Record, style: str = "simple") -> str:
     """Render predicted beside measured steps, and the median error beside its target."""
     found, apart = predictions(record), predictions(record, sharing=False)
-    real = {name: statistics.median(one.samples["step_time"]) for name, (_, one) in found.items()}
+    real = {name: statistics.median(one.samples["time"]) for name, (_, one) in found.items()}
     columns = {
         "error": {name: timeline.seconds for name, (timeline, _) in found.items()},
         "without sharing": {name: timeline.seconds for name, (timeline, _) in apart.items()},
@@ -218,7 +218,7 @@ def table(record: Record, style: str = "simple") -> str:
     ]
     medians = [f"{statistics.median(map(abs, column)):.1%}" for column in errors]
     rows.append([f"median error, either way (target: {TARGET:.0%})", "", "", *medians])
-    rounds = min(len(one.samples["step_time"]) for _, one in found.values())
+    rounds = min(len(one.samples["time"]) for _, one in found.values())
     body = render(["configuration", "predicted ms", "measured ms", *columns], rows, style)
     return f"{len(found)} configurations, {rounds} rounds\n\n{body}"
 

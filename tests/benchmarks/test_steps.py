@@ -63,7 +63,7 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     main([*what, "--rounds=2", f"--against={ROOT}", f"--json={file}"])
     kept = load(file)
     cases = [f"U-Net fp32 contiguous n={n} m=2" for n in (1, 2)]
-    ways = [(result.experiment, result.row, len(result.samples["step_time"])) for result in kept.results]
+    ways = [(result.experiment, result.row, len(result.samples["time"])) for result in kept.results]
     assert ways == [(case, way, 2) for case in cases for way in ("plain", "here", "other")]
     assert table(kept) in capsys.readouterr().out
 
@@ -118,8 +118,8 @@ def test_who_fails_is_left_out_and_the_table_says_why() -> None:
     }
     more = [
         Result("b", "plain", "out of memory", reason="out of memory", config={"version": "plain loop"}),
-        Result("b", "here", "measured", config={"version": "ours"}, samples={"step_time": [0.2]}),
-        Result("b", "other", "measured", config={"version": "theirs"}, samples={"step_time": [0.3]}),
+        Result("b", "here", "measured", config={"version": "ours"}, samples={"time": [0.2]}),
+        Result("b", "other", "measured", config={"version": "theirs"}, samples={"time": [0.3]}),
     ]
     record = Record("steps", "batch 4", "measured", {}, [*results[:3], *more])
     lines = table(record, "pipe").splitlines()

@@ -78,7 +78,7 @@ def test_a_real_run(record: Record) -> None:
         lengths = {kind: [len(x) for x in rounds] for kind, rounds in result.values["shared"].items()}
         assert lengths == {kind: [8, 8] for kind in ("forward", "graph", "backward")}
     steps = [result.samples for result in record.results if "size" not in result.config]
-    assert len(steps) == 27 and all(len(each["step_time"]) == len(each["planned"]) == 2 for each in steps)
+    assert len(steps) == 27 and all(len(each["time"]) == len(each["planned"]) == 2 for each in steps)
 
 
 def fabricated(**more: list[float]) -> Record:
@@ -88,7 +88,7 @@ def fabricated(**more: list[float]) -> Record:
     setup = {"batch_size": 2, "balance": [1], "chunks": 1, "checkpoint": "never"}
     measured = {"a": [2.0, 9.0, 2.0], "b": [1.6, 1.6, 1.6], "c": [4.0, 4.0, 4.0]}
     results = [
-        Result("tiny", name, "measured", config=setup, samples={"step_time": seconds, **more})
+        Result("tiny", name, "measured", config=setup, samples={"time": seconds, **more})
         for name, seconds in measured.items()
     ]
     return Record("validation", "", "measured", {}, [profile, *results])

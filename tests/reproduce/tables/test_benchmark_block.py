@@ -44,9 +44,9 @@ TABLES: dict[str, tuple[dict[str, dict[str, dict[str, list[float]]]], list[str]]
     "overlap": (
         {
             "a model": {
-                "naive": {"step_time": [4.0, 4.0, 4.0]},
-                "GPipe m=4": {"step_time": [2.0, 2.5, 2.0]},
-                "ScheduleGPipe m=4": {"step_time": [2.2, 2.5, 2.3]},
+                "naive": {"time": [4.0, 4.0, 4.0]},
+                "GPipe m=4": {"time": [2.0, 2.5, 2.0]},
+                "ScheduleGPipe m=4": {"time": [2.2, 2.5, 2.3]},
             }
         },
         ["a model, 3 rounds", "|GPipe m=4|2.000|2.000-2.500|2.00|1.10|"],
