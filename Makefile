@@ -17,7 +17,7 @@ help:
 	@echo "make compare A=… B=…      compare two sides: records, folders, git revisions (ARGS='--metric speedup')"
 	@echo "make report               write results/report.html, a page of everything in results/"
 	@echo "make test                 run the tests"
-	@echo "make lint                 ruff (its format, too) and mypy"
+	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
 	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals, the planner"
 	@echo "make suites               run each of these once, untimed, to see that they work"
 	@echo "make regression BASE=REV  is the working tree slower than that revision?"
@@ -39,6 +39,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	$(BIN)/python -m reproduce render --check
 
 suites: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-disable $(ARGS)

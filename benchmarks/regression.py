@@ -27,7 +27,7 @@ from reproduce.regression.job import Settings
 from reproduce.regression.judge import TOGETHER, Judgement
 from reproduce.regression.main import measure
 from reproduce.regression.trees import trees
-from reproduce.tables.benchmark_block import BENCHMARKS
+from reproduce.tables.render import BENCHMARKS
 
 DELAY = 0.1
 Measure = Callable[[Settings], Judgement]

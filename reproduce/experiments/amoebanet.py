@@ -66,8 +66,8 @@ SPEED = Experiment(
     measures="speed",
     table="tg-amoebanetd-speed",
     notes=(
-        "over m=1, always: over checkpoint-only m=1, which recomputes everything, as the published m=1 rows do",
-        "published likewise: throughput at (n, m) over that at (n, 1); the publication prints it over (2, 1)",
+        "over one device: over checkpoint-only m=1, which recomputes everything, as the published m=1 rows do",
+        "published over m=1: throughput at (n, m) over that at (n, 1); the publication prints it over (2, 1)",
         "GPipe m=1 is the same work as naive: its distance from 1 is the noise of this run",
     ),
     scales=(

@@ -7,14 +7,15 @@ its own configuration where a side has any, else with all, at whatever scale; wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from reproduce.error import USAGE, Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.sources import Entry, Side
-from reproduce.records.decode import Json
 
-__all__ = ["ALIASES", "CHOSEN", "Line", "differing", "match", "same_work", "value"]
+__all__ = ["ALIASES", "CHOSEN", "Line", "differing", "match", "pick", "same_work", "value_text", "values_of"]
 
 CHOSEN = ("balance",)  # by a run itself, where the experiment does not fix it
 ALIASES = {"n": "partitions", "m": "chunks"}
@@ -61,16 +62,52 @@ def same_work(one: Entry, other: Entry) -> bool:
     return set(differing(one, other)) <= set(CHOSEN)
 
 
-def value(line: Line, name: str) -> Json:
-    """Return a field of the line's configuration, or `row`, `experiment`, `scale`, `device`; None if it has none."""
+def value_text(line: Line, name: str) -> str:
+    """Write a field of the line's configuration, or `row`, `experiment`, `scale`, `device`; a dash if it has none."""
     name = ALIASES.get(name, name)
     if name == "experiment":
         return line.experiment
     for entry in (line.first, *line.entries.values()):
-        found = getattr(entry.result, name) if name in ("row", "scale", "device") else entry.result.config.get(name)
-        if found is not None:
-            return found
-    return None
+        own = getattr(entry.result, name) if name in ("row", "scale", "device") else entry.result.config.get(name)
+        if own is not None:
+            return own if isinstance(own, str) else json.dumps(own, separators=(",", ":"))
+    return "-"
+
+
+def values_of(name: str, lines: Sequence[Line], option: str) -> list[str]:
+    """Return all that the field of that name is in some line; `option` is what the user typed.
+
+    Raises:
+        Error: no line has it; the message names the fields that there are.
+    """
+    values = dict.fromkeys(value_text(line, name) for line in lines)
+    values.pop("-", None)
+    if not values:
+        fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
+        raise Error(
+            f"{option}: no row has {name}; there are experiment, row, scale, device, {', '.join(fields)}", USAGE
+        )
+    return list(values)
+
+
+def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
+    """Return the lines that all filters let pass: texts such as `n=2,4`, a field and the values that it may have.
+
+    Raises:
+        Error: a filter is not of that form, or no line is left.
+    """
+    wanted: dict[str, list[str]] = {}
+    for text in filters:
+        name, _, values = text.partition("=")
+        if not (name and values):
+            raise Error(f"--filter {text}: give a field and its values, as in --filter n=2,4", USAGE)
+        wanted.setdefault(name, []).extend(values.split(","))
+    for name, allowed in wanted.items():
+        known = values_of(name, lines, f"--filter {name}=...")
+        lines = [line for line in lines if value_text(line, name) in allowed]
+        if not lines:
+            raise Error(f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}", USAGE)
+    return list(lines)
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
@@ -118,29 +155,12 @@ def _label(lines: Sequence[Line]) -> None:
     """Name the lines after their rows, and after what else it takes to tell them apart."""
     for line in lines:
         line.label = line.first.result.row
-    for extra in (_scale, _device, _hardware):
-        for group in _alike(lines):
-            for line in group:
-                found = extra(line.first)
-                if found is not None and len({extra(other.first) for other in group}) > 1:
-                    line.label += f" ({found})"
-
-
-def _scale(entry: Entry) -> str | None:
-    return entry.result.scale
-
-
-def _device(entry: Entry) -> str | None:
-    return entry.result.device
-
-
-def _hardware(entry: Entry) -> str | None:
-    return entry.hardware
-
-
-def _alike(lines: Sequence[Line]) -> list[list[Line]]:
-    """Return the lines that share experiment and label, in groups."""
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.experiment, line.label), []).append(line)
-    return [group for group in groups.values() if len(group) > 1]
+    for k in range(3):
+        groups: dict[tuple[str, str], list[Line]] = {}
+        for line in lines:
+            groups.setdefault((line.experiment, line.label), []).append(line)
+        for group in groups.values():
+            extras = [(line.first.result.scale, line.first.result.device, line.first.hardware)[k] for line in group]
+            for line, extra in zip(group, extras, strict=True):
+                if extra is not None and len(set(extras)) > 1:
+                    line.label += f" ({extra})"

@@ -1,4 +1,4 @@
-"""Decide whether two measurements differ for real: significantly, and by more than a threshold. No I/O in here.
+"""Test whether two measurements differ for real: significantly, and by more than a threshold. No I/O in here.
 
 - A difference is real only if a rank test over the samples calls it significant, and it is larger than a threshold:
   the first alone is passed by differences that nobody cares for, the second alone by noise.
@@ -22,9 +22,9 @@ import numpy
 from numpy.typing import NDArray
 from scipy import stats
 
-__all__ = ["Decision", "Measurement", "Outcome", "Rule", "decide", "needed"]
+__all__ = ["Decision", "Measurement", "Outcome", "Rule", "compare_samples", "needed"]
 
-Outcome = Literal["higher", "lower", "same", "too few", "untested"]
+Outcome = Literal["higher", "lower", "~", "too few", "untested"]
 Measurement = float | Sequence[float]  # a number taken as exact, such as a published one, or samples
 Array = NDArray[numpy.float64]
 MOST_SAMPLES = 400  # of each side, as all pairs of them are looked at
@@ -46,7 +46,7 @@ class Rule:
 class Decision:
     """Hold how `head` compares with `base`.
 
-    `ratio` estimates head / base, and lies between `low` and `high` with a confidence of 1 - alpha. 'same' means
+    `ratio` estimates head / base, and lies between `low` and `high` with a confidence of 1 - alpha. '~' means
     that no real difference was found, which is not to say that there is none. 'untested' means that both are exact
     numbers, which have a ratio but no spread. `needed` says how many samples, of each side that has any, would do.
     """
@@ -59,7 +59,7 @@ class Decision:
     needed: int | None = None
 
 
-def decide(base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False) -> Decision:
+def compare_samples(base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False) -> Decision:
     """Compare `head` with `base`, both positive.
 
     Samples of the two are independent (Mann-Whitney), or `paired`: the i-th of both ran next to each other (Wilcoxon's
@@ -76,8 +76,8 @@ def decide(base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired:
     if paired or any(exact):
         if paired and len(old) != len(new):
             raise ValueError(f"paired samples come in equal numbers, not {len(old)} and {len(new)}")
-        return _decide(*_signed_ranks(_thin(new - old)), rule)
-    return _decide(*_ranks(_quantiles(old), _quantiles(new)), rule)
+        return _decision(*_signed_ranks(_thin(new - old)), rule)
+    return _decision(*_ranks(_quantiles(old), _quantiles(new)), rule)
 
 
 def needed(alpha: float, *, paired: bool) -> int:
@@ -112,7 +112,7 @@ def _signed_ranks(ratios: Array) -> Test:
     return (ratios[first] + ratios[second]) / 2, p, len(ratios), None
 
 
-def _decide(candidates: Array, p: Callable[[float], float], one: int, other: int | None, rule: Rule) -> Decision:
+def _decision(candidates: Array, p: Callable[[float], float], one: int, other: int | None, rule: Rule) -> Decision:
     ordered = numpy.sort(candidates)
     middle = float(numpy.median(ordered))
     ratio = math.exp(middle)
@@ -128,7 +128,7 @@ def _decide(candidates: Array, p: Callable[[float], float], one: int, other: int
     low, high = ordered[max(rejected - 1, 0)], ordered[len(ordered) - max(rejected, 1)]
     chance = p(0.0)
     real = chance <= rule.alpha and abs(middle) > math.log1p(rule.threshold)
-    outcome: Outcome = "same" if not real else "higher" if middle > 0 else "lower"
+    outcome: Outcome = "~" if not real else "higher" if middle > 0 else "lower"
     return Decision(outcome, ratio, min(math.exp(low), ratio), max(math.exp(high), ratio), chance)
 
 

@@ -12,7 +12,7 @@ from reproduce.records.decode import Json, parse_json, read_json
 from reproduce.records.foreign import from_pytest_benchmark, is_pytest_benchmark
 from reproduce.records.record import Record, Result, hardware_name, parse
 
-__all__ = ["Entry", "Side", "gather", "load_side"]
+__all__ = ["Entry", "Side", "load_side", "side_of"]
 
 IN_REVISION = "results/measured"  # where a revision's records are looked for if no place is named
 
@@ -57,22 +57,21 @@ def load_side(letter: str, name: str) -> Side:
             inside = sorted({file.parent.relative_to(path).as_posix() for file in path.rglob("*.json")})
             advice = f"; there are some in {', '.join(f'{path / folder}' for folder in inside[:3])}" if inside else ""
             raise Error(f"{name}: no record (*.json) in this folder{advice}", USAGE)
-        return gather(letter, name, [_read(read_json(file), str(file)) for file in files])
+        return side_of(letter, name, [_read(read_json(file), str(file)) for file in files])
     if path.exists():
-        return gather(letter, name, [_read(read_json(path), name)])
-    return gather(letter, name, list(_from_git(name)))
+        return side_of(letter, name, [_read(read_json(path), name)])
+    return side_of(letter, name, list(_from_git(name)))
 
 
-def gather(letter: str, name: str, records: Sequence[Record]) -> Side:
+def side_of(letter: str, name: str, records: Sequence[Record]) -> Side:
     """Make a side of records: where several hold a row, the one that started last counts."""
     newest: dict[tuple[str | None, ...], Entry] = {}
-    count = 0
     for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
         for result in record.results:
-            count += 1
             key = (result.experiment, result.scale, result.device, result.row, hardware_name(record, result))
             newest.pop(key, None)
             newest[key] = Entry(record, result)
+    count = sum(len(record.results) for record in records)
     return Side(letter, name, list(newest.values()), list(records), count - len(newest))
 
 

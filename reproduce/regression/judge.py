@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy
 from scipy import stats
 
-from reproduce.numbers.judge import verdict
-from reproduce.numbers.significance import Decision, Rule, decide, needed
+from reproduce.numbers.compare import verdict
+from reproduce.numbers.metrics import median_ratio
+from reproduce.numbers.significance import Decision, Rule, compare_samples, needed
 from reproduce.regression.job import Samples
 
 __all__ = ["METRIC", "TOGETHER", "Judged", "Judgement", "judge", "least_restarts", "ratios", "shared"]
@@ -65,8 +65,7 @@ def least_restarts(rule: Rule, cases: int) -> int:
 
 def ratios(samples: Samples) -> list[float]:
     """Return each restart's ratio, head by base."""
-    logs = [numpy.log(head) - numpy.log(base) for base, head in zip(samples.base, samples.head, strict=True)]
-    return [float(numpy.exp(numpy.median(of_restart))) for of_restart in logs]
+    return [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
@@ -75,7 +74,7 @@ def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
     each = shared(rule, len(able))
 
     def decided(of_restarts: Sequence[float]) -> Decision:
-        return decide([1.0] * len(of_restarts), of_restarts, each, paired=True)
+        return compare_samples([1.0] * len(of_restarts), of_restarts, each, paired=True)
 
     decisions = {case: decided(of_restarts) for case, of_restarts in able.items()}
     cases = [Judged(case, samples, decisions.get(case)) for case, samples in found.items()]

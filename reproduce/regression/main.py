@@ -20,7 +20,7 @@ from reproduce.regression.judge import Judgement, judge, least_restarts, shared
 from reproduce.regression.show import comparison, sides
 from reproduce.regression.trees import Tree, trees
 from reproduce.run.recorder import now
-from reproduce.tables.comparison import as_csv, as_json, legend, table
+from reproduce.tables.comparison import as_csv, as_json, comparison_table, legend
 from reproduce.tables.layout import bullets, many
 
 __all__ = ["Answer", "Settings", "answer", "choose_cases", "measure"]
@@ -62,7 +62,7 @@ class Answer:
         if style == "json":
             return as_json([content], both, [], each)
         terminal = style == "text"
-        shown = table(content, both)
+        shown = comparison_table(content, both)
         body = (shown.text() if terminal else shown.markdown()).rstrip()
         return f"{body}\n\n{bullets(legend(both, each), wrap=terminal)}\n"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reproduce.numbers.judge import Comparison, Row
+from reproduce.numbers.compare import ComparedRow, Comparison
 from reproduce.numbers.match import Line
-from reproduce.numbers.metric import Reading
+from reproduce.numbers.metrics import Reading
 from reproduce.numbers.significance import Rule
-from reproduce.numbers.sources import Entry, Side, gather
+from reproduce.numbers.sources import Entry, Side, side_of
 from reproduce.records.record import Record, Result, Run
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import METRIC, Judgement
@@ -26,7 +26,7 @@ def sides(judged: Judgement, base: tuple[str, Run], head: tuple[str, Run]) -> li
             for each in judged.cases
             if not each.samples.unable
         ]
-        found.append(gather(letter, name, [Record(name, name, "measured", {"step_time": "s"}, results, run=run)]))
+        found.append(side_of(letter, name, [Record(name, name, "measured", {"step_time": "s"}, results, run=run)]))
     return found
 
 
@@ -41,7 +41,7 @@ def comparison(judged: Judgement, both: Sequence[Side], settings: Settings, rule
             if entry is not None:
                 line.entries[i] = entry
                 readings[i] = Reading([1000 * seconds for seconds in _samples(entry)], "ms")
-        rows.append(Row(line, readings, [None, each.decision]))
+        rows.append(ComparedRow(line, readings, [None, each.decision]))
     planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
     return Comparison(
         f"regression{planted}", METRIC, "ms", False, rows, _notes(judged, settings, rule), judged.together

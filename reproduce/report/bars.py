@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.patches import Patch
 
-from reproduce.numbers.metric import BYTES
+from reproduce.numbers.metrics import BYTES, over
 from reproduce.records.decode import Json
 from reproduce.report.curves import COLORS
 from reproduce.report.figure import BACK, DEVICES, SERIES, new_figure, styled, svg
@@ -136,11 +136,12 @@ def _ablated(subject: Subject) -> bool:
 
 def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
     first = next(iter(subject.rows))
-    found = {row: source.read(row, first, subject.table, metric) for row in subject.rows}
-    values = {row: reading.middle for row, reading in found.items() if reading is not None}
-    if metric == "utilization":
-        return values
-    return {row: value / values[first] for row, value in values.items()} if values.get(first) else {}
+    name = "speedup" if metric == "throughput" else metric
+    readings = {row: source.read(row, first, subject.table, name) for row in subject.rows}
+    known = {row: reading for row, reading in readings.items() if reading is not None}
+    if metric in ("throughput", "utilization"):
+        return {row: reading.middle for row, reading in known.items()}
+    return {row: over(reading, known[first]).middle for row, reading in known.items()} if first in known else {}
 
 
 def _grouped(

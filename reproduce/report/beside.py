@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.match import CHOSEN, differing
-from reproduce.numbers.metric import Reading
-from reproduce.numbers.spread import spread
+from reproduce.numbers.metrics import BYTES, Reading, outcome
 from reproduce.report.gather import Source, Subject
-from reproduce.tables.comparison import number, three_digits
+from reproduce.tables.text import number, ratio, reading_text, with_quartiles
 
 __all__ = ["Beside", "Column", "lay_beside"]
 
@@ -68,20 +68,18 @@ def _field(config: Mapping[str, object], name: str) -> str:
 
 
 def _cell(reading: Reading | None, subject: Subject, source: Source, row: str, metric: str) -> str:
-    if reading is not None:
-        if metric == "utilization":
-            return f"{reading.middle:.0%}"
-        text = f"{reading.middle:.2f}" if metric == "speedup" else number(reading)
-        if reading.samples is not None and reading.samples > 1:
-            found = spread(reading.measurement)  # type: ignore[arg-type]
-            low, high = (f"{end:.2f}" if metric == "speedup" else three_digits(end or 0) for end in found[1:])
-            text += f" ({low}-{high})"
-        return text
     entry = source.find(row, f"{subject.table}/{row}")
-    if entry is None or entry.result.status in ("measured", "published", "predicted"):
+    if entry is None:
         return "-"
-    result = entry.result
-    return result.reason if result.status == "needs devices" and result.reason else result.status
+    if reading is None:
+        return "-" if entry.result.status in ("measured", "published", "predicted") else outcome(entry.result)
+    if metric == "utilization":
+        return f"{reading.middle:.0%}"
+    if metric == "top1_error":
+        return str(final_error(entry.result))
+    if reading.unit in BYTES:
+        return reading_text(reading)
+    return with_quartiles(reading, ratio if metric == "speedup" else number)
 
 
 def _notes(subject: Subject, first: str, headings: set[str]) -> list[str]:
@@ -89,6 +87,8 @@ def _notes(subject: Subject, first: str, headings: set[str]) -> list[str]:
     if "speed-up" in headings:
         notes.append(f"Speed-up: throughput over that of the first row, {first}, within each source. "
                      "In brackets: quartiles.")  # fmt: skip
+    if METRICS["top1_error"] in headings:
+        notes.append("Top-1 error: after the last epoch, mean +- standard deviation over the seeds.")
     if "allocated memory" in headings or "reserved memory" in headings:
         notes.append("Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what the caching "
                      "allocator holds, which is what the papers publish. The two are not to be compared.")  # fmt: skip

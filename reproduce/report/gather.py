@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.numbers.metric import Reading, over, read
+from reproduce.numbers.metrics import Reading, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import Record, Result, hardware_name, load
 
@@ -51,14 +51,10 @@ class Source:
     def read(self, row: str, first: str, table: str, metric: str) -> Reading | None:
         """Return what the source says of a published row; a speed-up is over the row `first`."""
         entry = self.find(row, f"{table}/{row}")
-        reading = None if entry is None else read(entry, metric)
-        if metric != "speedup" or reading is None:
-            return reading
+        if metric != "speedup":
+            return None if entry is None else read(entry, metric)
         base = self.find(first, f"{table}/{first}")
-        below = None if base is None else read(base, metric)
-        if below is None or base is None or entry is None:
-            return None
-        return Reading(1.0, "") if entry.result is base.result else over(reading, below)
+        return None if entry is None or base is None else speed_up(entry.result, base.result)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reproduce.machine.description import Gpu
-from reproduce.numbers.metric import BYTES
+from reproduce.numbers.metrics import BYTES
 from reproduce.records.decode import Json
 from reproduce.records.record import FREED_MEMORY, Record, Run
 from reproduce.tables.layout import many

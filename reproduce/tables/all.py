@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from reproduce.experiments import EXPERIMENTS
-from reproduce.numbers.as_published import measured_rows
+from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.numbers.measured_rows import measured_rows
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run
 from reproduce.tables.ablation import ablation_tables
 from reproduce.tables.accuracy import accuracy_tables
-from reproduce.tables.layout import Table, many
+from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.memory import memory_tables
 from reproduce.tables.predicted import predicted_tables
 from reproduce.tables.speed import speed_tables
 
-__all__ = ["document", "tables"]
+__all__ = ["about_run", "document", "tables"]
 
-MAKERS: dict[str, Any] = {
+MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
     "speed": speed_tables,
     "memory": memory_tables,
     "ablation": ablation_tables,
@@ -31,16 +30,13 @@ def tables(record: Record, experiment: str | None = None) -> list[Table]:
     """Return the tables of every experiment in the record, or of one."""
     if record.kind == "predicted":
         return predicted_tables(record, measured_rows(record.results[0].experiment))
-    by_experiment: dict[str, list[Result]] = {}
-    for result in record.results:
-        by_experiment.setdefault(result.experiment, []).append(result)
     made: list[Table] = []
-    for name, results in by_experiment.items():
+    for name in dict.fromkeys(result.experiment for result in record.results):
         if name in EXPERIMENTS and experiment in (None, name):
             measures = EXPERIMENTS[name].measures
-            found = MAKERS[measures](EXPERIMENTS[name], results)
-            busy = busy_note(record.run) if measures != "memory" else None
-            made.extend(found if busy is None else [replace(table, notes=[*table.notes, busy]) for table in found])
+            own = MAKERS[measures](EXPERIMENTS[name], [each for each in record.results if each.experiment == name])
+            busy = None if measures == "memory" else busy_note(record.run)
+            made += [replace(table, notes=[*table.notes, busy]) for table in own] if busy else own
     return made
 
 
@@ -55,28 +51,25 @@ def document(record: Record) -> str:
     """Return the record as a Markdown page: its tables, and the circumstances they were made under."""
     parts = [f"# {record.title}"]
     if record.run is not None:
-        parts.append("\n".join(f"- {fact}" for fact in facts(record)))
+        parts.append(bullets(about_run(record, record.run), wrap=False))
     parts.extend(table.markdown() for table in tables(record))
     return "\n\n".join(parts) + "\n"
 
 
-def facts(record: Record) -> Sequence[str]:
-    """Return what there is to know about a run, a line each."""
-    run = record.run
-    assert run is not None
+def about_run(record: Record, run: Run) -> list[str]:
+    """Return what there is to know about a record's run, a line each: first the devices, then the machine."""
     machine = run.machine
     threads = "" if run.threads_per_device is None else f" of {run.threads_per_device} thread(s)"
     gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
     memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB of memory"
+    freed = f"; freed memory: {run.settings[FREED_MEMORY]}" if run.settings.get(FREED_MEMORY) else ""
     revision = "none" if run.git is None else run.git.revision[:12] + (" with changes" if run.git.dirty else "")
-    found = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
+    programs = ", ".join(f"{program} {version}" for program, version in run.versions.items() if version)
     load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
-    freed = run.settings.get(FREED_MEMORY)
     return [
         f"scale `{record.scale}` on {run.devices} {run.device.upper()} device(s){threads}",
-        f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}"
-        + (f"; freed memory: {freed}" if freed else ""),
-        f"versions: {found}; git revision {revision}",
+        f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}{freed}",
+        f"versions: {programs}; git revision {revision}",
         f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
         f"command: `{shlex.join(run.command)}`",
         f"record: `{record.name}.json`",

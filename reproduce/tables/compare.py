@@ -1,87 +1,78 @@
-"""Answer what `python -m reproduce compare` was asked: load, match, pick, judge, render."""
+"""Answer what `python -m reproduce compare` was asked: load, match, pick, compare, write."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from reproduce.error import USAGE, Error
-from reproduce.numbers.judge import Comparison, compare, verdict
-from reproduce.numbers.match import Line, match
-from reproduce.numbers.metric import available
+from reproduce.numbers.compare import Comparison, compare
+from reproduce.numbers.match import match, pick, values_of
+from reproduce.numbers.metrics import available
 from reproduce.numbers.significance import Rule
 from reproduce.numbers.sources import load_side
-from reproduce.tables.comparison import as_csv, as_json, legend, table
+from reproduce.tables.comparison import as_csv, as_json, comparison_table, legend
 from reproduce.tables.layout import bullets, many
-from reproduce.tables.pick import parse_filters, pick, values_of
 from reproduce.tables.pivot import pivot
 
-__all__ = ["Question", "answer"]
+__all__ = ["compared"]
 
 
-@dataclass(frozen=True)
-class Question:
-    """Hold what is asked for, as the command's options have it; `rows` and `columns` are a grid's fields."""
-
-    metric: str | None = None
-    filters: Sequence[str] = ()
-    rows: Sequence[str] | None = None
-    columns: Sequence[str] | None = None
-    alpha: float = Rule.alpha
-    threshold: float = Rule.threshold
-    style: str = "text"
-    force: bool = False
-
-
-def answer(names: Sequence[str], question: Question) -> tuple[str, str | None]:
+def compared(
+    names: Sequence[str],
+    *,
+    metric: str | None = None,
+    filters: Sequence[str] = (),
+    down: Sequence[str] = (),
+    across: Sequence[str] = (),
+    alpha: float = Rule.alpha,
+    threshold: float = Rule.threshold,
+    style: str = "text",
+    force: bool = False,
+) -> tuple[str, str | None]:
     """Return the comparison as text, and why it does not pass as free of regressions, None where it does.
+
+    `down` and `across` name the fields of a grid, where one is wanted; the others are the command's options.
 
     Raises:
         Error: a side cannot be found or is broken, or there is no such metric, field or row.
     """
-    rule = Rule(question.alpha, question.threshold)
-    wanted = parse_filters(question.filters)
+    rule = Rule(alpha, threshold)
     sides = [load_side(letter, name) for letter, name in zip(string.ascii_uppercase, names, strict=False)]
-    lines = pick(match(sides), wanted)
-    _check_metric(question.metric, lines)
-    for option, names_of in (("--row", question.rows), ("--col", question.columns)):
-        for name in names_of or ():
-            values_of(name, lines, f"{option} {name}")
-    comparisons, notes = compare(sides, lines, metric=question.metric, rule=rule, force=question.force)
+    lines = pick(match(sides), filters)
+    metrics = available([entry for line in lines for entry in line.entries.values()])
+    if metric is not None and metric not in metrics:
+        raise Error(f"--metric {metric}: no row has it; there are {', '.join(metrics) or 'none'}", USAGE)
+    for option, fields in (("--row", down), ("--col", across)):
+        for field in fields:
+            values_of(field, lines, f"{option} {field}")
+    comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force)
     complaint = _complaint(comparisons)
-    if question.style == "csv":
+    if style == "csv":
         return as_csv(comparisons, sides), complaint
-    if question.style == "json":
+    if style == "json":
         return as_json(comparisons, sides, notes, rule), complaint
-
-    if question.rows is None or question.columns is None:
-        tables = [table(each, sides) for each in comparisons]
+    if down:
+        tables = [grid for each in comparisons for grid in pivot(each, sides, down, across)]
     else:
-        tables = [grid for each in comparisons for grid in pivot(each, sides, question.rows, question.columns)]
-    terminal = question.style == "text"
+        tables = [comparison_table(each, sides) for each in comparisons]
+    terminal = style == "text"
     parts = [(each.text() if terminal else each.markdown()).rstrip() for each in tables]
     if not parts:
-        parts = ["no row has numbers on two sides" if question.rows is None else "no row has all of the grid's fields"]
+        parts = ["no row has all of the grid's fields" if down else "no row has numbers on two sides"]
     return "\n\n".join([*parts, bullets([*legend(sides, rule), *notes], wrap=terminal)]) + "\n", complaint
 
 
-def _check_metric(metric: str | None, lines: Sequence[Line]) -> None:
-    names = available([entry for line in lines for entry in line.entries.values()])
-    if metric is not None and metric not in names:
-        raise Error(f"--metric {metric}: no row has it; there are {', '.join(names) or 'none'}", USAGE)
-
-
 def _complaint(comparisons: Sequence[Comparison]) -> str | None:
-    """Say which rows are worse, or that none was decided: a gate that compares nothing must not stand open."""
-    worse = [
-        f"{row.line.label} ({comparison.experiment})"
+    """Say which rows are worse, or that nothing is certain: a gate that compares nothing must not stand open."""
+    verdicts = [
+        (f"{row.line.label} ({comparison.experiment})", verdict)
         for comparison in comparisons
-        for row in comparison.rows
-        if any(each is not None and verdict(each, comparison.metric) == "worse" for each in row.decisions)
+        for row, verdict in comparison.verdicts()
     ]
+    worse = dict.fromkeys(row for row, verdict in verdicts if verdict == "worse")
     if worse:
         return f"{many(len(worse), 'row')} worse than in A: {', '.join(worse)}"
-    if all(said in ("too few", "untested") for comparison in comparisons for said in comparison.verdicts()):
+    if all(verdict in ("too few", "untested") for _, verdict in verdicts):
         return "no row could be decided, so nothing shows that there is no regression"
     return None

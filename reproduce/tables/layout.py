@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import tabulate
 
-__all__ = ["WIDTH", "Table", "bullets", "failures", "in_lines", "many", "span"]
+__all__ = ["WIDTH", "Column", "Table", "bullets", "in_lines", "many", "span", "table"]
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """Hold a column of a table: its heading, and how the cell of a row is made. `left` says where its words stand."""
+
+    heading: str
+    cell: Callable[[Row], str]
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Table:
         headings = [heading.replace("publ.", "published") for heading in self.headings]  # there is room
         flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
         body = self._tabulate(flat[1:], flat[0], "pipe")
-        return "\n".join([f"{'#' * level} {self.title}", "", body, "", *(f"- {note}" for note in self.notes)])
+        return "\n".join([f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)])
 
     def _tabulate(self, rows: Sequence[Sequence[str]], headings: Sequence[str], style: str) -> str:
         align = ["left" if i < self.left else "right" for i in range(len(headings))]
@@ -44,6 +55,15 @@ class Table:
             rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
         )
         return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes: Sequence[str] = ()) -> Table:
+    """Make the table of some rows. A column that is empty in every row is left out."""
+    rows = list(rows)
+    made = [(column, [column.cell(row) for row in rows]) for column in columns]
+    kept = [(column, cells) for column, cells in made if any(cells)]
+    lines = list(zip(*(cells for _, cells in kept), strict=True))
+    return Table(title, [column.heading for column, _ in kept], lines, notes, sum(column.left for column, _ in kept))
 
 
 def in_lines(numbers: Sequence[str]) -> str:
@@ -57,12 +77,6 @@ def bullets(notes: Sequence[str], wrap: bool = True) -> str:
     if not wrap:
         return "\n".join(f"- {note}" for note in notes)
     return "\n".join(textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes)
-
-
-def failures(failed: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a note for each reason why rows failed, given pairs of row and reason."""
-    reasons = dict.fromkeys(reason for _, reason in failed)
-    return [f"failed: {', '.join(row for row, why in failed if why == reason)}: {reason}" for reason in reasons]
 
 
 def many(count: int, thing: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from reproduce.numbers.as_published import MeasuredRow
+from reproduce.numbers.measured_rows import MeasuredRow
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Table, in_lines

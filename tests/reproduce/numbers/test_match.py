@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.numbers.match import Line, match, same_work, value
-from reproduce.numbers.sources import Side, gather
+from reproduce.error import Error
+from reproduce.numbers.match import Line, match, pick, same_work, value_text
+from reproduce.numbers.sources import Side, side_of
 from reproduce.records.record import Record, Result
 
 Make = Callable[..., Record]
@@ -19,7 +20,7 @@ N2M4 = "tg-amoebanetd-speed/n2m4"
 
 
 def lines(*sides: list[Record]) -> list[Line]:
-    return match([gather(letter, letter, records) for letter, records in zip("ABCD", sides, strict=False)])
+    return match([side_of(letter, letter, records) for letter, records in zip("ABCD", sides, strict=False)])
 
 
 def shape(found: list[Line]) -> list[tuple[str, dict[int, str]]]:
@@ -117,12 +118,37 @@ def test_published_rows_are_told_apart_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("n", 2), ("partitions", 2), ("m", 4), ("experiment", "e"), ("row", "x"), ("scale", "small"), ("device", "cpu"),
-     ("parameters_exact", None)],
+    [("n", "2"), ("partitions", "2"), ("m", "4"), ("experiment", "e"), ("row", "x"), ("scale", "small"),
+     ("device", "cpu"), ("balance", "[1,2]"), ("parameters_exact", "-")],
 )  # fmt: skip
-def test_values_of_a_line(name: str, expected: object, record: Make, row: MakeRow) -> None:
-    (line,) = lines([record(row("x", 1.0, config={"partitions": 2, "chunks": 4}))])
-    assert value(line, name) == expected
+def test_values_of_a_line(name: str, expected: str, record: Make, row: MakeRow) -> None:
+    (line,) = lines([record(row("x", 1.0, config={"partitions": 2, "chunks": 4, "balance": [1, 2]}))])
+    assert value_text(line, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("filters", "rows"),
+    [
+        ([], ["n2m1", "n2m4", "n10m1", "n10m4"]),
+        (["n=2"], ["n2m1", "n2m4"]),
+        (["n=2,10", "m=1"], ["n2m1", "n10m1"]),
+        (["n=2", "n=10", "m=4"], ["n2m4", "n10m4"]),
+        (["row=n2m4"], ["n2m4"]),
+        (["n"], "--filter n: give a field and its values, as in --filter n=2,4"),
+        (["=2"], "--filter =2: give a field and its values, as in --filter n=2,4"),
+        (["n=3"], "--filter n=3: no row is left; n is 2, 10"),
+        (["x=3"], "--filter x=...: no row has x; there are experiment, row, scale, device, model, batch_size, part"),
+    ],
+)
+def test_filters(filters: list[str], rows: list[str] | str, record: Make, row: MakeRow) -> None:
+    results = [row(f"n{n}m{m}", 1.0, config={"partitions": n, "chunks": m}) for n in (2, 10) for m in (1, 4)]
+    every = lines([record(*results)])
+    if isinstance(rows, list):
+        assert [line.label for line in pick(every, filters)] == rows
+    else:
+        with pytest.raises(Error) as caught:
+            pick(every, filters)
+        assert str(caught.value).startswith(rows)
 
 
 def test_predictions_for_two_machines_are_two_rows(row: MakeRow) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reproduce.numbers.significance import Measurement, Rule, decide, needed
+from reproduce.numbers.significance import Measurement, Rule, compare_samples, needed
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
 
@@ -24,15 +24,15 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     [
         (EIGHT, times(1.2), False, "higher"),
         (EIGHT, times(0.8), False, "lower"),
-        (EIGHT, EIGHT, False, "same"),
+        (EIGHT, EIGHT, False, "~"),
         (EIGHT, times(1.06), False, "higher"),
-        (times(1, EIGHT * 9), times(1.03, EIGHT * 9), False, "same"),  # significant, and smaller than the threshold
-        (times(1, [1, 2, 4, 8, 16]), times(1.2, [1, 2, 4, 8, 16]), False, "same"),  # large, and not significant
+        (times(1, EIGHT * 9), times(1.03, EIGHT * 9), False, "~"),  # significant, and smaller than the threshold
+        (times(1, [1, 2, 4, 8, 16]), times(1.2, [1, 2, 4, 8, 16]), False, "~"),  # large, and not significant
         (times(1, [1, 2, 4, 8, 16, 32, 64, 128]), times(1.2, [1, 2, 4, 8, 16, 32, 64, 128]), True, "higher"),
-        ([5.0] * 8, [5.0] * 8, False, "same"),
-        ([5.0] * 8, [5.0] * 8, True, "same"),
+        ([5.0] * 8, [5.0] * 8, False, "~"),
+        ([5.0] * 8, [5.0] * 8, True, "~"),
         ([5.0] * 8, [6.0] * 8, False, "higher"),
-        (1.0, EIGHT, False, "same"),
+        (1.0, EIGHT, False, "~"),
         (2.0, EIGHT, False, "lower"),
         (EIGHT, 2.0, False, "higher"),
         (1, 2, False, "untested"),
@@ -44,7 +44,7 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     ],
 )
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
-    assert decide(base, head, paired=paired).outcome == outcome
+    assert compare_samples(base, head, paired=paired).outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_how_many_are_needed(alpha: float, paired: bool, count: int) -> None:
     assert needed(alpha, paired=paired) == count
     rule = Rule(alpha, threshold=0.05)
     enough, short = EIGHT[:count], EIGHT[: count - 1]
-    assert decide(enough, times(9, enough), rule, paired=paired).outcome == "higher"
-    decision = decide(short, times(9, short), rule, paired=paired)
+    assert compare_samples(enough, times(9, enough), rule, paired=paired).outcome == "higher"
+    decision = compare_samples(short, times(9, short), rule, paired=paired)
     assert (decision.outcome, decision.needed, decision.low, decision.p) == ("too few", count, None, None)
 
 
@@ -67,8 +67,8 @@ def test_a_planted_slowdown_is_found_where_it_passes_the_threshold(paired: bool,
     for slowdown in (1.0, 1.2, 1.5):
         base = [draw.lognormvariate(0, 0.02) for _ in range(20)]
         head = [slowdown * draw.lognormvariate(0, 0.02) for _ in range(20)]
-        decision = decide(base, head, Rule(0.001, threshold), paired=paired)
-        assert decision.outcome == ("higher" if slowdown > 1 + threshold else "same")
+        decision = compare_samples(base, head, Rule(0.001, threshold), paired=paired)
+        assert decision.outcome == ("higher" if slowdown > 1 + threshold else "~")
         assert decision.low is not None and decision.high is not None
         assert decision.low < slowdown < decision.high and decision.high / decision.low < 1.08
 
@@ -79,7 +79,7 @@ def test_false_alarms_are_as_rare_as_alpha_says() -> None:
     alarms = 0
     for _ in range(200):
         base, head = ([draw.lognormvariate(0, 0.1) for _ in range(8)] for _ in range(2))
-        alarms += decide(base, head, rule).outcome != "same"
+        alarms += compare_samples(base, head, rule).outcome != "~"
     assert 0 < alarms <= 20  # 10 are expected
 
 
@@ -89,24 +89,24 @@ samples = st.lists(positive, min_size=8, max_size=12)
 
 @given(base=samples, head=samples, threshold=st.sampled_from([0.0, 0.05, 0.5]))
 def test_a_decision_does_not_contradict_itself(base: list[float], head: list[float], threshold: float) -> None:
-    there, back = (decide(*sides, Rule(threshold=threshold)) for sides in ((base, head), (head, base)))
+    there, back = (compare_samples(*sides, Rule(threshold=threshold)) for sides in ((base, head), (head, base)))
     assert math.isclose(there.ratio * back.ratio, 1, rel_tol=1e-9)
-    assert {there.outcome, back.outcome} in ({"same"}, {"higher", "lower"})
+    assert {there.outcome, back.outcome} in ({"~"}, {"higher", "lower"})
     assert there.low is not None and there.high is not None and there.low <= there.ratio <= there.high
-    if there.outcome != "same":
+    if there.outcome != "~":
         assert max(there.ratio, 1 / there.ratio) > 1 + threshold
 
 
 @given(base=samples, factor=st.floats(0.1, 10))
 def test_scaling_a_side_scales_the_ratio(base: list[float], factor: float) -> None:
-    assert math.isclose(decide(base, times(factor, base)).ratio, factor, rel_tol=1e-6)
+    assert math.isclose(compare_samples(base, times(factor, base)).ratio, factor, rel_tol=1e-6)
 
 
 def test_very_many_samples_are_decided_soon() -> None:
     draw = random.Random(1)
     base, head = ([draw.lognormvariate(shift, 0.1) for _ in range(100_000)] for shift in (0, 0.2))
     for paired in (False, True):
-        decision = decide(base, head, paired=paired)
+        decision = compare_samples(base, head, paired=paired)
         assert decision.outcome == "higher" and 1.2 < decision.ratio < 1.25
 
 
@@ -122,4 +122,4 @@ def test_very_many_samples_are_decided_soon() -> None:
 )
 def test_refuses(base: Measurement, head: Measurement, paired: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        decide(base, head, paired=paired)
+        compare_samples(base, head, paired=paired)

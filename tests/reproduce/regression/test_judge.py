@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from reproduce.numbers.judge import verdict
+from reproduce.numbers.compare import verdict
 from reproduce.numbers.significance import Rule
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import TOGETHER, judge, least_restarts, ratios, shared

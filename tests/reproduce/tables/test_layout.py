@@ -1,10 +1,14 @@
-"""Layout: tables fit 80 columns, and Markdown keeps one line for each row."""
+"""Layout: tables fit 80 columns, Markdown keeps one line for each row, and numbers have three digits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from reproduce.tables.layout import WIDTH, Table, bullets, failures, many, span
+from reproduce.numbers.metrics import Reading
+from reproduce.tables.layout import WIDTH, Column, Table, bullets, many, span, table
+from reproduce.tables.text import number, ratio, reading_text, with_quartiles
 
 TABLE = Table("Title " * 30, ("name", "a\nb"), [("x", "1\n2"), ("long name", "0.10")], notes=["note " * 40])
 
@@ -12,8 +16,7 @@ TABLE = Table("Title " * 30, ("name", "a\nb"), [("x", "1\n2"), ("long name", "0.
 def test_text() -> None:
     lines = TABLE.text().splitlines()
     assert all(len(line) <= WIDTH and line == line.rstrip() for line in lines)
-    body = lines[lines.index("") + 1 :]
-    assert body[:6] == [
+    assert lines[lines.index("") + 1 :][:6] == [
         "name          a",
         "              b",
         "---------  ----",
@@ -21,7 +24,7 @@ def test_text() -> None:
         "              2",
         "long name  0.10",
     ]
-    assert body[7].startswith("- note") and body[8].startswith("  note")
+    assert lines[-3].startswith("- note") and lines[-2].startswith("  note")
 
 
 def test_markdown() -> None:
@@ -33,26 +36,49 @@ def test_markdown() -> None:
         "| x         |  1 2 |",
         "| long name | 0.10 |",
     ]
-    assert lines[7].startswith("- note")
+    assert lines[7] == bullets(TABLE.notes, wrap=False)
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
-def test_many(count: int, text: str) -> None:
-    assert many(count, "row") == text
+def test_a_table_of_columns() -> None:
+    columns = [
+        Column("word", str, left=True),
+        Column[int]("empty", lambda n: ""),
+        Column[int]("double", lambda n: str(2 * n)),
+    ]
+    assert table("T", columns, [3, 5], ["note"]) == Table(
+        "T", ["word", "double"], [("3", "6"), ("5", "10")], ["note"], 1
+    )
 
 
-@pytest.mark.parametrize(("values", "text"), [([8], "8"), ([8, 8], "8"), ([64, 8, 9], "8 to 64")])
-def test_span(values: list[float], text: str) -> None:
-    assert span(values) == text
-
-
-def test_failures_are_grouped_by_reason() -> None:
-    assert failures([("a", "no"), ("b", "other"), ("c", "no")]) == ["failed: a, c: no", "failed: b: other"]
-    assert failures([]) == []
-
-
-def test_bullets() -> None:
-    wrapped = bullets(["one", "word " * 20]).splitlines()
-    assert wrapped[0] == "- one" and wrapped[1].startswith("- word") and wrapped[2].startswith("  word")
-    assert max(map(len, wrapped)) <= WIDTH
-    assert bullets(["word " * 20], wrap=False).count("\n") == 0
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (number, 0.0, "0"),
+        (number, 2.5e-5, "2.50e-05"),
+        (number, 0.0042, "0.00420"),
+        (number, 0.853, "0.853"),
+        (number, 16.25, "16.2"),
+        (number, 16.0, "16.0"),
+        (number, 132.4, "132"),
+        (number, 999.7, "1,000"),
+        (number, 81505540.0, "81,505,540"),
+        (number, -0.5, "-0.500"),
+        (ratio, 0.0042, "0.00420"),
+        (ratio, 0.853, "0.85"),
+        (ratio, 1.254, "1.25"),
+        (ratio, 16.0, "16.0"),
+        (reading_text, Reading(16.25, "samples/s"), "16.2"),
+        (reading_text, Reading(3 * 2**20, "bytes"), "3 MiB"),
+        (reading_text, Reading(20.0, "GiB"), "20.00 GiB"),
+        (reading_text, Reading(1024.0, "MiB"), "1.00 GiB"),
+        (with_quartiles, Reading([1.0, 2.0, 3.0]), "2.00 (1.50-2.50)"),
+        (with_quartiles, Reading([0.5]), "0.500"),
+        (with_quartiles, None, ""),
+        (span, [8, 8], "8"),
+        (span, [64, 8, 9], "8 to 64"),
+        (lambda count: many(count, "row"), 1, "1 row"),
+        (lambda count: many(count, "row"), 0, "0 rows"),
+    ],
+)
+def test_how_numbers_are_written(write: Callable[[object], str], value: object, text: str) -> None:
+    assert write(value) == text

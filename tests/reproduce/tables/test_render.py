@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,12 @@ from msgspec.structs import replace
 from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
-from reproduce.machine.description import ROOT, Machine
+from reproduce.machine.description import Machine
 from reproduce.records.record import Record, Result, Run, save
 from reproduce.run.training import size_names
-from reproduce.tables.render import render, render_blocks, stale
+from reproduce.tables.render import benchmark_block, render, render_blocks, stale
 
 PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
-
-
-def test_nothing_committed_is_stale() -> None:
-    """Whoever has run experiments in a clone has records that git does not know, and the pages need not have."""
-    listed = subprocess.run(["git", "ls-files", "-oz", "results"], cwd=ROOT, capture_output=True, text=True)
-    own = {ROOT / name for name in listed.stdout.split("\0") if name}
-    files = render(ROOT, lambda path: path not in own)
-    assert ROOT / "README.md" in files
-    assert [str(path.relative_to(ROOT)) for path in stale(files)] == [], "run 'python -m reproduce render'"
 
 
 def record(name: str, started: str, state: str = "finished", status: str = "measured") -> Record:
@@ -71,8 +61,23 @@ def test_no_record_is_said(root: Path) -> None:
 
 
 def test_a_block_of_nothing_known_is_refused() -> None:
-    with pytest.raises(Error, match="page: a block is from 'x'; name one of amoebanet-speed"):
-        render_blocks(PAGE.replace("amoebanet-speed", "x"), Path("page"), {})
+    with pytest.raises(Error, match="page: a block is from 'x/y'; name one of a, b"):
+        render_blocks(PAGE.replace("amoebanet-speed", "x/y"), Path("page"), dict.fromkeys("ab", lambda page, name: ""))
+
+
+def test_benchmarks_that_were_not_run_yet(tmp_path: Path) -> None:
+    for name in ("validation", "overlap-later", "regression"):
+        assert benchmark_block(tmp_path / "page.md", name, tmp_path) == "Nothing measured is committed yet.\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"benchmark": "none", "circumstances": {}}', '{"benchmark": "overlap", "circumstances": {}}'],
+)
+def test_a_broken_result_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "kept.json").write_text(text)
+    with pytest.raises(Error, match=r"page\.md: the block from benchmarks/kept cannot be made \(.*kept\.json"):
+        benchmark_block(tmp_path / "page.md", "kept", tmp_path)
 
 
 def test_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

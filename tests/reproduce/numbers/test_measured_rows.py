@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.machine.description import Gpu, Machine
-from reproduce.numbers.as_published import MeasuredRow, measured_rows
+from reproduce.numbers.measured_rows import MeasuredRow, measured_rows
 from reproduce.records.record import Record, Result, Run, load, save
 from reproduce.tables.predicted import predicted_tables
 

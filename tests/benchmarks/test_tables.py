@@ -10,7 +10,7 @@ from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run, save
-from reproduce.tables.benchmark_block import benchmark_block
+from reproduce.tables.render import benchmark_block
 
 
 def written(folder: Path, name: str, cases: dict[str, dict[str, dict[str, list[float]]]]) -> None:

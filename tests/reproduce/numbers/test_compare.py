@@ -1,4 +1,4 @@
-"""Judge: what is fair to compare is, what is not becomes ratios, and what is missing is told."""
+"""Compare: what is fair to compare is, what is not becomes ratios, and what is missing is told."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.numbers.judge import Comparison, compare, verdict
+from reproduce.numbers.compare import Comparison, compare, verdict
 from reproduce.numbers.match import match
-from reproduce.numbers.metric import over, read
 from reproduce.numbers.significance import Decision, Rule
-from reproduce.numbers.sources import gather
+from reproduce.numbers.sources import side_of
 from reproduce.records.record import Record, Result
 
 Make = Callable[..., Record]
 MakeRow = Callable[..., Result]
 
 
-def judge(*sides: Record, **options: Any) -> tuple[list[Comparison], list[str]]:
-    loaded = [gather(letter, letter, [record]) for letter, record in zip("ABCD", sides, strict=False)]
+def compared(*sides: Record, **options: Any) -> tuple[list[Comparison], list[str]]:
+    loaded = [side_of(letter, letter, [record]) for letter, record in zip("ABCD", sides, strict=False)]
     return compare(loaded, match(loaded), **{"metric": None, "rule": Rule(), **options})
 
 
 def only(*sides: Record, **options: Any) -> Comparison:
-    (found,), notes = judge(*sides, **options)
+    (found,), notes = compared(*sides, **options)
     assert not notes
     return found
 
@@ -70,7 +69,7 @@ def test_verdicts(
         ("higher", "memory", "worse"),
         ("lower", "top1_error", "better"),
         ("higher", "parameters", "differs"),
-        ("same", "memory", "~"),
+        ("~", "memory", "~"),
         ("too few", "time", "too few"),
         ("untested", "time", "untested"),
     ],
@@ -143,59 +142,11 @@ def test_speed_up_is_taken_within_sides_and_rounds(record: Make, row: MakeRow) -
     assert said(only(*sides, metric="throughput"))["y"] == "~", "which absolute numbers cannot show"
 
 
-def test_rounds_of_different_runs_are_not_paired(record: Make, row: MakeRow) -> None:
-    """A round is a moment of one run: the first rounds of two runs have nothing in common."""
-    drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    one_run = gather("A", "a", [record(row("x", drift), row("y", drift, over="x"))])
-    two_runs = gather("B", "b", [record(row("x", drift)), record(row("y", drift, over="x"), started="2021")])
-    for side, paired in ((one_run, True), (two_runs, False)):
-        x, y = (read(entry, "throughput") for entry in side.entries)
-        assert x is not None and y is not None
-        assert bool(over(y, x).rounds) == paired
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "share"), [(44, "%", 0.44), ([0.4, 0.6], "share of the time", 0.5), (0.4, "share", 0.4)]
-)
-def test_utilization_is_read_as_a_share(value: object, unit: str, share: float, row: MakeRow) -> None:
-    record = Record("r", "T", "measured", {"utilization": unit}, [row("x", values={"utilization": value})])
-    found = read(gather("A", "a", [record]).entries[0], "utilization")
-    assert found is not None and found.middle == pytest.approx(share)
-
-
 def test_memory_does_not_depend_on_the_machine(record: Make, row: MakeRow) -> None:
     sides = [record(row("x", values={"peak_allocated": peak}), cpu=cpu) for cpu, peak in (("a", [1, 3]), ("b", [4, 4]))]
     found = only(*sides)
     assert (found.metric, found.unit, found.relative, ratios(found)) == ("memory", "bytes", False, {"x": 2.0})
     assert said(found) == {"x": "untested"}, "a single number each proves nothing"
-
-
-def published(**values: float) -> Record:
-    unit = {"memory": "GiB", "model_memory": "GB", "peak_activation_memory": "GB"}
-    result = Result("tg-amoebanetd-memory", "x", "published", config={"row": "x"}, values=values)
-    return Record("t", "T", "published", unit, [result])
-
-
-@pytest.mark.parametrize(
-    ("table", "ratio"),
-    [
-        ({"memory": 1.0}, 2.0),
-        ({"model_memory": 1.0, "peak_activation_memory": 1.0}, 2**31 / 2e9),
-        ({"other": 1.0}, None),
-    ],
-)
-def test_published_memory_is_reserved_memory(
-    table: dict[str, float], ratio: float | None, record: Make, row: MakeRow
-) -> None:
-    values = {"peak_allocated": [2**20], "peak_reserved": [2**30, 2**30]}
-    tables, notes = judge(published(**table), record(row("x", values=values, experiment="amoebanet-memory")))
-    if ratio is None:
-        assert notes == [
-            "amoebanet-memory: no row has the same metric on two sides: A has other; B has memory, reserved, "
-            "peak_allocated, peak_reserved"
-        ]
-    else:
-        assert tables[0].metric == "reserved" and ratios(tables[0]) == {"x": round(ratio, 3)}
 
 
 def test_samples_against_a_published_number(record: Make, row: MakeRow) -> None:
@@ -224,7 +175,7 @@ def test_what_is_missing_is_told(record: Make, row: MakeRow) -> None:
 
 
 def test_experiments_of_one_side_are_named_together(record: Make, row: MakeRow) -> None:
-    _, notes = judge(record(row("x", 1.0), row("y", 1.0), row("x", 1.0, experiment="f")), record())
+    _, notes = compared(record(row("x", 1.0), row("y", 1.0), row("x", 1.0, experiment="f")), record())
     assert notes == ["only in A: e (2 rows), f (1 row)"]
 
 

@@ -1,0 +1,232 @@
+"""Compare matched rows: every side with the first, in absolute numbers where that is fair, else in ratios.
+
+Absolute numbers are compared only between rows that did the same work on the same machine. Otherwise each side's
+numbers are first divided by those of one of its own rows, and these ratios are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from reproduce.numbers.match import Line, differing, same_work
+from reproduce.numbers.metrics import DEFAULTS, Reading, available, better, outcome, over, read
+from reproduce.numbers.significance import Decision, Rule, compare_samples
+from reproduce.numbers.sources import Entry, Side
+
+__all__ = ["ComparedRow", "Comparison", "Verdict", "compare", "verdict"]
+
+TIMES = ("throughput", "speedup", "time", "step_time")
+Verdict = Literal["better", "worse", "differs", "~", "too few", "untested"]
+Readings = Mapping[int, Reading]  # what the sides say of a row, by the side's number
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """Hold a line, what each side says of it, and how each compares with the first side.
+
+    `readings` has None for a side that says nothing, `decisions` where nothing can be compared. `base` marks the row
+    that the others were divided by.
+    """
+
+    line: Line
+    readings: list[Reading | None]
+    decisions: list[Decision | None]
+    base: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Hold the rows of an experiment, compared in one metric. `together` judges their mean, where that can be."""
+
+    experiment: str
+    metric: str
+    unit: str
+    relative: bool
+    rows: list[ComparedRow]
+    notes: list[str] = field(default_factory=list)
+    together: Decision | None = None
+
+    def mean(self, side: int) -> tuple[float, int] | None:
+        """Return the geometric mean of a side's ratios, as judged where it was, and of how many; None without any."""
+        logs = [math.log(decision.ratio) for row in self.rows if (decision := row.decisions[side]) and not row.base]
+        if not logs:
+            return None
+        return math.exp(math.fsum(logs) / len(logs)) if self.together is None else self.together.ratio, len(logs)
+
+    def verdicts(self) -> Iterator[tuple[ComparedRow, Verdict]]:
+        """Yield every verdict in the table, with its row."""
+        for row in self.rows:
+            yield from ((row, verdict(decision, self.metric)) for decision in row.decisions if decision is not None)
+
+
+def verdict(decision: Decision, metric: str) -> Verdict:
+    """Say what a decision means where the metric has a better side."""
+    if decision.outcome == "higher" or decision.outcome == "lower":
+        wanted = better(metric)
+        return "differs" if wanted is None else "better" if decision.outcome == wanted else "worse"
+    return decision.outcome
+
+
+def compare(
+    sides: Sequence[Side], lines: Sequence[Line], *, metric: str | None, rule: Rule, force: bool = False
+) -> tuple[list[Comparison], list[str]]:
+    """Return a comparison for each experiment of which two sides have numbers, and notes about the others.
+
+    Without a `metric` an experiment is compared in the first of the usual ones that two sides share.
+    """
+    comparisons, notes = [], []
+    on_one_side: dict[str, list[str]] = {}
+    for experiment in dict.fromkeys(line.experiment for line in lines):
+        own = [line for line in lines if line.experiment == experiment]
+        for name in [metric] if metric else DEFAULTS:
+            readings = [_readings(line, name) for line in own]
+            if any(len(each) > 1 for each in readings):
+                comparisons.append(_compare(sides, own, readings, name, rule, force))
+                break
+        else:
+            holders = {number for line in own for number in line.entries}
+            if len(holders) == 1:
+                rows = f"{len(own)} row{'s' * (len(own) != 1)}"
+                on_one_side.setdefault(sides[holders.pop()].letter, []).append(f"{experiment} ({rows})")
+            else:
+                notes.append(_nothing_shared(sides, own, metric))
+    return comparisons, [*notes, *(f"only in {letter}: {', '.join(names)}" for letter, names in on_one_side.items())]
+
+
+def _readings(line: Line, metric: str) -> Readings:
+    readings = {side: read(entry, metric) for side, entry in line.entries.items()}
+    return {side: reading for side, reading in readings.items() if reading is not None}
+
+
+def _compare(
+    sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], metric: str, rule: Rule, force: bool
+) -> Comparison:
+    shared = [(line, own) for line, own in zip(lines, readings, strict=True) if len(own) > 1]
+    unfair = _unfair([line for line, _ in shared], metric)
+    relative = metric == "speedup" or (bool(unfair) and not force)
+    bases: list[str] = []
+    rows = []
+    for line, own in shared:
+        is_base = False
+        if relative:
+            base, theirs = _base(line, own, shared)
+            bases.append(base.label)
+            is_base = base is line
+            own = {side: over(reading, theirs[side]) for side, reading in own.items() if side in theirs}
+        values = [own.get(side) for side in range(len(sides))]
+        decisions = [
+            None if is_base or not side else _decision(values[0], values[side], rule) for side in range(len(sides))
+        ]
+        rows.append(ComparedRow(line, values, decisions, is_base))
+    notes = []
+    if relative:
+        notes.append(f"each side's {metric.replace('speedup', 'throughput')} is divided by its own {_once(bases)}")
+    if unfair and metric != "speedup" and force:
+        notes.append(f"FORCED: absolute numbers are compared although {' and '.join(unfair)}")
+    elif unfair:
+        notes.append(f"absolute numbers are not compared: {' and '.join(unfair)}")
+    notes += [*_other_differences([line for line, _ in shared]), *_missing(sides, lines, readings)]
+    units = {reading.unit for row in rows for reading in row.readings if reading is not None}
+    return Comparison(lines[0].experiment, metric, " or ".join(sorted(units)), relative, rows, notes)
+
+
+def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
+    if base is None or head is None or base.unit != head.unit:
+        return None
+    try:
+        return compare_samples(base.measurement, head.measurement, rule)
+    except ValueError:  # zeros have no ratios
+        return None
+
+
+def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> tuple[Line, Readings]:
+    """Return the line to divide by: the one that the row's speed-up is over, where all sides have a number of it.
+
+    Else the first line that all sides have a number of, one of the same scale where there is one.
+    """
+    result = line.first.result
+    complete = [(other, readings) for other, readings in lines if own.keys() <= readings.keys()]
+    alike = [pair for pair in complete if pair[0].first.result.scale == result.scale]
+    named = [pair for pair in alike if pair[0].first.result.row == result.over]
+    return [*named, *alike, *complete][0]
+
+
+# --- what a reader has to know ---------------------------------------------------------------------------------------
+
+
+def _machine(entry: Entry) -> object:
+    """Return what has to be equal for absolute times to be compared."""
+    run = entry.record.run
+    if run is None:
+        return entry.result.hardware or entry.record.hardware or entry.record.name
+    machine = run.machine
+    memory = machine.memory and machine.memory >> 30
+    return machine.cpu, machine.cores, memory, [gpu.name for gpu in machine.gpus], run.device, run.threads_per_device
+
+
+def _pairs(lines: Sequence[Line]) -> Iterator[tuple[Entry, Entry]]:
+    """Yield each line's first row with every other one."""
+    for line in lines:
+        first, *others = line.entries.values()
+        yield from ((first, other) for other in others)
+
+
+def _unfair(lines: Sequence[Line], metric: str) -> list[str]:
+    """Return why absolute numbers may not be compared. What is no time does not depend on the machine."""
+    reasons = []
+    if metric in TIMES and any(_machine(first) != _machine(other) for first, other in _pairs(lines)):
+        reasons.append("the sides ran on different machines")
+    if not all(same_work(first, other) for first, other in _pairs(lines)):
+        reasons.append("matched rows did different work")
+    return reasons
+
+
+def _other_differences(lines: Sequence[Line]) -> list[str]:
+    """Say which other circumstances of matched rows differ."""
+    fields: list[str] = []
+    versions: dict[str, list[str]] = {}
+    for first, other in _pairs(lines):
+        fields += differing(first, other)
+        if first.record.run is not None and other.record.run is not None:
+            theirs = other.record.run.versions
+            for name, version in first.record.run.versions.items():
+                if version != theirs.get(name):
+                    versions.setdefault(name, []).extend([str(version), str(theirs.get(name))])
+    notes = [f"matched rows also differ in: {_once(fields)}"] if fields else []
+    return notes + [f"{name} differs: {' / '.join(dict.fromkeys(both))}" for name, both in versions.items()]
+
+
+def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings]) -> list[str]:
+    """Say which rows a side lacks, and which have no number, and why."""
+    labels: dict[tuple[str, str], list[str]] = {}
+    for line, own in zip(lines, readings, strict=True):
+        letters: dict[str, list[str]] = {}
+        for number, side in enumerate(sides):
+            if number not in line.entries:
+                letters.setdefault("missing", []).append(side.letter)
+            elif number not in own:
+                result = line.entries[number].result
+                why = "" if result.status in ("measured", "published", "predicted") else f" ({outcome(result)})"
+                letters.setdefault(f"no number{why}", []).append(side.letter)
+        for what, where in letters.items():
+            labels.setdefault((what, " and ".join(where)), []).append(line.label)
+    return [f"{what} in {where}: {_once(rows)}" for (what, where), rows in labels.items()]
+
+
+def _nothing_shared(sides: Sequence[Side], lines: Sequence[Line], metric: str | None) -> str:
+    """Say what there is, where no row has the same metric on two sides."""
+    experiment = lines[0].experiment
+    if metric is not None:
+        return f"{experiment}: {metric} is not on two sides of any row"
+    entries = {
+        number: [line.entries[number] for line in lines if number in line.entries] for number in range(len(sides))
+    }
+    has = [f"{sides[i].letter} has {', '.join(available(each)) or 'no number'}" for i, each in entries.items() if each]
+    return f"{experiment}: no row has the same metric on two sides: {'; '.join(has)}"
+
+
+def _once(labels: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(labels))

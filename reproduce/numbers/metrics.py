@@ -1,0 +1,193 @@
+"""Work out every number that is shown: each metric of a row is made of its samples here, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from reproduce.numbers.accuracy import final_errors
+from reproduce.numbers.significance import Measurement
+from reproduce.numbers.sources import Entry
+from reproduce.records.decode import Json
+from reproduce.records.record import Result
+
+__all__ = ["BYTES", "DEFAULTS", "Reading", "available", "better", "epoch_throughput", "median_ratio", "outcome", "over",
+           "read", "speed_up", "throughput", "utilization"]  # fmt: skip
+
+DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
+HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
+LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model_bytes", "bubble")
+BYTES = {"bytes": 1, "MiB": 2**20, "MB": 10**6, "GiB": 2**30, "GB": 10**9}
+
+Round = tuple[str, float]  # the run, and the number of the round in it
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Hold what a row says of a metric: an exact number or samples, and the rounds that these were taken in.
+
+    Samples are summed up by their median, or by their `mean`.
+    """
+
+    measurement: Measurement
+    unit: str = ""
+    rounds: Sequence[Round] = ()
+    mean: bool = False
+
+    @property
+    def listed(self) -> Sequence[float]:
+        """Give the samples; an exact number as the only one."""
+        return [self.measurement] if isinstance(self.measurement, (int, float)) else self.measurement
+
+    @property
+    def middle(self) -> float:
+        """Give the number itself, or the median or mean of the samples."""
+        return float(statistics.mean(self.listed) if self.mean else statistics.median(self.listed))
+
+    @property
+    def samples(self) -> int | None:
+        """Count the samples; None for an exact number."""
+        return None if isinstance(self.measurement, (int, float)) else len(self.measurement)
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """Give the first and the third quartile; None of a single number."""
+        if len(self.listed) < 2:
+            return None
+        low, _, high = statistics.quantiles(self.listed, n=4, method="inclusive")
+        return low, high
+
+
+def throughput(result: Result, run: str = "") -> Reading | None:
+    """Return samples per second of every step, or as one number where only that is known; None where nothing is."""
+    steps = result.samples.get("step_time")
+    if steps:
+        return Reading([result.config["batch_size"] / each for each in steps], "samples/s", _rounds(result, run))
+    return _exact(result.values.get("throughput"), "samples/s")
+
+
+def epoch_throughput(result: Result) -> float | None:
+    """Return samples per second of the median epoch of a training; None where there is none."""
+    times = result.samples.get("epoch_time")
+    return float(result.values["samples_per_epoch"] / statistics.median(times)) if times else None
+
+
+def speed_up(result: Result | None, base: Result | None) -> Reading | None:
+    """Return how many times as fast a row is as another of its record; None where one has no throughput.
+
+    Steps of one round ran next to each other, so it is taken within rounds. Where the two share none, it is the ratio
+    of their medians, an exact number.
+    """
+    ours, theirs = (None if each is None else throughput(each) for each in (result, base))
+    if ours is None or theirs is None:
+        return None
+    ratios = over(ours, theirs)
+    return ratios if ratios.rounds and result is not base else Reading(ours.middle / theirs.middle)
+
+
+def over(reading: Reading, base: Reading) -> Reading:
+    """Return a reading divided by another: round by round where they share rounds, else in order.
+
+    An exact number stands beside every sample of the other.
+    """
+    mine, other = dict(zip(reading.rounds, reading.listed)), dict(zip(base.rounds, base.listed))  # noqa: B905
+    shared = sorted(mine.keys() & other.keys())
+    if shared:
+        return Reading([mine[at] / other[at] for at in shared], "", shared)
+    if reading.samples is None and base.samples is None:
+        return Reading(reading.middle / base.middle)
+    count = max(len(reading.listed), len(base.listed))
+    ours, theirs = (each.listed if each.samples else [each.middle] * count for each in (reading, base))
+    return Reading([one / two for one, two in zip(ours, theirs)])  # noqa: B905
+
+
+def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:
+    """Return the median of the ratios of samples that were taken in pairs, in logarithms."""
+    return math.exp(statistics.median(math.log(one / two) for one, two in zip(samples, base, strict=True)))
+
+
+def utilization(result: Result) -> float | None:
+    """Return the mean utilization of the devices, as a share; None where it is not known."""
+    values = result.values.get("utilization")
+    return statistics.mean(values) if values else None
+
+
+def outcome(result: Result) -> str:
+    """Say in a word or three how a row ended that has no number."""
+    return result.reason if result.status == "needs devices" and result.reason else result.status
+
+
+def better(metric: str) -> Literal["higher", "lower", None]:
+    """Say which way is better; None where neither is, or nobody knows."""
+    return "higher" if metric in HIGHER else "lower" if metric in LOWER else None
+
+
+def read(entry: Entry, metric: str) -> Reading | None:
+    """Return what a row says of a metric; None where it says nothing.
+
+    - `throughput` (and `speedup`, which is made of it): samples per second of whole steps
+    - `time`: seconds per step, or per call of a benchmark
+    - `memory`: bytes allocated to tensors at the peak, summed over devices
+    - `reserved`: bytes that the caching allocator held, summed over devices: what the papers publish
+    - `top1_error`: after the last epoch, in %, one for each seed
+    - anything else: the value or the series of that name; of a value for each device, the mean
+    """
+    result, unit = entry.result, entry.record.unit
+    run = f"{entry.record.name} {entry.record.run.started}" if entry.record.run is not None else entry.record.name
+    if metric in ("throughput", "speedup"):
+        return throughput(result, run)
+    if metric == "memory":
+        return _exact(_sum(result.values.get("peak_allocated")), "bytes")
+    if metric == "reserved":
+        return _exact(_sum(result.values.get("peak_reserved")) or _published_memory(result, unit), "bytes")
+    if metric == "top1_error" and "epoch" in result.samples:
+        errors = final_errors(result)
+        return Reading(errors, "%", mean=True) if errors else None
+    for name in ("step_time", "time") if metric == "time" else (metric,):
+        if result.samples.get(name):
+            return Reading(result.samples[name], "s" if metric == "time" else unit.get(name, ""), _rounds(result, run))
+    if metric == "time":
+        return _exact(result.values.get("step_time"), "s")
+    value = result.values.get(metric)
+    if metric == "utilization" and unit.get(metric) == "%" and value is not None:
+        value /= 100
+    if isinstance(value, list) and value and all(_is_number(each) for each in value):
+        value = statistics.mean(value)
+    return _exact(value, "share" if metric == "utilization" else unit.get(metric, ""))
+
+
+def available(entries: Sequence[Entry]) -> list[str]:
+    """Return the metrics of which any of the rows says something."""
+    names = dict.fromkeys([*DEFAULTS, "speedup"])
+    for entry in entries:
+        names.update(dict.fromkeys([*entry.result.samples, *entry.result.values]))
+    return [name for name in names if any(read(entry, name) for entry in entries)]
+
+
+def _rounds(result: Result, run: str) -> Sequence[Round]:
+    return [(run, number) for number in result.samples.get("round", ())]
+
+
+def _exact(value: Json, unit: str) -> Reading | None:
+    return Reading(float(value), unit) if _is_number(value) else None
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _sum(value: Json) -> float | None:
+    """Return the sum over devices."""
+    return sum(value) if isinstance(value, list) and value else value if _is_number(value) else None
+
+
+def _published_memory(result: Result, unit: Mapping[str, str]) -> float | None:
+    """Return the published memory in bytes: as printed, or of model and activations together."""
+    for names in (("memory",), ("model_memory", "peak_activation_memory")):
+        sizes = [(result.values.get(name), BYTES.get(unit.get(name, ""))) for name in names]
+        if all(_is_number(size) and factor for size, factor in sizes):
+            return float(sum(size * factor for size, factor in sizes))  # type: ignore[operator, misc]
+    return None

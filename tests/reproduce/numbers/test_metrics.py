@@ -1,0 +1,160 @@
+"""Metrics: each is one function of a row's samples, and a ratio is taken within the rounds that two rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from reproduce.numbers.accuracy import FinalError, final_error
+from reproduce.numbers.metrics import Reading, epoch_throughput, median_ratio, over, read, speed_up, throughput
+from reproduce.numbers.sources import Entry, side_of
+from reproduce.records.record import Record, Result
+
+Make = Callable[..., Record]
+MakeRow = Callable[..., Result]
+
+
+def timed(times: list[float], rounds: list[float] | None = None, batch_size: int = 8) -> Result:
+    samples = {"step_time": times} if times else {}
+    if rounds is not None:
+        samples["round"] = rounds
+    return Result("e", "r", "measured", config={"batch_size": batch_size}, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("measurement", "middle", "quartiles", "samples"),
+    [
+        (3.0, 3.0, None, None),
+        ([3.0], 3.0, None, 1),
+        ([1.0, 2.0], 1.5, (1.25, 1.75), 2),
+        ([5.0, 1.0, 3.0, 2.0, 4.0], 3.0, (2.0, 4.0), 5),
+    ],
+)
+def test_a_reading(
+    measurement: float | list[float], middle: float, quartiles: tuple[float, float] | None, samples: int | None
+) -> None:
+    reading = Reading(measurement)
+    assert (reading.middle, reading.quartiles, reading.samples) == (middle, quartiles, samples)
+
+
+def test_throughput_is_of_each_step() -> None:
+    assert throughput(timed([1.0, 2.0, 4.0], [0, 1, 2], 8)) == Reading(
+        [8.0, 4.0, 2.0], "samples/s", [("", 0), ("", 1), ("", 2)]
+    )
+    assert throughput(timed([])) is None
+    trained = Result("e", "r", "measured", values={"samples_per_epoch": 900}, samples={"epoch_time": [2.0, 3.0, 9.0]})
+    assert epoch_throughput(trained) == 300 and epoch_throughput(timed([1.0])) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "base", "ratios"),
+    [
+        # The machine slows down fourfold from round to round: the ratio within rounds does not notice.
+        (timed([1, 4, 16], [0, 1, 2]), timed([2, 8, 32], [0, 1, 2]), [2, 2, 2]),
+        # Only rounds that both have count.
+        (timed([9, 1, 1], [0, 1, 2]), timed([3, 3], [1, 2]), [3, 3]),
+        (timed([1, 9], [0, 1]), timed([2], [0]), [2]),
+        # Equal batch sizes are not taken for granted: it is samples per second that are compared.
+        (timed([1], [0], batch_size=16), timed([1], [0], batch_size=8), [2]),
+        # Rows that share no round: the medians are compared, and there are no quartiles.
+        (timed([1, 2, 3]), timed([4, 4], [0, 1]), 2),
+        (timed([1], [0]), timed([3], [1]), 3),
+        (timed([]), timed([1], [0]), None),
+        (timed([1], [0]), timed([]), None),
+        (timed([1], [0]), None, None),
+    ],
+)
+def test_speed_up(ours: Result, base: Result | None, ratios: float | list[float] | None) -> None:
+    found = speed_up(ours, base)
+    assert (None if found is None else found.measurement) == ratios
+
+
+def test_rounds_of_different_runs_are_not_paired(record: Make, row: MakeRow) -> None:
+    """A round is a moment of one run: the first rounds of two runs have nothing in common."""
+    drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    one_run = side_of("A", "a", [record(row("x", drift), row("y", drift))])
+    two_runs = side_of("B", "b", [record(row("x", drift)), record(row("y", drift), started="2021")])
+    for side, paired in ((one_run, True), (two_runs, False)):
+        x, y = (read(entry, "throughput") for entry in side.entries)
+        assert x is not None and y is not None and bool(over(y, x).rounds) == paired
+
+
+def test_an_exact_number_stands_beside_every_sample() -> None:
+    assert over(Reading([2.0, 4.0]), Reading(2.0)).measurement == [1.0, 2.0]
+    assert over(Reading(8.0), Reading([2.0, 4.0])).measurement == [4.0, 2.0]
+    assert over(Reading(8.0), Reading(2.0)).measurement == 4.0
+
+
+def test_a_ratio_of_pairs() -> None:
+    assert median_ratio([2.0, 16.0, 400.0, 0.1], [1.0, 2.0, 4.0, 1.0]) == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "unit", "expected", "in_unit"),
+    [
+        ("utilization", {"utilization": 44}, {"utilization": "%"}, 0.44, "share"),
+        ("utilization", {"utilization": [0.4, 0.6]}, {}, 0.5, "share"),
+        ("memory", {"peak_allocated": [1, 3]}, {}, 4, "bytes"),
+        ("reserved", {"peak_reserved": [1, 3]}, {"memory": "GiB"}, 4, "bytes"),
+        ("reserved", {"memory": 2.0}, {"memory": "GiB"}, 2**31, "bytes"),
+        ("reserved", {"model_memory": 1.0, "peak_activation_memory": 2.0},
+         {"model_memory": "GB", "peak_activation_memory": "GB"}, 3e9, "bytes"),
+        ("reserved", {"memory": None}, {"memory": "GiB"}, None, ""),
+        ("throughput", {"throughput": 26.7}, {}, 26.7, "samples/s"),
+        ("time", {"step_time": 0.5}, {}, 0.5, "s"),
+        ("parameters", {"parameters": 7}, {"parameters": "count"}, 7, "count"),
+        ("parameters", {"parameters": "many"}, {}, None, ""),
+    ],
+)  # fmt: skip
+def test_values(
+    metric: str, values: dict[str, object], unit: dict[str, str], expected: float | None, in_unit: str
+) -> None:
+    result = Result("e", "r", "published", values=values)
+    found = read(Entry(Record("r", "T", "published", unit, [result]), result), metric)
+    assert (None if found is None else (found.measurement, found.unit)) == (expected and (expected, in_unit))
+
+
+def trained(*seeds: list[float]) -> Result:
+    """Return a training of three epochs, given the error after every epoch of each seed."""
+    samples = {
+        "epoch": [epoch + 1.0 for series in seeds for epoch in range(len(series))],
+        "top1_error": [error for series in seeds for error in series],
+    }
+    return Result("e", "r", "measured", config={"epochs": 3}, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (
+            trained([90, 50, 10], [90, 60, 14], [5]),
+            FinalError(12, 8**0.5),
+        ),  # only ended trainings count
+        (trained([90, 50, 10]), FinalError(10.0)),
+        (trained([5]), None),
+        (Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1}), FinalError(22.0, 0.1)),
+        (Result("e", "r", "published", values={"top1_error": None}), None),
+    ],
+)
+def test_the_error_is_that_after_the_last_epoch(result: Result, expected: FinalError | None) -> None:
+    found = final_error(result)
+    assert (found and found.mean, found and found.deviation) == pytest.approx(expected or (None, None))
+    reading = read(Entry(Record("r", "T", result.status, {}, [result]), result), "top1_error")  # type: ignore[arg-type]
+    assert (reading and reading.middle) == (expected and expected.mean), "and comparisons read the same"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "allowed", "verdict"),
+    [
+        (FinalError(22.0, 0.1), FinalError(22.2, 0.1), 0.2, "same"),
+        (FinalError(22.0, 0.1), FinalError(22.3, 0.1), 0.2, "differs"),
+        (FinalError(22.5, 0.1), FinalError(22.2, 0.1), 0.2, "differs"),
+        (FinalError(22.0, 0.0), FinalError(22.0, 0.0), 0.0, "same"),
+        (FinalError(22.0), FinalError(22.0, 0.1), None, ""),
+    ],
+)
+def test_the_same_within_the_deviations(
+    ours: FinalError, theirs: FinalError, allowed: float | None, verdict: str
+) -> None:
+    assert (ours.allowed(theirs), ours.verdict(theirs)) == (allowed and pytest.approx(allowed), verdict)
