@@ -51,7 +51,7 @@ class Comparison:
 
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios, as judged where it was, and of how many; None without any."""
-        logs = [math.log(decision.ratio) for row in self.rows if (decision := row.decisions[side]) and not row.base]
+        logs = [math.log(decision.ratio) for row in self.rows if (decision := row.decisions[side])]
         if not logs:
             return None
         return math.exp(math.fsum(logs) / len(logs)) if self.together is None else self.together.ratio, len(logs)

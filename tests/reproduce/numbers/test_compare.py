@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from reproduce.machine.description import Machine
 from reproduce.numbers.compare import Comparison, compare, verdict
 from reproduce.numbers.match import match
 from reproduce.numbers.significance import Decision, Rule
@@ -123,12 +124,31 @@ def test_force_compares_them_and_says_so(record: Make, row: MakeRow) -> None:
         ({"threads_per_device": 2}, True),
         ({"torch": "2.12.0"}, False),
         ({"devices": 8, "seed": 4}, False),
+        ({"machine": Machine("Linux", "a CPU", 2, 2, 64 << 30)}, True),
+        ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False),
     ],
 )
 def test_what_makes_a_machine_another(change: dict[str, Any], relative: bool, record: Make, row: MakeRow) -> None:
     found = only(record(row("x", 1.0)), record(row("x", 1.0), **change))
     assert found.relative == relative
     assert ("torch differs: 2.11.0 / 2.12.0" in found.notes) == ("torch" in change)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bases"),
+    [
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # all name z
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # the third side lacks z, so the first row that all have
+    ],
+)
+def test_what_rows_are_divided_by(rows: str, bases: dict[str, str], record: Make, row: MakeRow) -> None:
+    seconds = {"x": 2.0, "y": 3.0, "z": 4.0}
+    old, new = ([row(name, seconds[name], over="z") for name in names] for names in ("xyz", rows))
+    found = only(record(*old), record(*old), record(*new), metric="speedup")
+    for each in found.rows:
+        label = each.line.label
+        readings = [reading.middle for reading in each.readings if reading is not None]
+        assert readings == pytest.approx([seconds[bases[label]] / seconds[label]] * len(each.line.entries))
 
 
 def test_speed_up_is_taken_within_sides_and_rounds(record: Make, row: MakeRow) -> None:

@@ -119,6 +119,8 @@ NO_NAIVE = record(*results("amoebanet-speed", "small",
          ["828", "50", "778"]),
         (CUDA, "peak, allocated", ("pipeline-2", "(18, 544)", "20.00  20.00"), ["40.00", "20.62", "19.38"]),
         (CUDA, "reserved, as published", ("pipeline-1", "(18, 416)", "21.00"), ["21.00", "20.62", "0.38"]),
+        (memory("small", "cpu", lambda n: [9999 * MiB] * n), "live bytes", ("pipeline-2", "(18, 80)", "9999  9999"),
+         ["19998", "21113", "-1115"]),
         (memory("small", "cpu", lambda n: []), "peak, nothing", ("pipeline-1", "(18, 64)", "measured"), []),
     ],
 )  # fmt: skip
