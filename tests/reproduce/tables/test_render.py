@@ -13,7 +13,7 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Machine
 from reproduce.records.record import Record, Result, Run, save
 from reproduce.run.training import size_names
-from reproduce.tables.render import benchmark_block, render, render_blocks, stale
+from reproduce.tables.render import render, render_blocks, stale
 
 PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
 
@@ -63,21 +63,6 @@ def test_no_record_is_said(root: Path) -> None:
 def test_a_block_of_nothing_known_is_refused() -> None:
     with pytest.raises(Error, match="page: a block is from 'x/y'; name one of a, b"):
         render_blocks(PAGE.replace("amoebanet-speed", "x/y"), Path("page"), dict.fromkeys("ab", lambda page, name: ""))
-
-
-def test_benchmarks_that_were_not_run_yet(tmp_path: Path) -> None:
-    for name in ("validation", "overlap-later", "regression"):
-        assert benchmark_block(tmp_path / "page.md", name, tmp_path) == "Nothing measured is committed yet.\n"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"benchmark": "none", "circumstances": {}}', '{"benchmark": "overlap", "circumstances": {}}'],
-)
-def test_a_broken_result_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
-    (tmp_path / "kept.json").write_text(text)
-    with pytest.raises(Error, match=r"page\.md: the block from benchmarks/kept cannot be made \(.*kept\.json"):
-        benchmark_block(tmp_path / "page.md", "kept", tmp_path)
 
 
 def test_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
