@@ -1,4 +1,5 @@
-# `make reproduce-amoebanet` and `make test` set themselves up: one virtual environment, made once.
+# `make reproduce-amoebanet` and `make test` set themselves up: one virtual environment, made once. Runs go to runs/,
+# which git ignores; `python -m reproduce publish NAME` copies one into results/measured, to be committed.
 # Override where it lives and what makes it:  make test VENV=/path/to/venv PYTHON=python3.12
 VENV ?= .venv
 PYTHON ?= python3
@@ -14,8 +15,8 @@ help:
 	@echo "make reproduce-unet       run the U-Net experiments here"
 	@echo "make reproduce-resnet     run the ResNet-101 experiments here (DATA=folder of ImageNet)"
 	@echo "make results              write anew all tables that are made from records"
-	@echo "make compare A=… B=…      compare two sides: records, folders, git revisions (ARGS='--metric speedup')"
-	@echo "make report               write results/report.html, a page of everything in results/"
+	@echo "make compare A=… B=…      compare two sides: records, folders, runs by name, git revisions (ARGS='--metric speedup')"
+	@echo "make report               write results/report.html, a page of everything in results/ and runs/"
 	@echo "make test                 run the tests"
 	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
 	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals, the planner"

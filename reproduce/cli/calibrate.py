@@ -12,8 +12,6 @@ from reproduce.predict.calibrate import written
 from reproduce.records.record import write_atomically
 from reproduce.run.recorder import prepare_folder
 
-__all__ = ["calibrate"]
-
 
 @click.command()
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), help="Kind of devices. Default: CUDA if there is any.")

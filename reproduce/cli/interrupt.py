@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["interruptible"]
-
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:

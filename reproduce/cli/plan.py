@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import click
 import torch
 
+from reproduce import models
 from reproduce.cli.predict import hardware_by_name
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.predict.largest import MODELS, Asked, largest
-from reproduce.predict.rows import BUILDERS
 from torchgpipe.plan import Hardware, hardware_names
 from torchgpipe.plan import plan as make_plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.optimizer import OPTIMIZERS
 from torchgpipe.plan.planner import HERE
-
-__all__ = ["plan"]
 
 PROFILED = 4
 """Samples of the largest micro-batch that layers are timed with, unless told otherwise."""
@@ -78,7 +76,9 @@ def plan(
     find_largest: str | None,
 ) -> None:
     """Plan MODEL for a node: balance, micro-batches, checkpointing; predicted, on any machine."""
-    name, names, papers_batch, papers_optimizer, shape = MODELS[model]
+    name, papers_batch, papers_optimizer = MODELS[model]
+    built = models.MODELS[name]
+    names = built.sizes
     if bool(names) < (size is not None):
         raise click.BadParameter(f"{model} has one size only; leave --size out", param_hint="--size")
     if profiled is not None and hardware is not None:
@@ -99,12 +99,13 @@ def plan(
     try:
         if find_largest is None:
             with torch.device("meta"):
-                module = BUILDERS[name](*sizes)
+                module = built.build(*sizes)
             click.echo(f"{_named(name, sizes)}, batch size {batch_size}, {optimizer}")
             here = find_devices(None, None) if hardware is None else Devices("meta", devices or 1)
             with here.in_use():
                 found = make_plan(
-                    module, torch.rand(min(batch_size, profiled or PROFILED), *shape, device=here.first(1)[0]),
+                    module,
+                    torch.rand(min(batch_size, profiled or PROFILED), *built.input_shape, device=here.first(1)[0]),
                     batch_size=batch_size, devices=devices or (here.count if hardware is None else None),
                     memory=memory, hardware=hardware or HERE, optimizer=optimizer,
                 )  # fmt: skip
@@ -134,7 +135,7 @@ def _tell_largest(asked: Asked, axis: int) -> None:
         at_least = "" if found.beyond is not None else "at least "
         click.echo(f"  {how:10} {at_least}{_named(name, found.sizes)}: {found.parameters / 1e6:,.1f} M parameters")
     click.echo(
-        f"Only {MODELS[asked.model][1][axis]} grows. naive: one micro-batch, nothing recomputed;\n"
+        f"Only {models.MODELS[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
         "pipelined: micro-batches of one, all but the last recomputed.\n"
         "Predicted bytes allocated to tensors, not measured: leave room for what\n"
         "libraries and the allocator take beside them."

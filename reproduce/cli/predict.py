@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from pathlib import Path
 
 import click
 
 from reproduce.cli.shared import need
-from reproduce.machine.description import ROOT
+from reproduce.experiments.choose import suggestion
 from reproduce.predict.rows import predict_table, predictable
+from reproduce.records.places import RESULTS
 from reproduce.records.record import save, write_atomically
 from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import tables
@@ -18,9 +18,7 @@ from reproduce.tables.layout import many
 from reproduce.tables.prediction_docs import DOCS, rendered
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 
-__all__ = ["PREDICTED", "hardware_by_name", "predict"]
-
-PREDICTED = ROOT / "results" / "predicted"
+PREDICTED = RESULTS / "predicted"
 
 
 def hardware_by_name(_: click.Context, __: click.Parameter, name: str | None) -> Hardware | None:
@@ -36,8 +34,7 @@ def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str,
     known = predictable()
     for name in names:
         if name not in known and name != "all":
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}" if close else f"there are {', '.join(known)}, and all"
+            meant = suggestion(name, [*known, "all"])
             raise click.BadParameter(f"no experiment that can be predicted is called {name!r}; {meant}")
     return list(known) if "all" in names else list(dict.fromkeys(names))
 

@@ -10,8 +10,6 @@ import click
 
 from reproduce.cli.shared import need
 
-__all__ = ["regression"]
-
 
 @click.command()
 @click.option("--base", required=True, metavar="REV", help="The git revision to compare with.")
@@ -56,22 +54,22 @@ def regression(
     if markdown is not None:
         prepare_folder(markdown.absolute().parent, "--markdown")
 
-    unended = False
+    line_open = False
 
-    def told(restart: int) -> None:
-        nonlocal unended
+    def show_progress(restart: int) -> None:
+        nonlocal line_open
         if sys.stderr.isatty():
-            unended = True
+            line_open = True
             click.echo(f"\rrestart {restart} of {restarts} done", err=True, nl=False)
 
     try:
         settings = Settings(choose_cases(wanted), restarts, rounds, slow_down)
-        found = answer(base, head, settings, Rule(alpha, threshold), told)
+        found = answer(base, head, settings, Rule(alpha, threshold), show_progress)
     except KeyboardInterrupt:
-        unended = False  # click ends the line
+        line_open = False  # click ends the line
         raise
     finally:
-        if unended:
+        if line_open:
             click.echo(err=True)
     click.echo(found.text(style), nl=False)
     if markdown is not None:

@@ -8,8 +8,6 @@ from reproduce.machine.description import ROOT
 from reproduce.records.record import write_atomically
 from reproduce.tables.render import render, stale
 
-__all__ = ["render_command"]
-
 
 @click.command("render")
 @click.option("--check", is_flag=True, help="Write nothing; fail where something is stale.")

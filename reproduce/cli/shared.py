@@ -1,12 +1,11 @@
-"""Hold the commands of `python -m reproduce`, one file each. What only they need is imported when they run."""
+"""Hold what several commands need."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import click
-
-__all__ = ["need"]
 
 
 def need(*packages: str) -> None:
@@ -18,3 +17,9 @@ def need(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise click.ClickException(f"{package} is not installed: run 'make setup', or 'pip install {package}'")
+
+
+def shown(path: Path) -> str:
+    """Return the path as one would type it here, where it lies below the current folder."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from reproduce.experiments.controls import PARTITIONS, Balances, controls
 from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Checkpoint, Experiment, GiB, Optimizer, Row, Scale
 
-__all__ = ["MEMORY", "SPEED"]
-
 BASE = Row(
     model="AmoebaNet-D",
     size=(18, 256),

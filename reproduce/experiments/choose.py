@@ -1,15 +1,19 @@
-"""Choose some rows of experiments by their names."""
+"""Choose rows of experiments by their names."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from reproduce.error import USAGE, Error
 from reproduce.experiments.row import Experiment
 
-__all__ = ["choose_rows"]
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Say which of the known names was probably meant, or all of them."""
+    close = difflib.get_close_matches(name, known := list(known), n=1)
+    return f"did you mean {close[0]}" if close else f"there are {', '.join(known)}"
 
 
 def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list[Experiment]:
@@ -23,9 +27,7 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list
     known = {row.name: None for each in experiments for scale in each.scales for row in scale.rows}
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]!r}" if close else f"there are {', '.join(known)}"
-            raise Error(f"--row {name!r}: no row is called so; {meant}", USAGE)
+            raise Error(f"--row {name!r}: no row is called so; {suggestion(name, known)}", USAGE)
 
     chosen = []
     for each in experiments:

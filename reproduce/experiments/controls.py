@@ -15,8 +15,6 @@ from dataclasses import replace
 
 from reproduce.experiments.row import AS_PUBLISHED, LIKE_PUBLISHED, Row
 
-__all__ = ["PARTITIONS", "Balances", "Published", "controls", "published_rows"]
-
 PARTITIONS = (2, 4, 8)
 
 Balances = Mapping[int, tuple[int, ...] | None]  # by the number of partitions; None is profiled on the spot

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from reproduce.experiments.row import Row, Scale
 from reproduce.records.decode import Json
 
-__all__ = ["AccuracyRow", "AccuracyScale", "Made", "Recipe"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -65,7 +63,6 @@ class AccuracyRow(Row):
     num_classes: int
     recipe: Recipe
     gpus: int = 1
-    deferred_batch_norm: bool = False
     data: tuple[tuple[str, Json], ...] = ()
 
     @property
@@ -73,10 +70,10 @@ class AccuracyRow(Row):
         """Count the devices that the row needs."""
         return self.partitions or self.gpus
 
-    def config(self, size_names: tuple[str, ...]) -> dict[str, Json]:
+    def config(self) -> dict[str, Json]:
         """Return the row as a record's `config`, under the names of the published table."""
         return {
-            **super().config(size_names),
+            **super().config(),
             **self.recipe.config(self.batch_size),
             "gpus": self.devices,
             "deferred_batch_norm": self.deferred_batch_norm,

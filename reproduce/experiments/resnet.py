@@ -7,8 +7,6 @@ from dataclasses import replace
 from reproduce.experiments.controls import PARTITIONS, Balances, Published, controls, published_rows
 from reproduce.experiments.row import P40_MEMORY, Experiment, GiB, Optimizer, Row, Scale
 
-__all__ = ["SPEED"]
-
 BASE = Row(
     model="ResNet-101",
     size=(),

@@ -7,8 +7,6 @@ from dataclasses import replace
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Made, Recipe
 from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB, Optimizer
 
-__all__ = ["ACCURACY"]
-
 SGD = Optimizer(name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1)
 
 BASE = AccuracyRow(

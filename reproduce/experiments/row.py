@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from reproduce.records.decode import Json
+from torch import nn
 
-__all__ = ["AS_PUBLISHED", "COMPONENTS", "LIKE_PUBLISHED", "P40_MEMORY", "Checkpoint", "Component", "Equal",
-           "Experiment", "GiB", "Optimizer", "Row", "Scale"]  # fmt: skip
+from reproduce.models import MODELS
+from reproduce.records.decode import Json
 
 Checkpoint = Literal["always", "except_last", "never"]
 Component = Literal["dependency", "streams", "portals"]
@@ -60,6 +60,7 @@ class Row:
     num_classes: int | None = None
     options: Mapping[str, Json] = field(default_factory=dict)
     components: tuple[Component, ...] = COMPONENTS
+    deferred_batch_norm: bool = False
     equal: Equal | None = None
     steps_per_epoch: int = 0
     skip_epochs: int = 0
@@ -92,13 +93,18 @@ class Row:
         """Guess the cost of a step, to no unit: good for telling the time left, and for nothing else."""
         return self.batch_size * math.prod(self.size) * (1.3 if self.checkpoint in ("always", "except_last") else 1)
 
-    def config(self, size_names: tuple[str, ...]) -> dict[str, Json]:
+    def build(self) -> nn.Sequential:
+        """Build the model on PyTorch's default device."""
+        classes = {} if self.num_classes is None else {"num_classes": self.num_classes}
+        return MODELS[self.model].build(*self.size, **classes)
+
+    def config(self) -> dict[str, Json]:
         """Return the row as a record's `config`, under the names of the published tables."""
         return {
             "configuration": self.configuration,
             "equal": self.equal,
             "model": self.model,
-            **dict(zip(size_names, self.size, strict=True)),
+            **dict(zip(MODELS[self.model].sizes, self.size, strict=True)),
             **self.options,
             "input_shape": list(self.input_shape),
             "batch_size": self.batch_size,

@@ -8,8 +8,6 @@ from reproduce.error import USAGE, Error
 from reproduce.experiments import Experiment, Scale
 from reproduce.machine.devices import Devices
 
-__all__ = ["choose_scale", "why_not"]
-
 GiB = 2**30
 
 

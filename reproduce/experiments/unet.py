@@ -17,8 +17,6 @@ from reproduce.experiments.row import (
     Scale,
 )
 
-__all__ = ["ABLATION", "MEMORY", "SPEED"]
-
 BASE = Row(
     model="U-Net",
     size=(5, 64),

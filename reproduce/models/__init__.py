@@ -10,8 +10,38 @@ its input, for under checkpointing a partition's input is needed again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import nn
+
 from reproduce.models.amoebanet import amoebanetd
-from reproduce.models.resnet import resnet101
+from reproduce.models.resnet import resnet, resnet101
 from reproduce.models.unet import unet
 
-__all__ = ["amoebanetd", "resnet101", "unet"]
+__all__ = ["MODELS", "Model", "amoebanetd", "resnet101", "unet"]
+
+
+class Model(NamedTuple):
+    """Say how a model is built from its sizes, what these are called in the published tables, and a sample's shape."""
+
+    build: Callable[..., nn.Sequential]
+    sizes: tuple[str, ...]
+    input_shape: tuple[int, int, int]
+
+
+def _unet(num_convs: int, base_channels: int) -> nn.Sequential:
+    return unet(num_convs=num_convs, base_channels=base_channels)
+
+
+def _resnet(blocks: int, width: int, expansion: int, num_classes: int = 1000) -> nn.Sequential:
+    return resnet((blocks,) * 4, width=width, expansion=expansion, num_classes=num_classes)
+
+
+MODELS = {
+    "AmoebaNet-D": Model(amoebanetd, ("L", "D"), (3, 224, 224)),
+    "U-Net": Model(_unet, ("B", "C"), (3, 192, 192)),
+    "ResNet-101": Model(resnet101, (), (3, 224, 224)),
+    "ResNet": Model(_resnet, ("blocks", "width", "expansion"), (3, 64, 64)),
+}
+"""Every model that an experiment may name. `ResNet` has as many bottlenecks in each of its four stages."""

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from reproduce.error import Error
 from reproduce.experiments import AS_PUBLISHED
-from reproduce.machine.description import ROOT
 from reproduce.numbers.metrics import throughput
+from reproduce.records.places import MEASURED
 from reproduce.records.record import Result, Run, load
 
-__all__ = ["MEASURED", "MeasuredRow", "measured_rows"]
-
-MEASURED = ROOT / "results" / "measured"
+__all__ = ["MeasuredRow", "measured_rows"]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from reproduce.error import USAGE, Error
 from reproduce.machine.git import commit_of, git
 from reproduce.records.decode import Json, parse_json, read_json
 from reproduce.records.foreign import from_pytest_benchmark, is_pytest_benchmark
+from reproduce.records.places import find_record
 from reproduce.records.record import Record, Result, hardware_name, parse
 
 __all__ = ["Entry", "Side", "load_side", "side_of"]
@@ -45,12 +46,12 @@ class Side:
 
 
 def load_side(letter: str, name: str) -> Side:
-    """Load what `name` names: a path where there is one, or else REVISION or REVISION:PATH of the current git checkout.
+    """Load what `name` names: a path, or a run's name, or else REVISION or REVISION:PATH of the current git checkout.
 
     Raises:
         Error: there is nothing of that name, no record in it, or a file that is none.
     """
-    path = Path(name or "''")
+    path = find_record(name or "''")
     if path.is_dir():
         files = sorted(path.glob("*.json"))
         if not files:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reproduce.predict.rows import BUILDERS
+from reproduce import models
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan import Hardware, Impossible
 from torchgpipe.plan.count import Counts, count
@@ -18,11 +18,11 @@ from torchgpipe.plan.search import search
 
 __all__ = ["MODELS", "Asked", "Largest", "largest"]
 
-# what it is called -> the model, the names of its sizes, the papers' batch size, optimizer, and a sample's shape
+# what it is called -> the model, the papers' batch size, optimizer
 MODELS = {
-    "amoebanet": ("AmoebaNet-D", ("L", "D"), 128, "rmsprop", (3, 224, 224)),
-    "unet": ("U-Net", ("B", "C"), 32, "sgd", (3, 192, 192)),
-    "resnet101": ("ResNet-101", (), 128, "sgd", (3, 224, 224)),
+    "amoebanet": ("AmoebaNet-D", 128, "rmsprop"),
+    "unet": ("U-Net", 32, "sgd"),
+    "resnet101": ("ResNet-101", 128, "sgd"),
 }
 STEPS = {"amoebanet": (3, 16), "unet": (1, 8)}
 """By which sizes grow."""
@@ -101,7 +101,7 @@ def _parameters(asked: Asked, sizes: tuple[int, ...]) -> int:
 
 @functools.cache
 def _counts(model: str, sizes: Sequence[int]) -> Counts:
-    name, _, _, _, shape = MODELS[model]
+    built = models.MODELS[MODELS[model][0]]
     with torch.device("meta"):
-        module, sample = BUILDERS[name](*sizes), torch.empty(1, *shape)
+        module, sample = built.build(*sizes), torch.empty(1, *built.input_shape)
     return count(module, sample)

@@ -7,14 +7,13 @@ They hold no time and no machine, so that the same source gives the same file.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from msgspec import structs
-from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
+from reproduce.models import MODELS
 from reproduce.records.decode import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
@@ -25,7 +24,6 @@ from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
 
 __all__ = [
-    "BUILDERS",
     "SPEED_TABLES",
     "UNITS",
     "predict_row",
@@ -167,35 +165,10 @@ def _model(config: dict[str, Json]) -> tuple[str, tuple[int, ...], tuple[int, ..
     return config["model"], sizes, tuple(config["input_shape"])
 
 
-def _amoebanet(layers: int, filters: int) -> nn.Sequential:
-    from reproduce.models import amoebanetd
-
-    return amoebanetd(layers, filters)
-
-
-def _unet(convs: int, channels: int) -> nn.Sequential:
-    from reproduce.models import unet
-
-    return unet(5, convs, channels)
-
-
-def _resnet101() -> nn.Sequential:
-    from reproduce.models import resnet101
-
-    return resnet101()
-
-
-BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
-    "AmoebaNet-D": _amoebanet,
-    "U-Net": _unet,
-    "ResNet-101": _resnet101,
-}
-
-
 @functools.lru_cache(maxsize=8)
 def _counts(model: str, sizes: tuple[int, ...], shape: tuple[int, ...], memory: bool) -> Counts:
     with torch.device("meta"):
-        module, sample = BUILDERS[model](*sizes), torch.empty(1, *shape)
+        module, sample = MODELS[model].build(*sizes), torch.empty(1, *shape)
     return count(module, sample, memory=memory)
 
 

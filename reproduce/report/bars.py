@@ -11,9 +11,7 @@ from reproduce.numbers.metrics import BYTES, over
 from reproduce.records.decode import Json
 from reproduce.report.curves import COLORS
 from reproduce.report.figure import BACK, DEVICES, SERIES, new_figure, styled, svg
-from reproduce.report.gather import Source, Subject
-
-__all__ = ["ablation_figures", "memory_figures"]
+from reproduce.report.subjects import Source, Subject
 
 KINDS = {"peak_reserved": "reserved", "peak_allocated": "allocated"}
 PARTS = {"model_memory": "model", "peak_activation_memory": "activations", "memory": "all devices"}

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 
 from reproduce.report.figure import FAINT, SERIES, new_figure, styled, svg
-from reproduce.report.gather import Source, Subject
-
-__all__ = ["COLORS", "ideal", "speed_up_figures"]
+from reproduce.report.subjects import Source, Subject
 
 COLORS = {"published": SERIES[0], "predicted": SERIES[1], "measured": SERIES[2]}
 LOOKS = {"published": ("-", "o"), "predicted": ("--", "s"), "measured": ("-", "D")}

@@ -16,8 +16,6 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-__all__ = ["BACK", "DEVICES", "FAINT", "SERIES", "TEXT", "new_figure", "styled", "svg"]
-
 WIDTH = 3.75  # inches of 96 CSS pixels: a small phone's screen without its margins
 POINTS, PIXELS = 72, 96  # per inch
 

@@ -3,95 +3,137 @@
 from __future__ import annotations
 
 import io
-import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
-from reproduce.run.timeline import Span, StepTimeline
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from reproduce.report.figure import BACK, FAINT, SERIES, new_figure, styled, svg
+from torchgpipe.plan.replay import Costs, Event, Timeline, replay
 
-__all__ = ["gantt"]
-
-COLORS = {"forward": "#4c78a8", "recompute": "#f2b14a", "backward": "#54a24b", "copy": "#7f7f7f"}
-NAMES = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "copy": "copy"}
-WIDTH, LINE_HEIGHT, MARGIN = 10.0, 0.55, 1.75  # inches: of the picture, of a device's line, around the lines
+KINDS = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "copy": "copy"}
+PAGE_COLORS = {**dict(zip(KINDS, SERIES, strict=False)), "copy": FAINT, "back": BACK}
+FILE_COLORS = {
+    "forward": "#4c78a8",
+    "recompute": "#f2b14a",
+    "backward": "#54a24b",
+    "copy": "#7f7f7f",
+    "back": "white",
+}
+FILE_WIDTH, LINE, MARGIN = 10.0, 0.55, 1.75  # inches: of the picture, of a device's line, around the lines
 BAR, COPY_BAR = 0.8, 0.14  # shares of a line
-NUMBER_WIDTH = 0.011  # a digit's share of the picture's width
+DIGIT = 0.067  # inches
 
 
-def gantt(timeline: StepTimeline, title: str, kind: str) -> bytes:
-    """Return the picture of a timeline; `kind` is `svg` or `png`.
-
-    Raises:
-        ImportError: matplotlib is not installed, or broken.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+def _draw(figure: Figure, timeline: Timeline, title: str, colors: Mapping[str, str]) -> None:
+    """Draw every task, with its micro-batch's number where there is room; a copy is a thin line below the tasks."""
     start, end = timeline.window
-    scale, unit = (1000.0, "ms") if end - start < 10 else (1.0, "s")
-    figure = Figure(figsize=(WIDTH, MARGIN + LINE_HEIGHT * timeline.devices), layout="constrained")
+    length = end - start or 1.0
+    inches = figure.get_size_inches()[0] / length
     axes = figure.add_subplot()
-    _bars(axes, timeline, start, scale)
-    if _readable(timeline):
-        _numbers(axes, timeline, start, scale)
-
-    axes.set_xlim(0, (end - start) * scale or 1)
-    axes.set_ylim(timeline.devices - 0.5 + COPY_BAR, -0.5)
-    axes.set_yticks(range(timeline.devices))
-    axes.set_yticklabels(f"device {device}" for device in range(timeline.devices))
-    axes.set_xlabel(f"{unit} since the first task began; white is the bubble")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    for event in timeline.events:
+        copy, width = event.kind == "copy", event.end - event.start
+        middle = event.partition + (BAR + COPY_BAR) / 2 if copy else event.partition
+        edge = min(0.6, 40 * width / length)  # of narrow tasks, wide edges would look like a bubble
+        axes.barh(middle, width, left=event.start - start, height=COPY_BAR if copy else BAR, linewidth=edge,
+                  color=colors[event.kind], edgecolor=colors["back"])  # fmt: skip
+    fitting = [task for task in timeline.tasks if (task.end - task.start) * inches > DIGIT * _digits(task)]
+    # A few numbers here and there would only confuse.
+    for task in fitting if len(fitting) > 0.8 * len(timeline.tasks) else []:
+        axes.annotate(str(task.micro_batch), ((task.start + task.end) / 2 - start, task.partition), ha="center",
+                      va="center", fontsize=7, color=colors["back"])  # fmt: skip
+    axes.set_xlim(0, length)
+    axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(title, loc="left", fontweight="bold", pad=24)
-    axes.annotate(
-        f"bubble {timeline.bubble:.0%} of {timeline.devices} x {(end - start) * scale:.4g} {unit}; "
-        f"the whole step took {timeline.seconds * scale:.4g} {unit}",
-        xy=(0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points",
-    )  # fmt: skip
-    kinds = [name for name in NAMES if any(span.task.kind == name for span in timeline.spans)]
-    figure.legend(
-        handles=[Patch(color=COLORS[name], label=NAMES[name]) for name in kinds],
-        loc="outside lower center", ncols=len(kinds), frameon=False,
-    )  # fmt: skip
+    axes.set_yticks(range(timeline.partitions), [f"j={j}" for j in range(timeline.partitions)])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(title, loc="left", fontweight="bold")
+    kinds = [kind for kind in KINDS if any(event.kind == kind for event in timeline.events)]
+    handles = [Patch(color=colors[kind], label=KINDS[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1, frameon=False)
 
+
+def _digits(task: Event) -> int:
+    return len(str(task.micro_batch))
+
+
+def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
+    """Return the picture of a timeline as a file; `kind` is `svg` or `png`."""
+    figure = Figure(figsize=(FILE_WIDTH, MARGIN + LINE * timeline.partitions), layout="constrained")
+    start, end = timeline.window
+    said = (
+        f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {_duration(end - start)}; "
+        f"the whole step took {_duration(timeline.seconds)}"
+    )
+    _draw(figure, timeline, f"{title}\n{said}", FILE_COLORS)
+    (axes,) = figure.axes
+    axes.set_xlabel("seconds since the first task began; white is the bubble")
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150)
     return picture.getvalue()
 
 
-def _bars(axes: Axes, timeline: StepTimeline, start: float, scale: float) -> None:
-    """Draw every task; a copy is a thin line below its device's tasks."""
-    groups: dict[tuple[str, int], list[Span]] = {}
-    for span in timeline.spans:
-        groups.setdefault((span.task.kind, span.task.partition), []).append(span)
-    for (kind, device), spans in groups.items():
-        copy = kind == "copy"
-        ranges = [((span.start - start) * scale, (span.end - span.start) * scale) for span in spans]
-        place = (device + BAR / 2, COPY_BAR) if copy else (device - BAR / 2, BAR)
-        edge = min(0.5, 50 * _share(timeline, spans))  # or white edges would look like a bubble
-        axes.broken_barh(ranges, place, facecolor=COLORS[kind], edgecolor="white", linewidth=edge)
-
-
-def _numbers(axes: Axes, timeline: StepTimeline, start: float, scale: float) -> None:
-    """Write its micro-batch's number into each task that has room for it."""
-    for span in timeline.tasks:
-        number = str(span.task.micro_batch)
-        if _share(timeline, [span]) > NUMBER_WIDTH * len(number):
-            middle = ((span.start + span.end) / 2 - start) * scale
-            color = "black" if span.task.kind == "recompute" else "white"
-            axes.text(middle, span.task.partition, number, ha="center", va="center", fontsize=8, color=color)
-
-
-def _readable(timeline: StepTimeline) -> bool:
-    """Tell whether nearly every task has room for its number: a few numbers here and there would only confuse."""
-    widths = [(_share(timeline, [span]), NUMBER_WIDTH * len(str(span.task.micro_batch))) for span in timeline.tasks]
-    return sum(share > needed for share, needed in widths) > 0.8 * len(widths)
-
-
-def _share(timeline: StepTimeline, spans: Sequence[Span]) -> float:
-    """Return the spans' median length, as a share of the picture's width."""
+def _page_figure(name: str, title: str, timeline: Timeline) -> str:
+    figure = new_figure(0.85 + 0.27 * timeline.partitions)
+    with styled():
+        _draw(figure, timeline, title, PAGE_COLORS)
+        (axes,) = figure.axes
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
     start, end = timeline.window
-    return statistics.median(span.end - span.start for span in spans) / (end - start or 1)
+    described = (
+        f"Timeline of {title}: {end - start:.2f} s from the first task to the last, bubble {timeline.bubble:.0%}"
+    )
+    return svg(figure, name, described)
+
+
+def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> list[tuple[str, str]]:
+    """Return a figure for each step that was measured, with its caption."""
+    figures = []
+    for i, (title, timeline) in enumerate(traces):
+        start, end = timeline.window
+        caption = f"Measured: {title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
+        figures.append((_page_figure(f"trace-{i}", title, timeline), caption))
+    return figures
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+# --- replayed schedules ----------------------------------------------------------------------------------------------
+
+# what it is called, m, which micro-batches are recomputed
+SCHEDULES = (
+    ("naive model parallelism", 1, "never"),
+    ("GPipe, checkpoint=never", 4, "never"),
+    ("GPipe, checkpoint=except_last", 4, "except_last"),
+    ("GPipe, checkpoint=except_last", 8, "except_last"),
+)
+PARTITIONS = 4
+
+
+def costs(n: int, m: int, checkpoint: str) -> Costs:
+    """Return equal costs, of which a mini-batch's forward takes one second on each partition.
+
+    Backward takes twice as long as forward, recomputation as long as forward, copies nothing: what is left of waiting
+    is the schedule's own, the bubble.
+    """
+    forward = 1 / m
+    recomputed = {"never": 0, "except_last": m - 1, "always": m}[checkpoint]
+    return Costs(
+        forward=[[forward] * n] * m,
+        backward=[[2 * forward] * n] * m,
+        recompute=[[forward if i < recomputed else 0.0] * n for i in range(m)],
+    )
+
+
+def schedule_figures() -> list[tuple[str, str]]:
+    """Return a figure for each schedule, with its caption."""
+    replayed = [replay(costs(PARTITIONS, m, checkpoint)) for _, m, checkpoint in SCHEDULES]
+    figures = []
+    for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
+        caption = f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
+        caption += f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's." if i else "."
+        figures.append((_page_figure(f"timeline-{i}", f"{name}, m={m}", timeline), caption))
+    return figures

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from reproduce.experiments import Experiment, Row
 from reproduce.run.failure import explain
-from reproduce.run.memory import model_values
-from reproduce.run.peak import Peak, measure_peak
-from reproduce.run.session import Runner
+from reproduce.run.memory import measure_memory
+from reproduce.run.session import Session
 from reproduce.run.speed import run_speed
-from reproduce.run.training import FakeData
-
-__all__ = ["run_ablation"]
 
 MEMORY_STEPS = 2  # an optimizer makes its state at the end of the first
 
 
-def run_ablation(runner: Runner, experiment: Experiment) -> None:
-    """Put down speed, utilization and memory of every row; a row without memory says why."""
-    run_speed(runner, experiment)
-    for row in experiment.scale(runner.scale).rows:
-        if not runner.was_measured(experiment, row.name):
-            continue
-        runner.free()
-        try:
-            peak = _measure(runner, experiment, row)
-        except Exception as error:
-            runner.add_values(experiment, row.name, memory_problem=explain(error).reason)
-        else:
-            values = {"peak_allocated": peak.allocated, "peak_reserved": peak.reserved}
-            found = {name: value for name, value in values.items() if value is not None}
-            runner.add_values(experiment, row.name, **model_values(row), **found)
-        finally:
-            runner.progress.stop()
-
-
-def _measure(runner: Runner, experiment: Experiment, row: Row) -> Peak:
-    training = runner.build(experiment, row, FakeData([row], runner.seed))
-
-    def before(step: int) -> None:
-        runner.start(experiment, row.name, f"memory of {row.name}, step {step + 1} of {MEMORY_STEPS}")
-
-    return measure_peak(training, runner.devices, steps=MEMORY_STEPS, before=before)
+def run_ablation(session: Session) -> None:
+    """Record speed, utilization and memory of every row; a row without memory says why."""
+    run_speed(session)
+    for row in session.scale.rows:
+        if session.recorded(row).status == "measured":
+            try:
+                _, values = measure_memory(session, row, MEMORY_STEPS)
+            except Exception as error:
+                values = {"memory_problem": explain(error).reason}
+            session.add_values(row, values)
+            session.progress.stop()

@@ -10,8 +10,6 @@ import torch
 
 from reproduce.error import Error
 
-__all__ = ["Failure", "explain"]
-
 
 class Failure(NamedTuple):
     """Say how a row ended that did not succeed. It keeps no exception, and so no frame and no tensor, alive."""

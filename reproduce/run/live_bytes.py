@@ -14,8 +14,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes", "Watch"]
-
 
 class LiveBytes:
     """Count the bytes of live tensors, by the device that they belong to, and the most there ever were.

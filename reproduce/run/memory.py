@@ -2,55 +2,65 @@
 
 from __future__ import annotations
 
+import torch
 from msgspec.structs import replace
 
-from reproduce.experiments import Experiment, Row
+from reproduce.experiments import Row
+from reproduce.records.decode import Json
 from reproduce.run.failure import explain
-from reproduce.run.peak import Peak, measure_peak
-from reproduce.run.session import Runner
-from reproduce.run.training import FakeData, count_parameters
-
-__all__ = ["run_memory"]
+from reproduce.run.peak import measure_peak
+from reproduce.run.session import Session
+from reproduce.run.training import FakeData
 
 FLOAT_BYTES = 4
 
 
-def run_memory(runner: Runner, experiment: Experiment) -> None:
-    """Put down sizes and peaks, whatever becomes of each row."""
-    on_meta = runner.devices.kind == "meta"  # there the rows themselves are of the published size
-    for row in () if on_meta else experiment.scale("paper").rows:
-        runner.start(experiment, "", f"counting the parameters of {row.name}")
-        result = runner.result(experiment, row, scale="paper", device="meta")
-        runner.recorder.put(replace(result, values=model_values(row)))
+def plan_memory(session: Session) -> None:
+    """Tell the progress display how many steps are to come."""
+    for row in session.scale.rows:
+        if row.devices <= session.devices.count:
+            session.progress.plan(session.job(row), session.scale.steps, row.work())
 
-    for row in runner.runnable(experiment):
-        runner.free()
+
+def run_memory(session: Session) -> None:
+    """Record sizes and peaks, whatever becomes of each row."""
+    on_meta = session.devices.kind == "meta"  # there the rows themselves are of the published size
+    for row in () if on_meta else session.experiment.scale("paper").rows:
+        session.start(f"counting the parameters of {row.name}")
+        counted = replace(session.result(row), scale="paper", device="meta", values=_model_values(row))
+        session.recorder.put(counted)
+
+    for row in session.runnable():
         try:
-            used, peak = _measure(runner, experiment, row)
+            used, values = measure_memory(session, row, session.scale.steps)
         except Exception as error:
-            runner.put_failure(experiment, row, explain(error))
+            session.put_failure(row, explain(error))
         else:
-            values = {**model_values(row), "peak_allocated": peak.allocated}
-            if peak.reserved is not None:
-                values["peak_reserved"] = peak.reserved
-            runner.recorder.put(replace(runner.result(experiment, used), values=values))
-            runner.recorder.save()
+            session.put(used, values=values)
         finally:
-            runner.progress.stop()
+            session.progress.stop()
 
 
-def _measure(runner: Runner, experiment: Experiment, row: Row) -> tuple[Row, Peak]:
-    """Return the row as it was run, balance included, and its peak memory."""
-    steps = experiment.scale(runner.scale).steps
-    training = runner.build(experiment, row, FakeData([row], runner.seed))
+def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
+    """Return the row as it was run, balance included, and its model's size and peak memory."""
+    session.free()
+    training = session.build(row, FakeData([row], session.seed))
 
     def before(step: int) -> None:
-        runner.start(experiment, row.name, f"{row.name}, step {step + 1} of {steps}")
+        session.start(f"memory of {row.name}, step {step + 1} of {steps}", session.job(row))
 
-    return training.row, measure_peak(training, runner.devices, steps=steps, before=before)
+    peak = measure_peak(training, session.devices, steps=steps, before=before)
+    values = {**_model_values(row), "peak_allocated": peak.allocated}
+    return training.row, values if peak.reserved is None else {**values, "peak_reserved": peak.reserved}
 
 
-def model_values(row: Row) -> dict[str, int | list[int]]:
+def count_parameters(row: Row) -> int:
+    """Count the parameters of the row's model, on the meta device: exactly, and without memory for them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in row.build().parameters())
+
+
+def _model_values(row: Row) -> dict[str, Json]:
     """Count the model's parameters, and the bytes of parameters, gradients and optimizer state."""
     parameters = count_parameters(row)
     return {"parameters": parameters, "model_bytes": parameters * FLOAT_BYTES * (2 + row.optimizer.state)}

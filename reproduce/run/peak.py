@@ -18,8 +18,6 @@ from reproduce.machine.devices import Devices
 from reproduce.run.live_bytes import LiveBytes
 from reproduce.run.training import Training
 
-__all__ = ["Peak", "measure_peak"]
-
 
 class Peak(NamedTuple):
     """Hold the peak bytes of each device: of tensors, and on CUDA also as reserved by the allocator."""

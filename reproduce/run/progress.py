@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
 
-__all__ = ["Job", "Progress", "duration"]
-
 SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
 

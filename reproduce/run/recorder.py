@@ -17,8 +17,6 @@ from reproduce.machine.git import checkout
 from reproduce.records.decode import Json
 from reproduce.records.record import Record, Result, Run, save
 
-__all__ = ["Recorder", "new_recorder", "now", "prepare_folder"]
-
 
 class Recorder:
     """Hold a run's record and its file."""
@@ -36,11 +34,6 @@ class Recorder:
     def put(self, result: Result) -> None:
         """Add a result, or replace the one of the same row."""
         self.results[result.experiment, result.scale, result.device, result.row] = result
-
-    def add_values(self, experiment: str, scale: str | None, device: str | None, row: str, **values: Json) -> None:
-        """Add values to a result that was put before, or replace them."""
-        key = (experiment, scale, device, row)
-        self.results[key] = replace(self.results[key], values={**self.results[key].values, **values})
 
     def save(self) -> None:
         """Write the file."""

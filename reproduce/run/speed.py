@@ -1,50 +1,162 @@
-"""Run a speed experiment: time the steps of all rows in turn, round after round."""
+"""Run a speed experiment: time the steps of all rows in turn, so that a machine's drift hits all rows alike.
+
+A round is one step of every row, in an order drawn anew for each round. A step is timed from a moment when every
+device is idle to the next such moment, and every time is kept: rows are compared within rounds.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from msgspec.structs import replace
-
-from reproduce.experiments import Experiment, Row
+from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
 from reproduce.run.failure import Failure, explain
-from reproduce.run.measure import Sample, in_turn, time_step
-from reproduce.run.session import Runner
-from reproduce.run.timeline import StepTimeline, watch_step
+from reproduce.run.session import Session
+from reproduce.run.timeline import watch_step
 from reproduce.run.training import FakeData, Training
-from reproduce.run.utilization import from_driver, from_timeline
+from reproduce.run.utilization import ask_driver
+from torchgpipe.plan.replay import Timeline
 
-__all__ = ["run_speed"]
+
+def plan_speed(session: Session) -> None:
+    """Tell the progress display how many steps are to come."""
+    for row in session.scale.rows:
+        if row.devices <= session.devices.count:
+            steps = max(session.scale.warmup, row.skipped_steps) + (session.steps or session.scale.steps)
+            session.progress.plan(session.job(row), steps, row.work())
 
 
-def run_speed(runner: Runner, experiment: Experiment) -> None:
+def run_speed(session: Session) -> None:
     """Time every row; one that did not fit beside the others is timed alone afterwards."""
-    rows = runner.runnable(experiment)
-    together = _Timing(runner, experiment, FakeData(rows, runner.seed))
+    rows = session.runnable()
+    without_memory = _time_rows(session, rows)
+    for row in without_memory if len(rows) > 1 else []:
+        session.free()
+        _time_rows(session, [row], paired=False)
+
+
+def _time_rows(session: Session, rows: Sequence[Row], *, paired: bool = True) -> list[Row]:
+    """Time rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
+    timing = _Timing(session, rows, paired)
     for row in rows:
-        together.add(row)
-    company = len(together.trainings) > 1
-    together.run(limit=experiment.scale(runner.scale).seconds if runner.steps is None else None)
-    together.watch()
-
-    crowded = together.crowded if company else []
-    limit = experiment.scale(runner.scale).seconds if runner.steps is None else None
-    together.trainings.clear()
-    del together  # with all that it keeps on the devices, data included
-    for row in crowded:
-        runner.free()
-        alone = _Timing(runner, experiment, FakeData([row], runner.seed), paired=False)
-        alone.add(row)
-        alone.run(limit=limit)
-        alone.watch()
-        del alone
+        timing.add(row)
+    timing.run()
+    timing.watch()
+    return timing.without_memory
 
 
-def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], StepTimeline | None]:
+class _Sample(NamedTuple):
+    seconds: float
+    loss: float
+    round: int
+
+
+class _Timing:
+    """Time rows in turn, and record every step after each round.
+
+    Steps that are not `paired` belong to no round: nothing else ran next to them.
+    """
+
+    def __init__(self, session: Session, rows: Sequence[Row], paired: bool) -> None:
+        self.session, self.scale = session, session.scale
+        self.data = FakeData(rows, session.seed)
+        self.paired = paired
+        self.trainings: dict[str, Training] = {}
+        self.taken: dict[str, list[_Sample]] = {}
+        self.without_memory: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Build a row and run its first steps, which are slower than the rest."""
+        try:
+            training = self.session.build(row, self.data)
+            for _ in range(max(self.scale.warmup, row.skipped_steps)):
+                self.start("warming up", row)
+                time_step(training, self.session.devices)
+        except Exception as error:
+            self.fail(row, explain(error))
+        else:
+            self.trainings[row.name], self.taken[row.name] = training, []
+        finally:
+            self.session.progress.stop()
+
+    def run(self) -> None:
+        """Time all rows, round after round, until the scale's time is over where it has a limit."""
+        rounds, limit = self.session.steps or self.scale.steps, None
+        if self.session.steps is None and self.scale.seconds is not None:
+            limit = self.scale.seconds
+            self.session.progress.limit(f"{self.session.experiment.name} ", limit)
+        started, order = time.monotonic(), random.Random(self.session.seed)
+        try:
+            for done in range(rounds):
+                for name in order.sample(list(self.trainings), len(self.trainings)):
+                    self.step(name, done, rounds)
+                self.put_all()
+                if limit is not None and done + 1 >= self.scale.least_steps and time.monotonic() - started > limit:
+                    break
+        finally:
+            self.put_all()
+            self.session.progress.stop()
+
+    def step(self, name: str, done: int, rounds: int) -> None:
+        """Time one step of a row; a row that fails is left out from then on."""
+        training = self.trainings[name]
+        self.start(f"round {done + 1} of {rounds},", training.row)
+        try:
+            seconds, loss = time_step(training, self.session.devices)
+        except Exception as error:
+            del self.trainings[name], self.taken[name]
+            self.fail(training.row, explain(error))
+        else:
+            self.taken[name].append(_Sample(seconds, loss, done))
+
+    def watch(self) -> None:
+        """Run every row for one more step or a few, which are not timed, to see how busy each device is."""
+        for training in self.trainings.values():
+            self.start("watching", training.row)
+            values, timeline = watch(training, self.session.devices)
+            self.session.add_values(training.row, values)
+            if timeline is not None and self.session.trace is not None:
+                self.session.trace(self.session.experiment.name, training.row.name, timeline)
+        self.session.progress.stop()
+
+    def start(self, what: str, row: Row) -> None:
+        """Show that a step starts."""
+        self.session.start(f"{what} {row.name}", self.session.job(row))
+
+    def fail(self, row: Row, failure: Failure) -> None:
+        """Record a row's failure, and remember it where more room might help."""
+        self.session.put_failure(row, failure)
+        if failure.status == "out of memory":
+            self.without_memory.append(row)
+
+    def put_all(self) -> None:
+        """Record the steps so far. A loss that is no number is none that JSON could hold."""
+        for name, samples in self.taken.items():
+            if samples:
+                series = {"step_time": [sample.seconds for sample in samples]}
+                if all(math.isfinite(sample.loss) for sample in samples):
+                    series["loss"] = [sample.loss for sample in samples]
+                if self.paired:
+                    series["round"] = [sample.round for sample in samples]
+                self.session.put(self.trainings[name].row, samples=series)
+
+
+def time_step(training: Training, devices: Devices) -> tuple[float, float]:
+    """Run one whole step and return its time in seconds and its loss."""
+    devices.synchronize()
+    started = time.perf_counter()
+    loss = training.step()
+    devices.synchronize()
+    seconds = time.perf_counter() - started
+    return seconds, float(loss)
+
+
+def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], Timeline | None]:
     """Return utilization and bubble of a row, or why there are none, and the timeline of one of its steps."""
 
     def step() -> None:
@@ -54,7 +166,10 @@ def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], StepTi
     timeline = None
     try:
         timeline = watch_step(training, devices)
-        busy = from_timeline(timeline) if devices.kind == "cpu" else from_driver(training.devices, step)
+        if devices.kind == "cuda":
+            busy = ask_driver(training.devices, step)
+        else:
+            busy = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
     except Exception as error:
         values: dict[str, Json] = {"utilization_problem": explain(error).reason}
     else:
@@ -62,103 +177,3 @@ def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], StepTi
     if timeline is not None:
         values["bubble"] = timeline.bubble
     return values, timeline
-
-
-class _Timing:
-    """Time some rows in turn, and put down every step after each round.
-
-    Steps that are not `paired` belong to no round: nothing else ran next to them.
-    """
-
-    def __init__(self, runner: Runner, experiment: Experiment, data: FakeData, paired: bool = True) -> None:
-        self.runner = runner
-        self.experiment = experiment
-        self.scale = experiment.scale(runner.scale)
-        self.data = data
-        self.paired = paired
-        self.trainings: dict[str, Training] = {}
-        self.taken: dict[str, list[Sample]] = {}
-        self.crowded: list[Row] = []
-
-    def add(self, row: Row) -> None:
-        """Build a row and run its first steps, which are slower than the rest."""
-        try:
-            training = self.runner.build(self.experiment, row, self.data)
-            for _ in range(max(self.scale.warmup, row.skipped_steps)):
-                self.start(row.name, "warming up")
-                time_step(training, self.runner.devices)
-        except Exception as error:
-            self.fail(row, explain(error))
-        else:
-            self.trainings[row.name] = training
-            self.taken[row.name] = []
-        finally:
-            self.runner.progress.stop()
-
-    def run(self, limit: float | None) -> None:
-        """Time all rows, until `limit` seconds are over where there is one."""
-        rounds = self.runner.steps or self.scale.steps
-        started = time.monotonic()
-        if limit is not None:
-            self.runner.progress.limit(f"{self.experiment.name} ", limit)
-
-        def enough(done: int) -> bool:
-            self.put_all()
-            return limit is not None and done >= self.scale.least_steps and time.monotonic() - started > limit
-
-        steps = in_turn(
-            self.trainings,
-            self.runner.devices,
-            rounds=rounds,
-            seed=self.runner.seed,
-            enough=enough,
-            before=lambda done, row: self.start(row, f"round {done + 1} of {rounds},"),
-        )
-        try:
-            for sample in steps:
-                if sample.failure is None:
-                    self.taken[sample.row].append(sample)
-                else:
-                    del self.taken[sample.row]
-                    self.fail(self.trainings.pop(sample.row).row, sample.failure)
-        finally:
-            self.put_all()
-            self.runner.progress.stop()
-
-    def watch(self) -> None:
-        """Run every row for one more step or a few, which are not timed, to see how busy each device is."""
-        for name, training in self.trainings.items():
-            if self.taken[name]:
-                self.start(name, "watching")
-                values, timeline = watch(training, self.runner.devices)
-                self.runner.add_values(self.experiment, name, **values)
-                if timeline is not None and self.runner.trace is not None:
-                    self.runner.trace(self.experiment.name, name, timeline)
-        self.runner.progress.stop()
-
-    def start(self, row: str, what: str) -> None:
-        """Show that a step starts."""
-        self.runner.start(self.experiment, row, f"{what} {row}")
-
-    def fail(self, row: Row, failure: Failure) -> None:
-        """Put down a row's failure, and remember it where more room might help."""
-        self.runner.put_failure(self.experiment, row, failure)
-        if failure.status == "out of memory":
-            self.crowded.append(row)
-
-    def put_all(self) -> None:
-        """Put down the steps so far."""
-        for name, samples in self.taken.items():
-            if samples:
-                result = self.runner.result(self.experiment, self.trainings[name].row)
-                self.runner.recorder.put(replace(result, samples=self.series(samples)))
-        self.runner.recorder.save()
-
-    def series(self, samples: Sequence[Sample]) -> dict[str, list[float]]:
-        """Return the steps as a record's series. A loss that is no number is none that JSON could hold."""
-        series = {"step_time": [sample.seconds for sample in samples]}
-        if all(math.isfinite(sample.loss) for sample in samples):
-            series["loss"] = [sample.loss for sample in samples]
-        if self.paired:
-            series["round"] = [sample.round for sample in samples]
-        return series

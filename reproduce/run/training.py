@@ -14,47 +14,13 @@ from torch import Tensor, nn
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
+from torchgpipe import GPipe
 from torchgpipe.observe import Observer, observed
-
-__all__ = ["LOSSES", "MODELS", "Balancer", "FakeData", "Training", "build_model", "count_parameters", "size_names"]
 
 PROFILE_SECONDS = 1.0  # for each balance
 PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def _amoebanetd(num_layers: int, num_filters: int) -> nn.Sequential:
-    from reproduce.models import amoebanetd
-
-    return amoebanetd(num_layers, num_filters)
-
-
-def _unet(num_convs: int, base_channels: int) -> nn.Sequential:
-    from reproduce.models import unet
-
-    return unet(num_convs=num_convs, base_channels=base_channels)
-
-
-def _resnet101() -> nn.Sequential:
-    from reproduce.models import resnet101
-
-    return resnet101()
-
-
-def _resnet(blocks: int, width: int, expansion: int) -> nn.Sequential:
-    from reproduce.models.resnet import resnet
-
-    return resnet((blocks,) * 4, width=width, expansion=expansion)
-
-
-# name -> (the names of its sizes, its builder), the names as in the published tables
-MODELS: dict[str, tuple[tuple[str, ...], Callable[..., nn.Sequential]]] = {
-    "AmoebaNet-D": (("L", "D"), _amoebanetd),
-    "U-Net": (("B", "C"), _unet),
-    "ResNet-101": ((), _resnet101),
-    "ResNet": (("blocks", "width", "expansion"), _resnet),
-}
 
 
 def class_labels(row: Row, generator: torch.Generator) -> Tensor:
@@ -74,22 +40,6 @@ LOSSES: dict[str, tuple[Loss, Callable[[Row, torch.Generator], Tensor]]] = {
     "cross_entropy": (F.cross_entropy, class_labels),
     "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, masks),
 }
-
-
-def size_names(model: str) -> tuple[str, ...]:
-    """Return what the sizes of `model` are called."""
-    return MODELS[model][0]
-
-
-def build_model(row: Row) -> nn.Sequential:
-    """Build the row's model on PyTorch's default device."""
-    return MODELS[row.model][1](*row.size)
-
-
-def count_parameters(row: Row) -> int:
-    """Count the parameters of the row's model, on the meta device: exactly, and without memory for them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_model(row).parameters())
 
 
 class FakeData:
@@ -144,6 +94,31 @@ class Balancer:
         return replace(row, balance=self.known[key])
 
 
+def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device]) -> nn.Module:
+    """Make the row's pipeline of a model; a row without a pipeline has its model on the first device."""
+    if row.partitions is None:
+        return model.to(devices[0])
+    return GPipe(
+        model,
+        row.balance,
+        devices=devices,
+        chunks=row.chunks or 1,
+        checkpoint=row.checkpoint or "never",
+        deferred_batch_norm=row.deferred_batch_norm,
+        dependency="dependency" in row.components,
+        copy_streams="streams" in row.components,
+        portals="portals" in row.components,
+    )
+
+
+def make_optimizer(row: Row, model: nn.Module, **options: float) -> torch.optim.Optimizer:
+    """Make the row's optimizer, with further options."""
+    made: torch.optim.Optimizer = getattr(torch.optim, row.optimizer.name)(
+        model.parameters(), **row.optimizer.options, **options
+    )
+    return made
+
+
 class Training:
     """Train one row's model, a step at a time. Between steps only parameters and optimizer state stay alive."""
 
@@ -155,38 +130,16 @@ class Training:
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
-            model = build_model(row)
+            model = row.build()
         self.row = balancer.balanced(row, model, data)
         self.devices = devices.first(row.devices)
         self.observer: Observer | None = None
-        self.model: nn.Module
-        self.partitions: list[nn.Module]
-
-        if self.row.partitions is None:
-            self.model = model.to(self.devices[0])
-            self.partitions = [self.model]
-        else:
-            from torchgpipe import GPipe
-
-            self.model = GPipe(
-                model,
-                self.row.balance,
-                devices=self.devices,
-                chunks=self.row.chunks or 1,
-                checkpoint=self.row.checkpoint or "never",
-                dependency="dependency" in row.components,
-                copy_streams="streams" in row.components,
-                portals="portals" in row.components,
-            )
-            self.partitions = list(self.model.partitions)
-
+        self.model = on_devices(self.row, model, self.devices)
+        self.partitions = list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
         self.input = data.input(row, self.devices[0])
         self.target = data.target(row, self.devices[-1])
         self.loss = LOSSES[row.loss][0]
-        optimizer = row.optimizer
-        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, optimizer.name)(
-            self.model.parameters(), **optimizer.options
-        )
+        self.optimizer = make_optimizer(row, self.model)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Say how busy each device is: on a CPU from a step's timeline, on CUDA by asking the driver while steps run.
+"""Ask the driver how busy each CUDA device is while steps run.
 
 The driver (NVML) says in which share of a short time the GPU ran any kernel at all; it is sampled as often as the
 published runs did, and averaged.
@@ -14,21 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from reproduce.error import Error
-from reproduce.run.timeline import StepTimeline
-
-__all__ = ["SAMPLING_SECONDS", "from_driver", "from_timeline"]
 
 SAMPLING_SECONDS = 0.05  # as published
 LEAST_SECONDS = 2.0
 MOST_STEPS = 50
 
 
-def from_timeline(timeline: StepTimeline) -> list[float]:
-    """Return the share of the step, from 0 to 1, in which each device's worker was in a task."""
-    return timeline.busy()
-
-
-def from_driver(
+def ask_driver(
     devices: Sequence[torch.device], step: Callable[[], object], ask: Callable[[torch.device], int] | None = None
 ) -> list[float]:
     """Run steps for some seconds, and return each CUDA device's mean utilization meanwhile, from 0 to 1.

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from reproduce.experiments import Experiment
+from reproduce.models import MODELS
 from reproduce.numbers.metrics import outcome, speed_up, throughput, utilization
 from reproduce.records.decode import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
-from reproduce.run.training import MODELS
 from reproduce.tables.layout import Column, many, span
 from reproduce.tables.text import number, ratio, with_quartiles
 
@@ -74,7 +74,7 @@ def config(heading: str, name: str) -> Column[Result]:
 
 def size(settings: Mapping[str, Json]) -> str:
     """Return a model's size, such as `(18, 256)`; nothing where it has but one."""
-    names = MODELS[settings["model"]][0] if settings["model"] in MODELS else ()
+    names = MODELS[settings["model"]].sizes if settings["model"] in MODELS else ()
     return "({})".format(", ".join(str(settings[name]) for name in names)) if names else ""
 
 

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torchgpipe.observe import Kind
 
 __all__ = ["Costs", "Event", "Timeline", "replay"]
 
@@ -23,9 +26,9 @@ Table = Sequence[Sequence[float]]
 
 
 class Event(NamedTuple):
-    """A task of the replay, with its start and end in seconds."""
+    """A task, with its start and end in seconds since the step began."""
 
-    kind: Literal["forward", "recompute", "backward"]
+    kind: Kind
     micro_batch: int
     partition: int
     start: float
@@ -60,22 +63,34 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The tasks in the order in which each partition runs them, and the length of the step in seconds."""
+    """The tasks of a step that takes so many seconds, replayed or measured; copies occupy no partition."""
 
     events: list[Event]
     seconds: float
     partitions: int
 
+    @property
+    def tasks(self) -> list[Event]:
+        """What computes."""
+        return [event for event in self.events if event.kind != "copy"]
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The time from the first task's start to the last one's end: a measured step goes on for its optimizer."""
+        tasks = self.tasks
+        return (min(task.start for task in tasks), max(task.end for task in tasks)) if tasks else (0.0, 0.0)
+
     def busy(self, partition: int) -> float:
         """Return the seconds during which a partition works."""
-        return sum(e.end - e.start for e in self.events if e.partition == partition)
+        return sum(task.end - task.start for task in self.tasks if task.partition == partition)
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time in which they wait, from 0 to 1."""
-        if not self.seconds:
+        """The share of the devices' time, from the first task to the last, in which they wait, from 0 to 1."""
+        start, end = self.window
+        if end <= start:
             return 0.0
-        return 1 - sum(e.end - e.start for e in self.events) / (self.partitions * self.seconds)
+        return max(0.0, 1 - sum(task.end - task.start for task in self.tasks) / (self.partitions * (end - start)))
 
 
 def replay(costs: Costs) -> Timeline:

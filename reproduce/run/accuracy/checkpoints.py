@@ -20,8 +20,6 @@ import torch
 from reproduce.error import Error
 from reproduce.records.decode import Json
 
-__all__ = ["Checkpoints"]
-
 VERSION = 1
 
 

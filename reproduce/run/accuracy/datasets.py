@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Dataset", "Gratings", "epoch_seed"]
-
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
 
 MOST_EPOCHS = 100_003  # below which two seeds share no epoch's seed

@@ -14,8 +14,6 @@ import torch
 from reproduce.error import USAGE, Error
 from reproduce.run.accuracy.datasets import Batch, epoch_seed
 
-__all__ = ["LAYOUT", "ImageNet"]
-
 LAYOUT = "train/<class>/*.JPEG and val/<class>/*.JPEG"
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's values; not in the publication
 

@@ -5,71 +5,20 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from reproduce.error import USAGE, Error
-from reproduce.experiments import AccuracyRow, AccuracyScale, Experiment
+from reproduce.experiments import AccuracyRow, AccuracyScale
 from reproduce.records.decode import Json
-from reproduce.run.accuracy.checkpoints import Checkpoints
-from reproduce.run.accuracy.datasets import Dataset, Gratings
-from reproduce.run.accuracy.imagenet import LAYOUT, ImageNet
-from reproduce.run.accuracy.running_statistics import Undivided
+from reproduce.run.accuracy.needs import AccuracyNeeds
+from reproduce.run.accuracy.running_statistics import WholeBatchStatistics
 from reproduce.run.accuracy.training import AccuracyTraining
 from reproduce.run.failure import Failure, explain
-from reproduce.run.session import Runner
-
-__all__ = ["Accuracy", "plan_accuracy", "run_accuracy"]
+from reproduce.run.session import Session
 
 SERIES = ("seed", "epoch", "top1_error", "train_loss", "epoch_time", "learning_rate")
-
-
-class Accuracy:
-    """Hold what only experiments on accuracy need: data, seeds, and a place for checkpoints."""
-
-    def __init__(
-        self, folder: Path, *, data: Path | None = None, seeds: int | None = None, fresh: bool = False
-    ) -> None:
-        """Take the folder of checkpoints; `seeds` replaces a scale's number of seeds.
-
-        Raises:
-            Error: it cannot be had.
-        """
-        self.data = data
-        self.seeds = seeds
-        self.checkpoints = Checkpoints(folder, fresh=fresh)
-        self.datasets: dict[str, Dataset] = {}
-        self.told = False  # that there are checkpoints to go on from
-
-    def prepare(self, experiment: Experiment, scale: str, seed: int) -> None:
-        """Find or make the experiment's data.
-
-        Raises:
-            Error: there are none, or they are not as they should be.
-        """
-        chosen = _scale(experiment, scale)
-        if chosen.made is not None:
-            if self.data is not None:
-                raise Error(f"--data {self.data}: scale {scale} makes its own data; leave --data out", USAGE)
-            self.datasets[experiment.name] = Gratings(**vars(chosen.made), seed=seed)
-        elif self.data is None:
-            raise Error(
-                f"{experiment.name} at scale {scale} trains on ImageNet: name its folder by --data DIR, "
-                f"which must have {LAYOUT}; or use --scale small",
-                USAGE,
-            )
-        else:
-            row = chosen.rows[0]
-            workers = dict(row.data)["dataloader_workers"]
-            self.datasets[experiment.name] = ImageNet(self.data, classes=row.num_classes, workers=workers)
-
-    def seeds_of(self, scale: AccuracyScale, first: int) -> range:
-        """Return the seeds that every row is trained from."""
-        return range(first, first + (self.seeds or scale.seeds))
 
 
 @dataclass
@@ -102,32 +51,32 @@ class Curve:
         self.difference = state["difference"]
 
 
-def plan_accuracy(runner: Runner, experiment: Experiment) -> None:
+def plan_accuracy(session: Session) -> None:
     """Tell the progress display what is to come."""
-    accuracy, scale, data = _parts(runner, experiment)
-    trainings = len(accuracy.seeds_of(scale, runner.seed))
+    accuracy, scale = _parts(session)
     for row in scale.rows:
-        if row.devices <= runner.devices.count:
-            epochs, steps = trainings * row.recipe.epochs, data.train_size // row.batch_size
-            forward_only = row.work() / row.batch_size * data.val_size / 3  # backward takes about twice as long
-            runner.progress.plan(runner.job(experiment, row.name), epochs * steps, row.work())
-            runner.progress.plan(_evaluation(runner, experiment, row), epochs, forward_only)
+        if row.devices <= session.devices.count:
+            epochs, steps = len(accuracy.seeds) * row.recipe.epochs, accuracy.data.train_size // row.batch_size
+            # Backward, which an evaluation has not, takes about twice as long as forward.
+            forward_only = row.work() / row.batch_size * accuracy.data.val_size / 3
+            session.progress.plan(session.job(row), epochs * steps, row.work())
+            session.progress.plan(_evaluation(session, row), epochs, forward_only)
 
 
-def run_accuracy(runner: Runner, experiment: Experiment) -> None:
+def run_accuracy(session: Session) -> None:
     """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible."""
-    accuracy, scale, _ = _parts(runner, experiment)
-    rows = [cast("AccuracyRow", row) for row in runner.runnable(experiment)]
+    accuracy, _ = _parts(session)
+    rows = [cast("AccuracyRow", row) for row in session.runnable()]
     curves: dict[str, list[Curve]] = {row.name: [] for row in rows}
     trainings: list[_OneTraining] = []
-    for seed in accuracy.seeds_of(scale, runner.seed):
+    for seed in accuracy.seeds:
         for row in rows:
             if not any(curve.failure for curve in curves[row.name]):
-                trainings.append(_OneTraining(runner, experiment, row, seed, curves[row.name]))
+                trainings.append(_OneTraining(session, row, seed, curves[row.name]))
                 trainings[-1].run()
-                runner.free()
+                session.free()
     for row in rows:
-        runner.progress.drop(_evaluation(runner, experiment, row))
+        session.progress.drop(_evaluation(session, row))
     if any(curve.failure and curve.failure.status == "failed" for each in curves.values() for curve in each):
         return  # the next run will go on from what there is
     for training in trainings:
@@ -137,22 +86,22 @@ def run_accuracy(runner: Runner, experiment: Experiment) -> None:
 class _OneTraining:
     """Train one row from one seed; `curves` are those of the row's seeds so far."""
 
-    def __init__(
-        self, runner: Runner, experiment: Experiment, row: AccuracyRow, seed: int, curves: list[Curve]
-    ) -> None:
-        self.runner, self.experiment, self.row, self.seed, self.curves = runner, experiment, row, seed, curves
-        self.accuracy, self.scale, self.data = _parts(runner, experiment)
+    def __init__(self, session: Session, row: AccuracyRow, seed: int, curves: list[Curve]) -> None:
+        self.session, self.row, self.seed, self.curves = session, row, seed, curves
+        self.accuracy, self.scale = _parts(session)
+        self.data, self.checkpoints = self.accuracy.data, self.accuracy.checkpoints
         self.steps = self.data.train_size // row.batch_size
-        self.config = runner.result(experiment, row).config
+        self.config = row.config()
         depends_on: Json = {
             "config": self.config,
             "seed": seed,
-            "data": [runner.seed if self.scale.made else None, self.scale.settings()["made"], self.data.classes,
+            "data": [session.seed if self.scale.made else None, self.scale.settings()["made"], self.data.classes,
                      self.data.train_size, self.data.val_size],
-            "device": [runner.devices.kind, runner.devices.threads],
+            "device": [session.devices.kind, session.devices.threads],
         }  # fmt: skip
-        self.name = f"{experiment.name}-{runner.scale}-{row.name}-seed{seed}"
-        self.path = self.accuracy.checkpoints.path(self.name, depends_on)
+        name = f"{session.experiment.name}-{self.scale.name}-{row.name}-seed{seed}"
+        self.path = self.checkpoints.path(name, depends_on)
+        self.jobs = (session.job(row), _evaluation(session, row))  # the training's and the evaluation's
         self.curve = Curve(seed)
 
     def run(self) -> None:
@@ -163,26 +112,21 @@ class _OneTraining:
         except Exception as error:
             self.curve.failure = _explain(error)
             for job in self.jobs:
-                self.runner.progress.drop(job)
+                self.session.progress.drop(job)
         finally:
-            self.runner.progress.stop()
+            self.session.progress.stop()
         self.put()
-
-    @property
-    def jobs(self) -> tuple[str, str]:
-        """Name the training and the evaluation to the progress display."""
-        return self.runner.job(self.experiment, self.row.name), _evaluation(self.runner, self.experiment, self.row)
 
     def train(self) -> None:
         """Do the epochs that are left."""
         epochs = self.row.recipe.epochs
-        state = self.accuracy.checkpoints.load(self.path)
+        state = self.checkpoints.load(self.path)
         if state is not None:
             self.go_on(state)
         if self.curve.epochs == epochs:
             return
-        self.runner.start(self.experiment, "", f"building {self.row.name}")
-        training = AccuracyTraining(self.row, self.runner.devices, self.seed, self.steps)
+        self.session.start(f"building {self.row.name}")
+        training = AccuracyTraining(self.row, self.session.devices, self.seed, self.steps)
         if state is not None:
             training.load(state["training"])
         for epoch in range(self.curve.epochs, epochs):
@@ -191,7 +135,7 @@ class _OneTraining:
             done = epoch + 1 == epochs
             # The parameters of data that the program makes itself serve nobody after the end.
             keep = not done or self.scale.made is None
-            self.accuracy.checkpoints.save(
+            self.checkpoints.save(
                 self.path,
                 {"config": self.config, "training": training.state() if keep else None, **self.curve.state()},
             )
@@ -200,44 +144,43 @@ class _OneTraining:
         """Take over what a run before has done."""
         self.curve.load(state)
         epochs, done = self.row.recipe.epochs, self.curve.epochs
-        if not self.accuracy.told:
-            self.accuracy.told = True
-            self.runner.progress.say(f"going on from the checkpoints in\n{self.path.parent}\n(--fresh starts anew)")
+        if not self.accuracy.resumes:
+            self.accuracy.resumes = True
+            self.session.progress.say(f"going on from the checkpoints in\n{self.path.parent}\n(--fresh starts anew)")
         if done < epochs:
             self.curve.resumed_after.append(done)
-            self.runner.progress.say(f"{self.row.name}, seed {self.seed}: goes on after epoch {done} of {epochs}")
+            self.session.progress.say(f"{self.row.name}, seed {self.seed}: goes on after epoch {done} of {epochs}")
         for job, steps in zip(self.jobs, (done * self.steps, done), strict=True):
-            self.runner.progress.skip(job, steps)
+            self.session.progress.skip(job, steps)
 
     def train_epoch(self, training: AccuracyTraining, epoch: int) -> None:
         """Train on all mini-batches, then evaluate."""
         what = f"{self.row.name}, seed {self.seed}, epoch {epoch + 1} of {self.row.recipe.epochs}"
         checked = self.scale.made is not None and self.row.partitions is not None
         last = epoch + 1 == self.row.recipe.epochs
-        undivided = Undivided(training.layers) if checked and last else None
+        whole = WholeBatchStatistics(training.layers) if checked and last else None
         losses: list[Tensor] = []
         learning_rate = training.learning_rate
 
-        self.runner.devices.synchronize()
+        self.session.devices.synchronize()
         started = time.perf_counter()
         for images, labels in self.data.train_batches(self.row.batch_size, self.seed, epoch):
-            self.runner.start(self.experiment, self.row.name, what)
+            self.session.start(what, self.jobs[0])
             learning_rate = training.learning_rate
             losses.append(training.step(images, labels))
-            if undivided is not None:
-                undivided.end_mini_batch()
-        self.runner.devices.synchronize()
+            if whole is not None:
+                whole.end_mini_batch()
+        self.session.devices.synchronize()
         seconds = time.perf_counter() - started
 
-        if undivided is not None:
-            self.curve.difference = undivided.difference()
-            undivided.close()
+        if whole is not None:
+            self.curve.difference = whole.difference()
+            whole.close()
         loss = float(torch.stack(losses).mean())
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} in epoch {epoch + 1}: the training has diverged")
-        self.runner.check()
-        self.runner.progress.start(self.jobs[1], f"{self.experiment.name}: {what}, evaluating")
-        error = training.top1_error(self.data.val_batches(self.row.batch_size), self.runner.check)
+        self.session.start(f"{what}, evaluating", self.jobs[1])
+        error = training.top1_error(self.data.val_batches(self.row.batch_size), self.session.check)
         self.curve.add(epoch=epoch + 1, top1_error=error, train_loss=loss, epoch_time=seconds,
                        learning_rate=learning_rate)  # fmt: skip
 
@@ -251,38 +194,28 @@ class _OneTraining:
         differences = [curve.difference for curve in curves if curve.difference is not None]
         if differences:
             values["running_statistics_difference"] = differences
-        result = replace(
-            self.runner.result(self.experiment, self.row),
-            values=values,
-            samples={name: [value for curve in curves for value in curve.series[name]] for name in SERIES},
-        )
+        samples = {name: [value for curve in curves for value in curve.series[name]] for name in SERIES}
+        ended: dict[str, str] = {}
         if self.curve.failure is not None:
             reason = f"seed {self.seed}: {self.curve.failure.reason}"
-            result = replace(result, status=self.curve.failure.status, reason=reason)
-        self.runner.recorder.put(result)
-        self.runner.recorder.save()
+            ended = {"status": self.curve.failure.status, "reason": reason}
+        self.session.put(self.row, values=values, samples=samples, **ended)
 
     def retire(self) -> None:
         """Take the checkpoint out of the next run's way: keep what somebody's own data taught, delete the rest."""
         if self.scale.made is None:
-            self.accuracy.checkpoints.keep(self.path, self.runner.recorder.path.stem)
+            self.checkpoints.keep(self.path, self.session.recorder.path.stem)
         else:
-            self.accuracy.checkpoints.remove(self.path)
+            self.checkpoints.remove(self.path)
 
 
-def _scale(experiment: Experiment, name: str) -> AccuracyScale:
-    scale = experiment.scale(name)
-    assert isinstance(scale, AccuracyScale)
-    return scale
+def _parts(session: Session) -> tuple[AccuracyNeeds, AccuracyScale]:
+    assert session.accuracy is not None and isinstance(session.scale, AccuracyScale)
+    return session.accuracy, session.scale
 
 
-def _parts(runner: Runner, experiment: Experiment) -> tuple[Accuracy, AccuracyScale, Dataset]:
-    assert runner.accuracy is not None
-    return runner.accuracy, _scale(experiment, runner.scale), runner.accuracy.datasets[experiment.name]
-
-
-def _evaluation(runner: Runner, experiment: Experiment, row: AccuracyRow) -> str:
-    return runner.job(experiment, f"{row.name} evaluation")
+def _evaluation(session: Session, row: AccuracyRow) -> str:
+    return f"{session.job(row)} evaluation"
 
 
 def _explain(error: Exception) -> Failure:

@@ -1,4 +1,4 @@
-"""Compare batch norm's running statistics with those that it would have kept of undivided mini-batches.
+"""Compare batch norm's running statistics with those that it would have kept of whole mini-batches.
 
 Two trainings cannot be compared here. A micro-batch is normalized by its own mean and variance, so from the first
 batch norm on a pipeline's layers see other values than a plain model's, and its parameters go another way. What has to
@@ -18,11 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe import is_recomputing
 
-__all__ = ["Undivided"]
 
-
-class Undivided:
-    """Keep the running statistics of undivided mini-batches, from now on, for every batch norm of a model."""
+class WholeBatchStatistics:
+    """Keep the running statistics of whole mini-batches, from now on, for every batch norm of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [_Layer(layer) for layer in model.modules() if isinstance(layer, _BatchNorm)]
@@ -65,7 +63,7 @@ class _Layer:
         F.batch_norm(torch.cat(seen), self.mean, self.var, training=True, momentum=self.momentum)
 
     def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the layer's running mean and variance, each with that of undivided mini-batches."""
+        """Return the layer's running mean and variance, each with that of whole mini-batches."""
         assert self.layer.running_mean is not None and self.layer.running_var is not None
         return (self.layer.running_mean, self.mean), (self.layer.running_var, self.var)
 

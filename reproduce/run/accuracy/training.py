@@ -12,18 +12,7 @@ from torch import Tensor, nn
 from reproduce.experiments.recipe import AccuracyRow
 from reproduce.machine.devices import Devices
 from reproduce.run.accuracy.datasets import Batch
-
-__all__ = ["AccuracyTraining", "build"]
-
-
-def build(row: AccuracyRow) -> nn.Sequential:
-    """Build the row's ResNet, sized (bottlenecks in every stage, width, expansion), or ResNet-101."""
-    from reproduce.models.resnet import resnet, resnet101
-
-    if not row.size:
-        return resnet101(row.num_classes)
-    blocks, width, expansion = row.size
-    return resnet((blocks,) * 4, width=width, expansion=expansion, num_classes=row.num_classes)
+from reproduce.run.training import make_optimizer, on_devices
 
 
 class AccuracyTraining:
@@ -36,30 +25,11 @@ class AccuracyTraining:
             whatever the model or the devices raise, out of memory included.
         """
         torch.manual_seed(seed)
-        model = build(row)
         self.devices = devices.first(row.devices)
-        self.model: nn.Module  # what is called; `layers` is what has parameters under their own names
-        self.layers: nn.Module
-        if row.partitions is not None:
-            from torchgpipe import GPipe
-
-            self.layers = self.model = GPipe(
-                model,
-                row.balance,
-                devices=self.devices,
-                chunks=row.chunks or 1,
-                checkpoint=row.checkpoint or "never",
-                deferred_batch_norm=row.deferred_batch_norm,
-            )
-        else:
-            self.layers = self.model = model.to(self.devices[0])
-            if row.gpus > 1:
-                self.model = nn.DataParallel(model, self.devices)
-
-        options: dict[str, Any] = {**row.optimizer.options, "lr": row.recipe.base_lr}
-        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, row.optimizer.name)(
-            self.model.parameters(), **options
-        )
+        self.layers = on_devices(row, row.build(), self.devices)  # it has parameters under their own names
+        shared = row.partitions is None and row.gpus > 1
+        self.model = nn.DataParallel(self.layers, self.devices) if shared else self.layers  # what is called
+        self.optimizer = make_optimizer(row, self.model, lr=row.recipe.base_lr)
 
         def factor(step: int) -> float:
             return row.recipe.learning_rate(row.batch_size, step / steps_per_epoch) / row.recipe.base_lr

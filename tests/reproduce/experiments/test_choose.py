@@ -25,7 +25,7 @@ def test_rows_by_name() -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("GPipe n2m5",), "--row 'GPipe n2m5': no row is called so; did you mean 'GPipe n"),
+        (("GPipe n2m5",), "--row 'GPipe n2m5': no row is called so; did you mean GPipe n"),
         (("#",), "there are baseline, pipeline-1"),
         (("naive n2",), "--row: unet-memory has none of the rows naive n2; leave it out"),
     ],

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from reproduce.experiments import AS_PUBLISHED, COMPONENTS, EXPERIMENTS, LIKE_PUBLISHED, Experiment, Row
+from reproduce.models import MODELS
 from reproduce.records.published import published
 from reproduce.records.record import Result
-from reproduce.run.training import LOSSES, MODELS, build_model, count_parameters, size_names
+from reproduce.run.memory import count_parameters
+from reproduce.run.training import LOSSES
 
 ALL = [
     (experiment, scale, row) for experiment in EXPERIMENTS.values() for scale in experiment.scales for row in scale.rows
@@ -36,7 +38,7 @@ def find(experiment: Experiment, row: Row) -> Result:
 @pytest.mark.parametrize(("experiment", "row"), EXACT, ids=lambda value: value.name)
 def test_paper_scale_is_the_published_configuration(experiment: Experiment, row: Row) -> None:
     theirs = {key: value for key, value in find(experiment, row).config.items() if key not in NOT_OURS}
-    ours = row.config(size_names(row.model))
+    ours = row.config()
     assert {key: ours.get(key) for key in theirs} == theirs
 
 
@@ -81,14 +83,14 @@ def test_the_ablation_adds_one_component_at_a_time(scale: str) -> None:
 def test_the_small_resnet_is_small() -> None:
     small = EXPERIMENTS["resnet101-speed"].scale("small").rows[0]
     with torch.device("meta"):
-        model = build_model(small)
+        model = small.build()
     assert len(model) == 51
     assert count_parameters(small) < 2**21
 
 
 @pytest.mark.parametrize(("experiment", "scale", "row"), ALL, ids=lambda value: value.name)
 def test_rows_are_sound(experiment: Experiment, scale: object, row: Row) -> None:
-    names, _ = MODELS[row.model]
+    names = MODELS[row.model].sizes
     assert len(names) == len(row.size)
     assert row.loss in LOSSES
     assert row.balance is None or len(row.balance) == row.partitions
@@ -104,7 +106,7 @@ def test_accuracy_is_told_by_the_whole_recipe(name: str) -> None:
     experiment = EXPERIMENTS["resnet101-accuracy"]
     scale = experiment.scale(name)
     for row in scale.rows:
-        config = row.config(size_names(row.model))
+        config = row.config()
         assert config["epochs"] == (find(experiment, row).config.get("epochs", 90) if name == "paper" else 6)
         assert config["gpus"] == row.devices and config["drop_last"] is True
     if name == "small":

@@ -10,9 +10,8 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.record import Record, Result, Run
-from reproduce.report.gather import load_folder
 from reproduce.report.page import page
-from reproduce.run.training import size_names
+from reproduce.report.subjects import load_folders
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
@@ -25,30 +24,24 @@ RUN = Run(
     device="cuda",
     devices=2,
     threads_per_device=None,
-    machine=Machine(
-        "Linux", "a CPU", 4, 8, 8 << 30, [Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")] * 2
-    ),
+    machine=Machine("Linux", "a CPU", 4, 8, 8 << 30, [GPU] * 2),
     versions={"torch": "2.11.0", "driver": "575.57", "torchvision": None},
     git=Git("0123456789abcdef", dirty=True),
     load=[0.5, 0.25, 1.0],
 )
 
 
-def published(records: list[Record]) -> list[Record]:
-    return [record for record in records if record.kind == "published"]
-
-
 @pytest.fixture(scope="session")
 def paper() -> list[Record]:
     """Give the published tables."""
-    return published(load_folder(RESULTS))
+    return [record for record in load_folders(RESULTS / "paper") if record.kind == "published"]
 
 
 def measured_from(table: Record, experiment: str, *, upto: int = 4) -> Record:
     """Pretend that a published table's rows were run, on at most so many devices, at another speed and scale."""
     draw = random.Random(0)
     rows = EXPERIMENTS[experiment].scale("paper").rows
-    ours = {row.published: row.config(size_names(row.model)) for row in rows if row.published is not None}
+    ours = {row.published: row.config() for row in rows if row.published is not None}
     results = []
     for row in table.results:
         config = {**row.config, **ours.get(row.row, {}), "configuration": "as published", "L": 3}

@@ -11,13 +11,13 @@ from reproduce.records.record import Record
 from reproduce.report.bars import ablation_figures, memory_figures
 from reproduce.report.curves import ideal, speed_up_figures
 from reproduce.report.figure import VARIABLES
-from reproduce.report.gather import Subject, gather
-from reproduce.report.timelines import SCHEDULES, costs, timeline_figures
+from reproduce.report.gantt import SCHEDULES, costs, schedule_figures
+from reproduce.report.subjects import Subject, find_subjects
 from torchgpipe.plan.replay import replay
 
 
 def subjects(records: list[Record]) -> dict[str, Subject]:
-    return {subject.name: subject for subject in gather(records)}
+    return {subject.name: subject for subject in find_subjects(records)}
 
 
 def texts(svg: str) -> list[str]:
@@ -32,8 +32,8 @@ def label(svg: str) -> str:
 
 @pytest.fixture(scope="module")
 def figures(everything: list[Record]) -> list[str]:
-    made = [svg for svg, _ in timeline_figures()]
-    for subject in gather(everything):
+    made = [svg for svg, _ in schedule_figures()]
+    for subject in find_subjects(everything):
         for maker in (speed_up_figures, memory_figures, ablation_figures):
             made.extend(svg for svg, _ in maker(subject))
     return made
@@ -98,7 +98,7 @@ def test_the_ablation_is_drawn_where_components_differ(everything: list[Record])
 
 
 def test_timelines() -> None:
-    found = timeline_figures()
+    found = schedule_figures()
     assert len(found) == len(SCHEDULES)
     assert found[0][1] == "naive model parallelism, n = 4, m = 1: the devices wait 75% of the time."
     timeline = replay(costs(4, 4, "never"))

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from reproduce.records.record import Record, Result
-from reproduce.report.gather import load_folder
 from reproduce.report.page import page
+from reproduce.report.subjects import FOLDERS, load_folders
 
 from .conftest import RESULTS, TABLES
 
@@ -107,7 +107,8 @@ def test_no_measurement_yet(paper: list[Record]) -> None:
 
 
 def test_what_is_committed_can_be_shown() -> None:
-    records, shown = load_folder(RESULTS), page(load_folder(RESULTS))
+    records = load_folders(*(RESULTS / name for name in FOLDERS))
+    shown = page(records)
     Reader(shown)
     experiments = {result.experiment for record in records for result in record.results if result.status == "measured"}
     assert experiments and all(f'<section id="{name}">' in shown for name in experiments)

@@ -1,4 +1,4 @@
-"""Runner: whatever becomes of a row, it ends in a result, and the others go on."""
+"""Session: whatever becomes of a row, it ends in a result, and the others go on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from reproduce.experiments import Experiment, Row
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Result, load
+from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.peak import Peak
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder, new_recorder
-from reproduce.run.session import UNITS, Runner
-from reproduce.run.timeline import Span, StepTimeline
-from reproduce.run.training import FakeData
-from torchgpipe.observe import Task
+from reproduce.run.session import UNITS, Session
+from reproduce.run.training import Balancer, FakeData
+from torchgpipe.plan.replay import Event, Timeline
 
 Tiny = Mapping[str, Experiment]
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
@@ -33,6 +33,7 @@ class Fake:
     raises: ClassVar[dict[str, Callable[[int], Exception | None]]] = {}
     alive: ClassVar[set[str]] = set()
     steps: ClassVar[dict[str, int]] = {}
+    order: ClassVar[list[str]] = []
 
     def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int) -> None:
         self.row = replace(row, balance=(1,) * (row.partitions or 1))
@@ -50,6 +51,7 @@ class Fake:
 
     def step(self) -> torch.Tensor:
         self.steps[self.row.name] = self.steps.get(self.row.name, 0) + 1
+        self.order.append(self.row.name)
         self.act("step")
         return torch.tensor(1.0)
 
@@ -60,21 +62,29 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     monkeypatch.setattr(Fake, "raises", {})
     monkeypatch.setattr(Fake, "alive", set())
     monkeypatch.setattr(Fake, "steps", {})
+    monkeypatch.setattr(Fake, "order", [])
     return Fake
 
 
 def run(
-    experiment: Experiment, tmp_path: Path, steps: int | None = 3, check: Callable[[], None] = lambda: None
+    experiment: Experiment,
+    tmp_path: Path,
+    steps: int | None = 3,
+    seed: int = 0,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Recorder, str]:
     found = Devices("cpu", 2, threads=1)
     recorder = new_recorder(
         tmp_path, [experiment.name], title="t", scale="small", unit=UNITS, devices=found, seed=0, command=["c"]
     )
     stream = io.StringIO()
-    runner = Runner(found, recorder, Progress(stream), scale="small", seed=0, steps=steps, check=check)
-    runner.plan(experiment)
+    session = Session(
+        experiment=experiment, scale=experiment.scale("small"), devices=found, recorder=recorder,
+        progress=Progress(stream), balancer=Balancer(found), seed=seed, steps=steps, check=check,
+    )  # fmt: skip
+    plan(session)
     try:
-        runner.run(experiment)
+        run_experiment(session)
     finally:
         recorder.end("finished")
     return recorder, stream.getvalue()
@@ -102,6 +112,18 @@ def test_every_row_ends_in_a_result(fake: type[Fake], tiny: Tiny, tmp_path: Path
     assert found["GPipe n2m4"].published == "tg-amoebanetd-speed/n2m4"
 
 
+def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(fake: type[Fake], tiny: Tiny, tmp_path: Path) -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        fake.order.clear()
+        run(tiny["tiny-speed"], tmp_path, steps=4, seed=seed)
+        rows = len(fake.steps)
+        rounds = [tuple(fake.order[i : i + rows]) for i in range(0, 4 * rows, rows)]
+        assert all(set(each) == set(fake.steps) for each in rounds) and len(set(rounds)) > 1
+        orders.append(rounds)
+    assert orders[0] == orders[1] != orders[2], "the seed gives the order"
+
+
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
@@ -120,18 +142,10 @@ def test_a_row_that_fails_is_a_result(
     assert len(found["GPipe n2m4"].samples["step_time"]) == 3
 
 
-def test_a_row_that_does_not_fit_beside_others_is_timed_alone(fake: type[Fake], tiny: Tiny, tmp_path: Path) -> None:
-    fake.raises["GPipe n2m4"] = lambda _: OUT_OF_MEMORY if len(fake.alive) > 1 else None
-    found = results(run(tiny["tiny-speed"], tmp_path)[0])
-    assert found["GPipe n2m4"].status == "measured"
-    assert len(found["GPipe n2m4"].samples["step_time"]) == 3
-    assert "round" not in found["GPipe n2m4"].samples, "it shares no round with the others"
-    assert "round" in found["naive n2"].samples
-
-
-def test_data_of_the_others_are_gone_when_a_row_is_timed_alone(
+def test_a_row_that_does_not_fit_beside_others_is_timed_alone(
     fake: type[Fake], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Trainings and data of the others are gone by then."""
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []
 
@@ -144,7 +158,11 @@ def test_data_of_the_others_are_gone_when_a_row_is_timed_alone(
     monkeypatch.setattr("reproduce.run.speed.FakeData", Counted)
     # A new error each time: one that is kept would keep the frames that it went through, and with them the data.
     fake.raises["GPipe n2m4"] = lambda _: torch.OutOfMemoryError("no") if len(fake.alive) > 1 else None
-    run(tiny["tiny-speed"], tmp_path)
+    found = results(run(tiny["tiny-speed"], tmp_path)[0])
+    assert found["GPipe n2m4"].status == "measured"
+    assert len(found["GPipe n2m4"].samples["step_time"]) == 3
+    assert "round" not in found["GPipe n2m4"].samples, "it shares no round with the others"
+    assert "round" in found["naive n2"].samples
     assert most == [1, 1]
 
 
@@ -238,8 +256,8 @@ def test_a_memory_row_that_fails_is_a_result(
 def test_an_ablation_has_speed_utilization_and_memory(
     fake: type[Fake], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    def watch(training: Any, devices: Devices) -> StepTimeline:
-        return StepTimeline([Span(Task("forward", 0, 1), 0.0, 1.0)], 2.0, 2)
+    def watch(training: Any, devices: Devices) -> Timeline:
+        return Timeline([Event("forward", 0, 1, 0.0, 1.0)], 2.0, 2)
 
     def peak(training: Any, devices: Devices, *, steps: int, before: Callable[[int], None]) -> Peak:
         if error is not None:
@@ -247,7 +265,7 @@ def test_an_ablation_has_speed_utilization_and_memory(
         return Peak([5, 6], None)
 
     monkeypatch.setattr("reproduce.run.speed.watch_step", watch)
-    monkeypatch.setattr("reproduce.run.ablation.measure_peak", peak)
+    monkeypatch.setattr("reproduce.run.memory.measure_peak", peak)
     found = results(run(tiny["tiny-ablation"], tmp_path)[0])
     assert [result.status for result in found.values()] == ["needs devices"] * 4 + ["measured"] * 4
     values = found["dep-str-x n2"].values

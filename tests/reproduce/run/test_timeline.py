@@ -5,45 +5,40 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
-from reproduce.run.timeline import Span, StepTimeline, watch_step
+from reproduce.run.timeline import watch_step
 from reproduce.run.training import Balancer, FakeData, Training
-from torchgpipe.observe import Task
+from torchgpipe.plan.replay import Event, Timeline
 
 ROW = replace(EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4)
 PIPELINE = {"partitions": 2, "chunks": 4, "balance": (30, 35), "checkpoint": "except_last"}
 
 
-def spans(*places: tuple[str, int, float, float]) -> list[Span]:
-    return [Span(Task(kind, i, device), start, end) for i, (kind, device, start, end) in enumerate(places)]  # type: ignore[arg-type]
-
-
-# spans (kind, device, start, end), devices, seconds of the step, busy shares of the step, bubble
+# events (kind, device, start, end), devices, seconds that each is busy, bubble
 CASES = [
-    ([("forward", 0, 1.0, 3.0)], 1, 4.0, [0.5], 0.0),
-    ([("forward", 0, 0.0, 1.0), ("forward", 1, 1.0, 2.0)], 2, 2.0, [0.5, 0.5], 0.5),
-    ([("forward", 0, 0.0, 2.0), ("backward", 1, 1.0, 2.0)], 2, 4.0, [0.5, 0.25], 0.25),
-    ([("forward", 0, 0.0, 2.0), ("copy", 0, 0.0, 9.0)], 1, 4.0, [0.5], 0.0),
-    ([("forward", 0, 0.0, 1.0), ("recompute", 0, 3.0, 4.0)], 1, 4.0, [0.5], 0.5),
-    ([], 2, 1.0, [0.0, 0.0], 0.0),
+    ([("forward", 0, 1.0, 3.0)], 1, [2.0], 0.0),
+    ([("forward", 0, 0.0, 1.0), ("forward", 1, 1.0, 2.0)], 2, [1.0, 1.0], 0.5),
+    ([("forward", 0, 0.0, 2.0), ("backward", 1, 1.0, 2.0)], 2, [2.0, 1.0], 0.25),
+    ([("forward", 0, 0.0, 2.0), ("copy", 0, 0.0, 9.0)], 1, [2.0], 0.0),
+    ([("forward", 0, 0.0, 1.0), ("recompute", 0, 3.0, 4.0)], 1, [2.0], 0.5),
+    ([], 2, [0.0, 0.0], 0.0),
 ]
 
 
-@pytest.mark.parametrize(("places", "devices", "seconds", "busy", "bubble"), CASES)
-def test_shares(
-    places: list[tuple[str, int, float, float]], devices: int, seconds: float, busy: list[float], bubble: float
-) -> None:
-    timeline = StepTimeline(spans(*places), seconds, devices)
-    assert timeline.busy() == pytest.approx(busy)
+@pytest.mark.parametrize(("events", "devices", "busy", "bubble"), CASES)
+def test_shares(events: list[tuple[Any, int, float, float]], devices: int, busy: list[float], bubble: float) -> None:
+    timeline = Timeline([Event(kind, 0, *rest) for kind, *rest in events], 9.0, devices)
+    assert [timeline.busy(device) for device in range(devices)] == pytest.approx(busy)
     assert timeline.bubble == pytest.approx(bubble)
 
 
-def watched(**changes: object) -> tuple[Training, StepTimeline]:
+def watched(**changes: object) -> tuple[Training, Timeline]:
     row = replace(ROW, **changes)  # type: ignore[arg-type]
     devices = Devices("cpu", 2, 1)
     training = Training(row, devices, FakeData([row], 0), Balancer(devices), 0)
@@ -52,22 +47,22 @@ def watched(**changes: object) -> tuple[Training, StepTimeline]:
 
 def test_every_task_of_a_pipeline_is_seen() -> None:
     training, timeline = watched(**PIPELINE)
-    kinds = Counter((span.task.kind, span.task.partition) for span in timeline.spans)
+    kinds = Counter((event.kind, event.partition) for event in timeline.events)
     assert kinds == {("forward", 0): 4, ("forward", 1): 4, ("recompute", 0): 3, ("recompute", 1): 3,
                      ("backward", 0): 4, ("backward", 1): 4}  # fmt: skip
-    assert all(0 <= span.start <= span.end <= timeline.seconds for span in timeline.spans)
+    assert all(0 <= event.start <= event.end <= timeline.seconds for event in timeline.events)
     for device in range(2):  # one at a time
-        ordered = sorted((span for span in timeline.spans if span.task.partition == device), key=lambda s: s.start)
+        ordered = sorted((e for e in timeline.events if e.partition == device), key=lambda e: e.start)
         assert all(a.end <= b.start for a, b in pairwise(ordered))
-    before = len(timeline.spans)
+    before = len(timeline.events)
     training.step()
-    assert len(timeline.spans) == before, "nobody watches any more"
+    assert len(timeline.events) == before, "nobody watches any more"
 
 
 def test_plain_training_is_two_tasks() -> None:
     _, timeline = watched()
-    assert [span.task for span in timeline.spans] == [Task("forward", 0, 0), Task("backward", 0, 0)]
-    assert timeline.devices == 1
+    assert [event[:3] for event in timeline.events] == [("forward", 0, 0), ("backward", 0, 0)]
+    assert timeline.partitions == 1
 
 
 def test_watching_changes_no_gradient() -> None:

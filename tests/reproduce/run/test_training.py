@@ -12,7 +12,8 @@ from torch import nn
 import torchgpipe.balance
 from reproduce.experiments import EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
-from reproduce.run.training import Balancer, FakeData, Training, build_model, count_parameters
+from reproduce.run.memory import count_parameters
+from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
 
 CPU = Devices("cpu", 2, threads=1)
@@ -104,7 +105,7 @@ def test_balances_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchgpipe.balance, "balance_by_time", profile)
     rows = [replace(TINY, balance=None, chunks=m, partitions=n) for n in (2, 3) for m in (1, 4)]
     data, balancer = FakeData(rows, 0), Balancer(CPU)
-    model = build_model(TINY)
+    model = TINY.build()
     found = [balancer.balanced(row, model, data).balance for row in (*rows, TINY)]
     assert found == [(8, 1), (8, 1), (7, 1, 1), (7, 1, 1), (4, 5)]
     assert asked == [(2, (1, 3, 224, 224)), (3, (1, 3, 224, 224))]

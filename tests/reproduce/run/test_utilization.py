@@ -10,7 +10,7 @@ import torch
 
 import reproduce.run.utilization
 from reproduce.error import Error
-from reproduce.run.utilization import from_driver
+from reproduce.run.utilization import ask_driver
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -28,7 +28,7 @@ def test_the_mean_of_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> No
             enough.set()
         return shares[device.index]
 
-    assert from_driver(DEVICES, lambda: enough.wait(300), ask) == [0.5, 1.0]
+    assert ask_driver(DEVICES, lambda: enough.wait(300), ask) == [0.5, 1.0]
     assert enough.is_set(), "asked again and again while a step runs"
 
 
@@ -37,14 +37,14 @@ def test_a_driver_that_does_not_tell() -> None:
         raise ModuleNotFoundError("pynvml does not seem to be installed")
 
     with pytest.raises(Error, match=r"not available \(pynvml does not seem to be installed\); try 'pip"):
-        from_driver(DEVICES, lambda: None, ask=ask)
+        ask_driver(DEVICES, lambda: None, ask=ask)
 
 
 def test_steps_too_short_to_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce.run.utilization, "MOST_STEPS", 1)
     monkeypatch.setattr(reproduce.run.utilization, "SAMPLING_SECONDS", 60.0)
     with pytest.raises(Error, match="took less than 60"):
-        from_driver(DEVICES, lambda: None, ask=lambda device: 1)
+        ask_driver(DEVICES, lambda: None, ask=lambda device: 1)
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
@@ -64,5 +64,5 @@ def test_steps_are_repeated_for_two_seconds(seconds: float, steps: int, monkeypa
         return 50
 
     monkeypatch.setattr(reproduce.run.utilization, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    assert from_driver(DEVICES[:1], step, ask) == [0.5]
+    assert ask_driver(DEVICES[:1], step, ask) == [0.5]
     assert taken == [steps]

@@ -9,7 +9,6 @@ import pytest
 
 from reproduce.experiments import EXPERIMENTS, AccuracyRow
 from reproduce.records.record import Result
-from reproduce.run.training import size_names
 from reproduce.tables.accuracy import accuracy_tables
 from reproduce.tables.layout import WIDTH, Table
 
@@ -33,7 +32,7 @@ def result(row: AccuracyRow, scale: str, given: Given | None) -> Result:
     published = row.published and f"{EXPERIMENT.table}/{row.published}"
     values = {"samples_per_epoch": 1000, **fields.pop("values", {})}
     return Result(EXPERIMENT.name, row.name, fields.pop("status", "measured"), scale, "cpu",
-                  row.config(size_names(row.model)), row.over, published=published, values=values,
+                  row.config(), row.over, published=published, values=values,
                   samples=samples if errors else {}, **fields)  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Machine
 from reproduce.records.record import Record, Result, Run, save
-from reproduce.run.training import size_names
 from reproduce.tables.render import render, render_blocks, stale
 
 PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
@@ -20,7 +19,7 @@ PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter
 
 def record(name: str, started: str, state: str = "finished", status: str = "measured") -> Record:
     row = EXPERIMENTS["amoebanet-speed"].scale("small").rows[0]
-    found = Result("amoebanet-speed", row.name, status, "small", "cpu", row.config(size_names(row.model)),  # type: ignore[arg-type]
+    found = Result("amoebanet-speed", row.name, status, "small", "cpu", row.config(),  # type: ignore[arg-type]
                    over=row.over, samples={"step_time": [4.0], "round": [0.0]})  # fmt: skip
     run = Run(state, [], 0, started, None, "cpu", 2, 1, Machine("Linux", name, 2, 2, None), {}, None, None)  # type: ignore[arg-type]
     return Record(name, "Title", "measured", {}, [found], scale="small", run=run)

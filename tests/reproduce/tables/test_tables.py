@@ -12,7 +12,6 @@ from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result, Run
-from reproduce.run.training import size_names
 from reproduce.tables.all import document, tables
 from reproduce.tables.layout import WIDTH
 
@@ -35,7 +34,7 @@ def results(name: str, scale: str, seconds: Seconds, device: str = "cpu", **valu
         steps = [] if isinstance(given, str) else list(given)
         made.append(Result(
             name, row.name, given if isinstance(given, str) else "measured", scale, device,  # type: ignore[arg-type]
-            row.config(size_names(row.model)), row.over, row.over_published,
+            row.config(), row.over, row.over_published,
             f"{EXPERIMENTS[name].table}/{row.published}", f"needs {row.devices} devices",
             values={} if isinstance(given, str) else {k: v(row) if callable(v) else v for k, v in values.items()},
             samples={"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {},

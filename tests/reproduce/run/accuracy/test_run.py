@@ -14,14 +14,18 @@ import torch
 
 from reproduce.cli.main import INTERRUPTED, main
 from reproduce.error import Error
-from reproduce.experiments import Experiment
+from reproduce.experiments import AccuracyScale, Experiment
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Result, load
-from reproduce.run.accuracy.run import SERIES, Accuracy
+from reproduce.run.accuracy.checkpoints import Checkpoints
+from reproduce.run.accuracy.needs import AccuracyNeeds, prepare_data
+from reproduce.run.accuracy.run import SERIES
 from reproduce.run.accuracy.training import AccuracyTraining
+from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_recorder
-from reproduce.run.session import UNITS, Runner
+from reproduce.run.session import UNITS, Session
+from reproduce.run.training import Balancer
 from reproduce.tables.layout import WIDTH
 
 pytest.importorskip("torchvision")
@@ -45,17 +49,23 @@ class Run:
             self.folder, ["t"], title="t", scale="small", unit=UNITS, devices=found, seed=seed, command=["c"]
         )
         stream = io.StringIO()
-        accuracy = Accuracy(self.folder / "checkpoints", fresh=fresh)
-        accuracy.prepare(self.experiment, "small", seed)
-        runner = Runner(found, recorder, Progress(stream), scale="small", seed=seed, accuracy=accuracy)
-        runner.plan(self.experiment)
+        scale = self.experiment.scale("small")
+        assert isinstance(scale, AccuracyScale)
+        checkpoints = Checkpoints(self.folder / "checkpoints", fresh=fresh)
+        data = prepare_data(self.experiment, scale, None, seed)
+        session = Session(
+            experiment=self.experiment, scale=scale, devices=found, recorder=recorder, progress=Progress(stream),
+            balancer=Balancer(found), seed=seed,
+            accuracy=AccuracyNeeds(data, range(seed, seed + scale.seeds), checkpoints),
+        )  # fmt: skip
+        plan(session)
         try:
-            runner.run(self.experiment)
+            run_experiment(session)
         finally:
-            accuracy.checkpoints.close()
+            checkpoints.close()
             self.said = stream.getvalue()
             self.results = {result.row: result for result in load(recorder.path).results}
-        assert not runner.progress.jobs, "no time is left to tell"
+        assert not session.progress.jobs, "no time is left to tell"
         return self.results
 
     @property
@@ -148,8 +158,6 @@ def test_a_run_that_was_stopped_in_any_step_goes_on_to_the_same_results(
 def test_a_run_that_was_stopped_while_it_kept_an_epoch(
     part: str, run: Run, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reproduce.run.accuracy.checkpoints import Checkpoints
-
     def stop(self: Checkpoints, *arguments: Any, save: Any = Checkpoints.save) -> None:
         if part == "after":
             save(self, *arguments)
@@ -165,12 +173,12 @@ def test_a_run_that_was_stopped_while_it_kept_an_epoch(
 def test_fresh_and_another_seed_start_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr("reproduce.run.accuracy.run._OneTraining.retire", lambda self: (_ for _ in ()).throw(Stop))
-        first = learnt_once = run()
-    first = learnt_once = learnt(run.results)
+        run()
+    first = learnt(run.results)
     assert len(run.checkpoints) == TRAININGS
     other = learnt(run(seed=5))
     assert other["plain"] != first["plain"] and "going on" not in run.said
-    assert learnt(run(fresh=True)) == learnt_once and "going on" not in run.said
+    assert learnt(run(fresh=True)) == first and "going on" not in run.said
 
 
 def fail(error: Exception, row: str, at: int) -> Callable[..., Any]:
@@ -246,7 +254,7 @@ def test_paper_scale_asks_for_imagenet(
     data: str | None, said: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("reproduce.cli.main.choose_scale", lambda *_: "paper")
+    monkeypatch.setattr("reproduce.cli.run.choose_scale", lambda *_: "paper")
     given = [] if data is None else ["--data", str(tmp_path / data)]
     assert main(["run", "tiny-accuracy", "--scale", "paper", "--out", str(tmp_path / "out"), *given]) == 2
     _, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Running statistics: deferred batch norm keeps those of undivided mini-batches, plain batch norm does not."""
+"""Running statistics: deferred batch norm keeps those of whole mini-batches, plain batch norm does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from reproduce.run.accuracy.running_statistics import Undivided
+from reproduce.run.accuracy.running_statistics import WholeBatchStatistics
 from torchgpipe import GPipe
 
 
@@ -17,7 +17,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
 
 
-def train(model: nn.Module, watch: Undivided, steps: int = 3) -> None:
+def train(model: nn.Module, watch: WholeBatchStatistics, steps: int = 3) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         model(torch.randn(8, 3, 8, 8, generator=generator)).square().mean().backward()
@@ -32,7 +32,7 @@ def test_only_deferred_statistics_are_those_of_mini_batches(
 ) -> None:
     model = GPipe(layers(), [2, 3], devices=["cpu", "cpu"], chunks=4, checkpoint=checkpoint,  # type: ignore[arg-type]
                   deferred_batch_norm=deferred, engine=engine)  # type: ignore[arg-type]  # fmt: skip
-    watch = Undivided(model)
+    watch = WholeBatchStatistics(model)
     train(model, watch)
     assert (watch.difference() < 1e-5) == same
     assert same or watch.difference() > 1e-2
@@ -40,7 +40,7 @@ def test_only_deferred_statistics_are_those_of_mini_batches(
 
 def test_a_plain_model_differs_by_nothing_much_and_looking_changes_nothing() -> None:
     model, other = layers(), layers()
-    watch, blind = Undivided(model), Undivided(nn.Sequential())
+    watch, blind = WholeBatchStatistics(model), WholeBatchStatistics(nn.Sequential())
     train(model, watch)
     train(other, blind)
     assert watch.difference() < 1e-6 and blind.difference() == 0
@@ -50,7 +50,7 @@ def test_a_plain_model_differs_by_nothing_much_and_looking_changes_nothing() -> 
 
 def test_evaluation_is_not_seen_and_closing_ends_it() -> None:
     model = layers()
-    watch = Undivided(model)
+    watch = WholeBatchStatistics(model)
     train(model, watch)
     model.eval()
     model(torch.randn(2, 3, 8, 8))

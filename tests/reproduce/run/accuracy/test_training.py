@@ -11,7 +11,7 @@ import torch
 from reproduce.experiments import EXPERIMENTS, AccuracyRow
 from reproduce.machine.devices import Devices
 from reproduce.run.accuracy.datasets import Gratings
-from reproduce.run.accuracy.training import AccuracyTraining, build
+from reproduce.run.accuracy.training import AccuracyTraining
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 
@@ -50,7 +50,7 @@ def test_rows_of_one_seed_start_alike() -> None:
 def test_paper_scale_trains_resnet101() -> None:
     row = EXPERIMENTS["resnet101-accuracy"].scale("paper").rows[0]
     with torch.device("meta"):
-        model = build(row)
+        model = row.build()
     assert len(model) == 370 and sum(parameter.numel() for parameter in model.parameters()) == 44_549_160
 
 

@@ -10,12 +10,10 @@ from reproduce.records.decode import Json
 from reproduce.records.record import FREED_MEMORY, Record, Run
 from reproduce.tables.layout import many
 
-__all__ = ["facts"]
-
 GiB = BYTES["GiB"]
 
 
-def facts(record: Record) -> dict[str, str]:
+def provenance(record: Record) -> dict[str, str]:
     """Return what there is to know, by name."""
     if record.run is not None:
         return _run(record.run, record)
@@ -68,10 +66,10 @@ def _listed(value: Mapping[str, Json]) -> str:
     parts = []
     for name, item in value.items():
         if item is not None:
-            said = ", ".join(map(_said, item)) if isinstance(item, list) else _said(item)
+            said = ", ".join(map(_text, item)) if isinstance(item, list) else _text(item)
             parts.append(f"{name.replace('_', ' ')}: {said}")
     return "; ".join(parts)
 
 
-def _said(value: Json) -> str:
+def _text(value: Json) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -16,8 +16,6 @@ from reproduce.numbers.metrics import Reading, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import Record, Result, hardware_name, load
 
-__all__ = ["Source", "Subject", "gather", "load_folder"]
-
 FOLDERS = ("paper", "predicted", "measured")
 CONTROLS = ("naive", "checkpoint-only")  # not what a published pipeline is first compared with
 
@@ -83,16 +81,16 @@ class Subject:
         return {} if first is None else {result.row: result.config for result in first.results}
 
 
-def load_folder(results: Path) -> list[Record]:
-    """Load all records of `results`, which has the folders paper, predicted and measured; any may be missing.
+def load_folders(*folders: Path) -> list[Record]:
+    """Load all records of the folders; any may be missing.
 
     Raises:
         Error: a file is broken, or no record.
     """
-    return [load(path) for folder in FOLDERS for path in sorted((results / folder).glob("*.json"))]
+    return [load(path) for folder in folders for path in sorted(folder.glob("*.json"))]
 
 
-def gather(records: Sequence[Record]) -> list[Subject]:
+def find_subjects(records: Sequence[Record]) -> list[Subject]:
     """Return the experiments, in their own order, then those that only records know, then other published tables."""
     published = {record.name: record for record in records if record.kind == "published"}
     others = [record for record in records if record.kind != "published"]

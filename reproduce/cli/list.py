@@ -1,13 +1,21 @@
-"""List the experiments: every scale and row, what it needs, what it reproduces, and whether it can run here."""
+"""Offer `python -m reproduce list`."""
 
 from __future__ import annotations
 
+import click
+
 from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, LIKE_PUBLISHED, Experiment, Row, Scale
 from reproduce.experiments.scale import why_not
-from reproduce.machine.devices import Devices
+from reproduce.machine.devices import Devices, find_devices
 from reproduce.tables.layout import Table, many
 
-__all__ = ["listing"]
+
+@click.command("list")
+@click.option("--on", type=click.Choice(["cpu", "cuda", "meta"]), help="Kind of devices. Default: CUDA if any.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many devices. Default: all.")
+def list_experiments(on: str | None, devices: int | None) -> None:
+    """List every experiment, scale and row: what it needs and what it reproduces."""
+    click.echo(listing(find_devices(on, devices)))
 
 
 def listing(devices: Devices) -> str:

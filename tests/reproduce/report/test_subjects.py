@@ -1,4 +1,4 @@
-"""Gather: every experiment finds its published, predicted and measured rows, and the run that says most of it."""
+"""Subjects: every experiment finds its published, predicted and measured rows, and the run that says most of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.records.record import Record, Result
-from reproduce.report.gather import Subject, gather
+from reproduce.report.subjects import Subject, find_subjects
 
 from .conftest import RUN, TABLES
 
@@ -14,7 +14,7 @@ LINK = "tg-amoebanetd-speed/n2m4"
 
 
 def subject(records: list[Record], name: str) -> Subject:
-    (found,) = (each for each in gather(records) if each.name == name)
+    (found,) = (each for each in find_subjects(records) if each.name == name)
     return found
 
 
@@ -30,7 +30,10 @@ def test_sources_of_every_experiment(experiment: str, table: str, everything: li
 def test_every_published_table_is_somewhere(paper: list[Record], everything: list[Record]) -> None:
     for records in (paper, everything):
         shown = [
-            source.record.name for each in gather(records) for source in each.sources if source.kind == "published"
+            source.record.name
+            for each in find_subjects(records)
+            for source in each.sources
+            if source.kind == "published"
         ]
         assert sorted(shown) == sorted(record.name for record in paper)
 
@@ -58,7 +61,7 @@ def run(started: str, *steps: int, row: str = "x", **changes: object) -> Record:
     ],
 )
 def test_the_run_that_measured_most(runs: list[Record], best: list[str]) -> None:
-    found = [each for each in gather(runs) if each.name == "e"]
+    found = [each for each in find_subjects(runs) if each.name == "e"]
     assert [source.record.name for each in found for source in each.measured] == best
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.match import CHOSEN, differing
 from reproduce.numbers.metrics import BYTES, Reading, outcome
-from reproduce.report.gather import Source, Subject
+from reproduce.report.subjects import Source, Subject
 from reproduce.tables.text import number, ratio, reading_text, with_quartiles
-
-__all__ = ["Beside", "Column", "lay_beside"]
 
 METRICS = {  # metric -> what stands above its columns
     "throughput": "samples/s",
@@ -34,15 +33,21 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Beside:
+class SideBySide:
     """Hold the table's cells as text, the row's name first, and notes."""
 
     columns: list[Column]
     rows: list[list[str]]
     notes: list[str]
 
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """List the metrics that stand above columns, none above fields, each with the number of its columns."""
+        headings = (column.heading if column.source else "" for column in self.columns)
+        return [(heading, len(list(same))) for heading, same in itertools.groupby(headings)]
 
-def lay_beside(subject: Subject) -> Beside:
+
+def side_by_side(subject: Subject) -> SideBySide:
     """Return the table of everything that any source says of the rows."""
     rows = subject.rows
     fields = [name for name in FIELDS if any(config.get(name) is not None for config in rows.values())]
@@ -59,7 +64,7 @@ def lay_beside(subject: Subject) -> Beside:
         for row, config in rows.items()
     ]
     columns = [Column("row"), *(Column(FIELDS[name]) for name in fields), *(column for column, _ in cells)]
-    return Beside(columns, lines, _notes(subject, first, {column.heading for column, _ in cells}))
+    return SideBySide(columns, lines, _notes(subject, first, {column.heading for column, _ in cells}))
 
 
 def _field(config: Mapping[str, object], name: str) -> str:

@@ -1,20 +1,20 @@
-"""Beside: what sources say of a published row stands on its line, each number under its own source."""
+"""SideBySide: what sources say of a published row stands on its line, each number under its own source."""
 
 from __future__ import annotations
 
 import pytest
 
 from reproduce.records.record import Record
-from reproduce.report.beside import Beside, lay_beside
-from reproduce.report.gather import gather
+from reproduce.report.side_by_side import SideBySide, side_by_side
+from reproduce.report.subjects import find_subjects
 
 
-def table(records: list[Record], experiment: str) -> Beside:
-    (subject,) = (each for each in gather(records) if each.name == experiment)
-    return lay_beside(subject)
+def table(records: list[Record], experiment: str) -> SideBySide:
+    (subject,) = (each for each in find_subjects(records) if each.name == experiment)
+    return side_by_side(subject)
 
 
-def cells(found: Beside, row: str) -> dict[tuple[str, str], str]:
+def cells(found: SideBySide, row: str) -> dict[tuple[str, str], str]:
     (line,) = (line for line in found.rows if line[0] == row)
     names = [(column.heading, column.source.kind if column.source else "") for column in found.columns]
     return dict(zip(names, line, strict=True))

@@ -1,0 +1,114 @@
+"""publish: a finished run of committed source goes into results/measured under its fixed name; no other does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from reproduce.cli.main import main
+from reproduce.cli.publish import published_name
+from reproduce.machine.description import ROOT, Gpu
+from reproduce.machine.git import Git
+from reproduce.records.places import MEASURED, find_record
+from reproduce.records.record import Record, load, save
+
+NAME = "resnet101-speed-small-2xa-fast-r-5000-20200421"
+GIT = Git("0123456789abcdef", dirty=False)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in an empty folder, with one for published runs elsewhere."""
+    (tmp_path / "here" / "runs").mkdir(parents=True)
+    (tmp_path / "measured").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("reproduce.cli.publish.MEASURED", tmp_path / "measured")
+    monkeypatch.setattr("reproduce.records.places.MEASURED", tmp_path / "measured")
+    return tmp_path / "measured"
+
+
+@pytest.fixture
+def run(measured: Path) -> Callable[..., Record]:
+    """Keep a run in runs/, which differs from one that can be published as told."""
+
+    def make(**changes: Any) -> Record:
+        (path,) = MEASURED.glob("resnet101-speed-small-*.json")
+        record = load(path)
+        assert record.run is not None
+        machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz")
+        run = {"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes}
+        record = replace(record, run=replace(record.run, **run))
+        save(record, Path("runs/mine.json"))
+        return record
+
+    return make
+
+
+@pytest.mark.parametrize("named", ["mine", "mine.json", "runs/mine.json"])
+def test_a_run_is_published_and_found_by_its_new_name(
+    named: str, run: Callable[..., Record], measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run()
+    assert main(["publish", named]) == 0
+    assert load(measured / f"{NAME}.json") == replace(made, name=NAME)
+    assert sorted(path.name for path in measured.iterdir()) == [f"{NAME}.json", f"{NAME}.md"]
+    assert f"record: `{NAME}.json`" in (measured / f"{NAME}.md").read_text()
+    assert find_record(NAME) == measured / f"{NAME}.json"
+    capsys.readouterr()
+    assert main(["show", "--markdown", NAME]) == 0
+    assert capsys.readouterr().out == (measured / f"{NAME}.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"state": "interrupted"}, "the run was not finished (interrupted)"),
+        ({"state": "running", "git": None}, "not finished (running); it is not known which git revision ran"),
+        ({"git": replace(GIT, dirty=True)}, "the source code had changes that are in no commit"),
+    ],
+)
+def test_a_run_is_refused_unless_forced(
+    changes: dict[str, Any], said: str, run: Callable[..., Record], measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(**changes)
+    assert main(["publish", "mine"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("reproduce: mine: ") and said in err and "use --force" in err and err.count("\n") == 1
+    assert not list(measured.iterdir())
+    assert main(["publish", "mine", "--force"]) == 0
+
+
+def test_a_published_run_is_not_replaced(
+    run: Callable[..., Record], measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    assert main(["publish", "mine"]) == 0
+    run(started="2020-04-21T11:00:00Z")
+    assert main(["publish", "mine"]) == 1
+    assert f"{NAME}.json is there already" in capsys.readouterr().err
+    first = load(measured / f"{NAME}.json").run
+    assert first is not None and first.started == "2020-04-21T10:02:05Z"
+
+
+def test_what_was_not_measured_is_refused(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["publish", str(ROOT / "results/predicted/unet-speed-p40x8.json"), "--force"]) == 2
+    assert "was not measured by this program" in capsys.readouterr().err
+
+
+def test_the_name_says_which_devices(run: Callable[..., Record]) -> None:
+    made = run()
+    assert made.run is not None
+    gpus = [Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8
+    on_gpus = replace(made.run, device="cuda", devices=4, machine=replace(made.run.machine, gpus=gpus))
+    assert published_name(made, on_gpus) == "resnet101-speed-small-4xnvidia-h100-80gb-hbm3-20200421"
+    assert published_name(made, replace(made.run, device="meta", devices=8)) == "resnet101-speed-small-8xmeta-20200421"
+
+
+@pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_runs_are_named_so(path: Path) -> None:
+    record = load(path)
+    assert record.run is not None and record.name == path.stem == published_name(record, record.run)
