@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from reproduce.cli.list import listing
 
+from reproduce.cli.list import listing
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
 from reproduce.tables.layout import WIDTH
