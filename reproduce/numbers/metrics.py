@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reproduce.numbers.accuracy import final_errors
-from reproduce.numbers.significance import Measurement
 from reproduce.numbers.sources import Entry
 from reproduce.records.decode import Json
 from reproduce.records.record import Result
@@ -17,6 +16,7 @@ from reproduce.records.record import Result
 __all__ = ["BYTES", "DEFAULTS", "Reading", "available", "better", "epoch_throughput", "median_ratio", "outcome", "over",
            "read", "speed_up", "throughput", "utilization"]  # fmt: skip
 
+Measurement = float | Sequence[float]  # a number taken as exact, such as a published one, or samples
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
 HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
 LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model_bytes", "bubble")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,10 +22,11 @@ import numpy
 from numpy.typing import NDArray
 from scipy import stats
 
+from reproduce.numbers.metrics import Measurement
+
 __all__ = ["Decision", "Measurement", "Outcome", "Rule", "compare_samples", "needed"]
 
 Outcome = Literal["higher", "lower", "~", "too few", "untested"]
-Measurement = float | Sequence[float]  # a number taken as exact, such as a published one, or samples
 Array = NDArray[numpy.float64]
 MOST_SAMPLES = 400  # of each side, as all pairs of them are looked at
 

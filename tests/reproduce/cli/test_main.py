@@ -252,7 +252,7 @@ def test_a_missing_package_is_one_line(
 def test_only_torch_click_msgspec_and_tabulate_are_needed(
     start: Callable[..., object], broken_modules: Callable[..., Path], tmp_path: Path
 ) -> None:
-    others = ("torchvision", "pynvml", "pydantic", "matplotlib", "scipy", "pytest")
+    others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})
     script = Path(__file__).parents[1] / "tiny.py"
     process = start(str(script), "run", "tiny-speed", *SMALL, "--steps", "1", "--out", str(tmp_path), first=folder)
