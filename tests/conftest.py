@@ -1,10 +1,16 @@
-"""What all tests take for granted: generated cases that are the same in every run, and a Ctrl-C that interrupts."""
+"""What all tests take for granted: `--slow`, pairs of parameters, generated cases, and a Ctrl-C that interrupts."""
 
 from __future__ import annotations
 
 import signal
+from collections import defaultdict
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+from .pairs import covering
 
 settings.register_profile(
     "suite",
@@ -17,3 +23,59 @@ settings.load_profile("suite")
 # A shell lets what it starts in the background ignore it; programs started by tests would, too, and go on for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", action="store_true", help="run also slow tests, and all combinations of parameters, not all pairs"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--slow`, leave out slow tests, and all combinations of parameters whose pairs are in others."""
+    if config.getoption("slow"):
+        return
+    tests: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            tests[item.nodeid.split("[")[0]].append(item)
+    kept = {test for group in tests.values() for test in few(group)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def few(tests: list[Any]) -> list[Any]:
+    """Of one function's tests, return those that are run without `--slow`."""
+    if len(tests) == 1 or len(tests[0].callspec.params) < 3:  # then pairs are all that there is
+        return tests
+    # A parameter's value is the same object in all tests that have it.
+    return [tests[k] for k in covering([{name: id(x) for name, x in t.callspec.params.items()} for t in tests])]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Keep the operators of tiny layers from waiting for threads of their own."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+# How a pipeline runs. A test takes `engine` and `checkpoint`, or both as `way`: keyword arguments of `GPipe`.
+
+
+@pytest.fixture(params=["graph", "workers"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["always", "except_last", "never"])
+def checkpoint(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def way(engine: str, checkpoint: str) -> dict[str, Any]:
+    return {"engine": engine, "checkpoint": checkpoint}
