@@ -16,17 +16,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import hypothesis
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe import GPipe
-
-from .conftest import Outcome, Plain, compare, tensors, total
+from ..plain import Plain, piped
+from .compare import Outcome, compare, tensors, total
 from .layers import Draw
 from .models import INPUTS, Case, Step, cases
 
-MODELS = int(os.environ.get("MODELS", 400))
 SEED = os.environ.get("SEED")
 
 # float64 has 53 bits, and no model multiplies by more than some thousand.
@@ -75,7 +74,7 @@ class Unmodified(Plain):
         # Deep copies have the strides of the original; with others, sums would be in another order.
         with saved_tensors_hooks(lambda x: copy.deepcopy(x.detach()), lambda x: x):
             parts = self.split(value)
-            outputs = super().forward(value) if len(parts) > 1 else self.layers(parts[0])
+            outputs = super().forward(value) if len(parts) > 1 else nn.Sequential.forward(self, parts[0])
         for layer in self.modules():
             if isinstance(layer, Undivided):
                 layer.commit()
@@ -105,9 +104,8 @@ class Undivided(nn.BatchNorm1d):
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters, those too that no module has."""
-    layers = model.layers if isinstance(model, Plain) else model
-    borrowed = {f"{n} borrows": m.borrowed[0].weight for n, m in layers.named_modules() if hasattr(m, "borrowed")}
-    return dict(layers.named_parameters()) | borrowed
+    borrowed = {f"{n} borrows": m.borrowed[0].weight for n, m in model.named_modules() if hasattr(m, "borrowed")}
+    return dict(model.named_parameters()) | borrowed
 
 
 def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[Tensor], Outcome, list[Tensor]]:
@@ -123,9 +121,8 @@ def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[T
     with {"no grad": torch.no_grad, "inference": torch.inference_mode}.get(step.run, nullcontext)():
         # One may be a buffer.
         outputs = [y.clone() for x in inputs for y in tensors(call(INPUTS[case.input](x)))]
-    named = {f"output {k}": y for k, y in enumerate(outputs)}
-    shown = {name: y.detach() for name, y in named.items()}
-    return inputs, Outcome(shown, {}, {}, {name: y.requires_grad for name, y in named.items()}), outputs
+    shown = Outcome([y.detach() for y in outputs], [y.requires_grad for y in outputs], {}, {})
+    return inputs, shown, outputs
 
 
 def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Tensor | None]:
@@ -166,18 +163,18 @@ def finish(model: nn.Module, step: Step) -> None:
 
 def assert_equals_plain(case: Case) -> None:
     """Run a case as a pipeline and plainly, and compare all that they show; raise `Refused` if the pipeline raises."""
-    module, plain = case.build(), Unmodified(case.build(), case.chunks)
+    module, plain = case.build(), Unmodified(case.build(), chunks=case.chunks)
     for layer in plain.modules() if case.deferred_batch_norm else ():
         if type(layer) is nn.BatchNorm1d and layer.track_running_stats:
             layer.__class__ = Undivided
     with refusing():
-        piped = GPipe(module, case.balance, devices=["cpu"] * len(case.balance), **case.options())
-    piped.observer = (lambda _: nullcontext()) if case.observed else None
+        model = piped(module, case.balance, **case.options())
+    model.observer = (lambda _: nullcontext()) if case.observed else None
 
     for k, step in enumerate(case.steps):
         with refusing():
-            inputs, ours, outputs = forward(piped, case, step, k)
-        layers = [layer for layer in piped.modules() if isinstance(layer, Draw)]
+            inputs, ours, outputs = forward(model, case, step, k)
+        layers = [layer for layer in model.modules() if isinstance(layer, Draw)]
         twins = [layer for layer in plain.modules() if isinstance(layer, Draw)]
         for layer, twin in zip(layers, twins, strict=True):
             twin.recorded = iter(layer.first)
@@ -185,33 +182,33 @@ def assert_equals_plain(case: Case) -> None:
             plain_inputs, theirs, plain_outputs = forward(plain, case, step, k)
         except RuntimeError:
             with refusing():  # at the latest now
-                backward(piped, step, inputs, outputs)
+                backward(model, step, inputs, outputs)
             # Or a partition had a copy of what plain layers would change: a view of a parameter.
-            pairs = zip(leaves(piped).values(), leaves(plain).values(), strict=True)
+            pairs = zip(leaves(model).values(), leaves(plain).values(), strict=True)
             if case.has("parameter in place", "embedding, rescaled") or all(p.equal(q) for p, q in pairs):
                 return
             raise
         with refusing():
             needed = [y if p.requires_grad else y.detach() for y, p in zip(outputs, plain_outputs, strict=True)]
-            ours.gradients = backward(piped, step, inputs, needed)
+            ours.gradients = backward(model, step, inputs, needed)
         theirs.gradients = backward(plain, step, plain_inputs, plain_outputs)
-        for model, outcome in ((piped, ours), (plain.layers, theirs)):
-            outcome.buffers = dict(model.named_buffers()) | {n: p.detach() for n, p in leaves(model).items()}
+        for run, outcome in ((model, ours), (plain, theirs)):
+            outcome.buffers = dict(run.named_buffers()) | {n: p.detach() for n, p in leaves(run).items()}
         compare(ours, theirs, REORDERED if case.reorders else None)
 
         for layer in layers:
             assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"
             layer.first, layer.second = [], []
-        finish(piped, step)
+        finish(model, step)
         finish(plain, step)
         # A gradient of zero has any sign, after rounding.
-        for p, q in zip(leaves(piped).values(), leaves(plain).values(), strict=True):
+        for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 
 
 def runs_plainly(case: Case) -> bool:
     """Return whether PyTorch lets plain layers do all of it."""
-    plain = Plain(case.build(), case.chunks)
+    plain = Plain(case.build(), chunks=case.chunks)
     try:
         for k, step in enumerate(case.steps):
             inputs, _, outputs = forward(plain, case, step, k)
@@ -236,10 +233,11 @@ def verdict(case: Case) -> str:
     return "equal"
 
 
-def test_generated() -> None:
+def test_generated(pytestconfig: pytest.Config) -> None:
+    models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
     found: Counter[str] = Counter()
 
-    @hypothesis.settings(max_examples=MODELS, derandomize=SEED is None, database=None)
+    @hypothesis.settings(max_examples=models, derandomize=SEED is None, database=None)
     @hypothesis.given(case=cases())
     def holds(case: Case) -> None:
         found["models"] += 1

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.observe import Task
 from torchgpipe.skip import pop, skippable, stash
+
+from ..plain import piped
 
 BALANCES = [[6], [2, 4], [1, 2, 3], [2, 1, 1, 2]]
 
@@ -38,45 +41,43 @@ class Log:
             self.ended.append(task)
 
 
-def layers(count: int = 6) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+
+
+def observed(module: nn.Sequential, balance: list[int], chunks: int, way: dict[str, Any]) -> tuple[GPipe, Log]:
+    model = piped(module, balance, chunks, **way)
+    log = model.observer = Log()
+    return model, log
+
+
+def checkpointed(m: int, checkpoint: str) -> int:
+    return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
 
 
 def expected_tasks(m: int, n: int, checkpoint: str) -> set[Task]:
-    checkpointed = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
     everywhere = [(i, j) for i in range(m) for j in range(n)]
     return {
         *(Task("forward", i, j) for i, j in everywhere),
-        *(Task("recompute", i, j) for i, j in everywhere if i < checkpointed),
+        *(Task("recompute", i, j) for i, j in everywhere if i < checkpointed(m, checkpoint)),
         *(Task("backward", i, j) for i, j in everywhere),
     }
 
 
 @pytest.mark.parametrize("batch, chunks, m", [(8, 1, 1), (8, 4, 4), (13, 8, 7)])
 @pytest.mark.parametrize("balance", BALANCES, ids=lambda b: f"n{len(b)}")
-def test_every_task_once(balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]) -> None:
+def test_every_task_once_and_in_order(balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]) -> None:
     n = len(balance)
-    model = GPipe(layers(), balance, devices=["cpu"] * n, chunks=chunks, **way)
-    log = model.observer = Log()
+    model, log = observed(layers(), balance, chunks, way)
     for _ in range(2):
         log.started.clear(), log.ended.clear()
         y = model(torch.randn(batch, 4))
-        forwards = {task for task in expected_tasks(m, n, way["checkpoint"]) if task.kind == "forward"}
-        assert set(log.started) == set(log.ended) == forwards
+        assert set(log.started) == set(log.ended) == {Task("forward", i, j) for i in range(m) for j in range(n)}
         y.sum().backward()
         assert max(Counter(log.started).values()) == 1
         assert set(log.started) == set(log.ended) == expected_tasks(m, n, way["checkpoint"])
 
-
-@pytest.mark.parametrize("balance", BALANCES[1:], ids=lambda b: f"n{len(b)}")
-def test_the_order_of_tasks(balance: list[int], way: dict[str, Any]) -> None:
-    m, n = 4, len(balance)
-    model = GPipe(layers(), balance, devices=["cpu"] * n, chunks=m, **way)
-    log = model.observer = Log()
-    model(torch.randn(8, 4)).sum().backward()
-
-    def before(*tasks: Task) -> bool:
-        earlier, later = (task for task in tasks if task in log.started)
+    def before(earlier: Task, later: Task) -> bool:
         return log.ended.index(earlier) < log.ended.index(later)
 
     for i in range(m):
@@ -92,7 +93,6 @@ def test_the_order_of_tasks(balance: list[int], way: dict[str, Any]) -> None:
 
 
 def test_layers_run_within_their_task(way: dict[str, Any]) -> None:
-    log = Log()
     seen: list[tuple[Task, bool, bool]] = []
 
     class Witness(nn.Module):
@@ -109,21 +109,19 @@ def test_layers_run_within_their_task(way: dict[str, Any]) -> None:
                 y.register_hook(lambda grad: seen.append((log.running.task, False, False)))
             return y
 
-    model = GPipe(nn.Sequential(*map(Witness, range(3))), [1, 1, 1], devices=["cpu"] * 3, chunks=4, **way)
-    model.observer = log
+    model, log = observed(nn.Sequential(*map(Witness, range(3))), [1, 1, 1], 4, way)
     model(torch.randn(8, 4)).sum().backward()
-    checkpointed = {"always": 4, "except_last": 3, "never": 0}[way["checkpoint"]]
+    count = checkpointed(4, way["checkpoint"])
     assert set(seen) == {
-        (task, task.kind == "forward" and task.micro_batch < checkpointed, task.kind == "recompute")
+        (task, task.kind == "forward" and task.micro_batch < count, task.kind == "recompute")
         for task in expected_tasks(4, 3, way["checkpoint"])
     }
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "frozen"])
 def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None:
-    model = GPipe(layers(), [2, 4], devices=["cpu"] * 2, chunks=4, **way)
+    model, log = observed(layers(), [2, 4], 4, way)
     model.requires_grad_(mode != "frozen")
-    log = model.observer = Log()
     with torch.set_grad_enabled(mode != "no_grad"):
         model(torch.randn(8, 4))
     assert Counter(log.started) == Counter(Task("forward", i, j) for i in range(4) for j in range(2))
@@ -131,13 +129,9 @@ def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None
 
 def test_recomputation_of_a_partition_whose_skip_alone_takes_a_gradient(way: dict[str, Any]) -> None:
     @skippable(stash=["skip"])
-    class Stash(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Stash(nn.Linear):
         def forward(self, x: Tensor) -> Any:
-            yield stash("skip", self.linear(x))
+            yield stash("skip", super().forward(x))
             return x.argmax(1)
 
     @skippable(pop=["skip"])
@@ -146,23 +140,20 @@ def test_recomputation_of_a_partition_whose_skip_alone_takes_a_gradient(way: dic
             skip = yield pop("skip")
             return skip * x.unsqueeze(1)
 
-    model = GPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=["cpu"] * 2, chunks=4, **way)
-    log = model.observer = Log()
+    model, log = observed(nn.Sequential(Stash(4, 4), Pop()), [1, 1], 4, way)
     model(torch.randn(8, 4)).sum().backward()
     assert Counter(log.started) == Counter(expected_tasks(4, 2, way["checkpoint"]))
 
 
-def test_an_observer_changes_nothing(way: dict[str, Any], equals_plain: Callable[..., Any], plainly: Any) -> None:
-    module = layers()
-    model = GPipe(module, [2, 2, 2], devices=["cpu"] * 3, chunks=4, **way)
-    results = []
-    observers: list[Callable[[Task], AbstractContextManager[object]] | None] = [None, Log()]
+def test_an_observer_changes_nothing(way: dict[str, Any]) -> None:
+    model, found = piped(layers(), [2, 2, 2], 4, **way), []
+    observers: list[Callable[[Task], Any] | None] = [None, Log()]
     for model.observer in observers:
         model.zero_grad()
         y = model(torch.ones(8, 4))
         y.square().sum().backward()
-        results.append([y, *(p.grad for p in model.parameters())])
-    assert all(map(torch.equal, *results))
+        found.append([y, *(p.grad for p in model.parameters())])
+    assert_close(*found, rtol=0, atol=0)
 
 
 def test_copies_between_devices_belong_to_the_sender() -> None:

@@ -6,16 +6,19 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import GPipe, is_recomputing
+
+from ..plain import Plain, piped
+from .compare import EXACT, alike, total
 
 CHUNKS = 4
 
@@ -51,26 +54,15 @@ class Replay(nn.Module):
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
     "dropout in place": lambda x: F.dropout(torch.ones_like(x), 0.5, inplace=True),
-    "dropout of a channel": lambda x: F.dropout1d(torch.ones_like(x).unsqueeze(2), 0.5).squeeze(2),
-    "alpha dropout": lambda x: F.alpha_dropout(torch.ones_like(x), 0.5, training=True),
     "rand": lambda x: torch.rand(x.shape),
-    "rand like": torch.rand_like,
     "randn": lambda x: torch.randn(x.shape),
-    "randn like": torch.randn_like,
     "normal": lambda x: torch.normal(torch.ones_like(x), 0.5),
-    "normal of a size": lambda x: torch.normal(1.0, 0.5, x.shape),
-    "randint": lambda x: torch.randint(1, 9, x.shape).float(),
     "randperm": lambda x: torch.randperm(x.size(1)).float(),
     "multinomial": lambda x: torch.multinomial(x.detach().abs() + 0.1, 6, replacement=True).float(),
-    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
     "uniform in place": lambda x: torch.empty_like(x).uniform_(),
-    "exponential in place": lambda x: torch.empty_like(x).exponential_(),
-    "geometric in place": lambda x: torch.empty_like(x).geometric_(0.3),
     "poisson": lambda x: torch.poisson(torch.full_like(x, 4)),
-    "binomial": lambda x: torch.binomial(torch.full_like(x, 9), torch.full_like(x, 0.5)),
     "gamma": lambda x: torch.distributions.Gamma(torch.full_like(x, 2), torch.ones_like(x)).rsample(),
     "rrelu": lambda x: F.rrelu(-torch.ones_like(x), training=True),
-    "gumbel softmax": lambda x: F.gumbel_softmax(torch.zeros_like(x)),
     "several": lambda x: torch.rand_like(x) * torch.randperm(6) + F.dropout(torch.ones_like(x)),
 }
 
@@ -99,7 +91,7 @@ def assert_recomputed_alike(model: nn.Module) -> None:
 
 
 def pipeline(module: nn.Sequential, **options: Any) -> GPipe:
-    return GPipe(module, [2, 1, 2], devices=["cpu"] * 3, chunks=CHUNKS, **options)
+    return piped(module, [2, 1, 2], CHUNKS, **options)
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -107,33 +99,28 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_recomputation_draws_the_same(
-    draw: Callable[[Tensor], Tensor], way: dict[str, Any], plainly: Any, loss_of: Any
-) -> None:
+def test_a_recomputation_draws_the_same(draw: Callable[[Tensor], Tensor], way: dict[str, Any]) -> None:
     module = drawing(draw)
-    plain = plainly(nn.Sequential(*module), CHUNKS)
+    plain = Plain(module, chunks=CHUNKS)
     model = pipeline(module, **way)
     x = torch.randn(8, 6)
     y = model(x)
-    loss_of(y).backward()
+    total(y).backward()
 
     checkpointed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[way["checkpoint"]]
     assert_recomputed_alike(module)
-    for k in (1, 3):
-        layer = module[k]
-        assert isinstance(layer, Draw)
+    one, other = drawers(module)
+    for k, layer in ((1, one), (3, other)):
         assert (len(layer.first), len(layer.second)) == (CHUNKS, checkpointed)
         assert not same(layer.first[:1] * CHUNKS, layer.first), "every micro-batch drew the same"
-        plain.layers[k] = Replay(layer.first)
-    one, other = drawers(module)
+        plain[k] = Replay(layer.first)
     assert not same(one.first, other.first), "every partition drew the same"
 
     grads = [p.grad for p in model.parameters()]
     model.zero_grad()
     expected = plain(x)
-    loss_of(expected).backward()
-    assert torch.equal(y, expected)
-    assert same(grads, [p.grad for p in plain.parameters()])  # type: ignore[arg-type]
+    total(expected).backward()
+    assert_close([y, grads], [expected, [p.grad for p in plain.parameters()]], **EXACT)
 
 
 def recorded(steps: int = 3, *, seed: int = 7, pause: float = 0, **options: Any) -> list[Tensor]:
@@ -173,15 +160,16 @@ def test_every_step_draws_anew(way: dict[str, Any]) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(steps, [*steps[1:], steps[0]], strict=True))
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_one_partition_draws_what_a_plain_run_draws(checkpoint: str, equals_plain: Callable[..., Any]) -> None:
-    # One at a time, since both draw from the default generator.
-    def within() -> Any:
-        torch.manual_seed(3)
-        return nullcontext()
+def test_one_partition_draws_what_a_plain_run_draws(checkpoint: str) -> None:
+    def use(run: nn.Module) -> list[Tensor]:
+        outputs = []
+        for _ in range(2):
+            run.zero_grad()
+            outputs.append(run(torch.ones(8, 6)))
+            outputs[-1].square().sum().backward()
+        return outputs
 
-    x = torch.randn(8, 6).requires_grad_()
-    equals_plain(drawing, x, [5], chunks=CHUNKS, within=within, checkpoint=checkpoint, steps=2)
+    alike(use, nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6)), [3], checkpoint=checkpoint)
 
 
 def test_backward_leaves_the_callers_numbers_alone(way: dict[str, Any]) -> None:
@@ -213,7 +201,6 @@ def test_from_evaluation_to_training_and_back(way: dict[str, Any]) -> None:
         assert_recomputed_alike(module)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_mini_batches_of_different_sizes(checkpoint: str) -> None:
     # A single sample goes through another engine, with random numbers of its own.
     module = drawing()
@@ -268,19 +255,13 @@ def test_another_thread_that_draws_disturbs_nothing(way: dict[str, Any]) -> None
 
 
 def test_a_generator_of_a_layers_own(way: dict[str, Any]) -> None:
-    class Noise(Draw):
-        def __init__(self) -> None:
-            super().__init__(lambda x: torch.rand(x.shape, generator=self.generator))
-            self.generator = torch.Generator()
-            self.generator.manual_seed(3)
-
-    noise = Noise()
+    own, expected = (torch.Generator().manual_seed(3) for _ in range(2))
+    noise = Draw(lambda x: torch.rand(x.shape, generator=own))
+    noise.generator = own
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Tanh(), noise, nn.Linear(6, 6))
     model = pipeline(module, **way)
     for _ in range(3):
         model(torch.ones(8, 6)).sum().backward()
-    expected = torch.Generator()
-    expected.manual_seed(3)
     assert same(noise.first, [torch.rand(2, 6, generator=expected) for _ in range(3 * CHUNKS)])
     recomputed = len(noise.second) // 3
     for step in range(3):
@@ -292,27 +273,22 @@ def test_a_generator_of_a_layers_own(way: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_within_plain_checkpointing(reentrant: bool, way: dict[str, Any]) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
-
+    class Checkpointed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=reentrant)
             return y
 
-    module = nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Tanh(), nn.Tanh(), nn.Linear(6, 6))
-    model = pipeline(module, **way)
+    def linear() -> nn.Module:
+        return nn.Linear(6, 6, bias=False)
+
+    inner = Checkpointed(linear(), nn.Dropout(0.5), linear())
+    model = pipeline(nn.Sequential(linear(), inner, nn.Identity(), nn.Identity(), linear()), **way)
+    x = torch.randn(8, 6, requires_grad=True)
     if way["engine"] == "workers":
         with pytest.raises(RuntimeError, match=r"within torch\.utils\.checkpoint"):
-            model(torch.randn(8, 6))
+            model(x)
         return
     # The layers are linear in x. So with the same mask in both passes, the gradient times x is the output.
-    x = torch.randn(8, 6, requires_grad=True)
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            nn.init.zeros_(layer.bias)
-    linear = nn.Sequential(*module[:2], nn.Identity(), nn.Identity(), module[4])
-    y = pipeline(linear, **way)(x).sum()
+    y = model(x).sum()
     y.backward()
-    torch.testing.assert_close((x.grad * x.detach()).sum(), y.detach())
+    assert_close((x.grad * x.detach()).sum(), y.detach())

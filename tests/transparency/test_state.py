@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-CHUNKS = 3
+from ..plain import piped
+from .compare import total
 
 
 @skippable(stash=["skip"])
@@ -44,11 +45,7 @@ def layers() -> nn.Sequential:
     return module
 
 
-BALANCES = [[6], [2, 4], [1, 3, 2], [2, 1, 1, 2]]
-
-
-def piped(module: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
-    return GPipe(module, balance, devices=["cpu"] * len(balance), chunks=CHUNKS, **options)
+balances = pytest.mark.parametrize("balance", [[6], [2, 4], [1, 3, 2], [2, 1, 1, 2]], ids=str)
 
 
 def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -56,7 +53,7 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("balance", BALANCES, ids=str)
+@balances
 def test_the_state_is_the_wrapped_models(balance: list[int], deferred: bool) -> None:
     module = layers()
     expected = copy.deepcopy(module.state_dict())
@@ -67,7 +64,7 @@ def test_the_state_is_the_wrapped_models(balance: list[int], deferred: bool) -> 
     assert [name for name, _ in model.named_buffers()] == [name for name, _ in layers().named_buffers()]
 
 
-@pytest.mark.parametrize("balance", BALANCES, ids=str)
+@balances
 def test_a_state_fits_any_balance_and_the_plain_model(balance: list[int]) -> None:
     trained = piped(layers(), [3, 3])
     trained(torch.randn(9, 5)).sum().backward()
@@ -89,7 +86,7 @@ def state_of_0_0_7(module: nn.Sequential, balance: list[int]) -> dict[str, Tenso
 
 @pytest.mark.parametrize("prefix", ["", "backbone."])
 @pytest.mark.parametrize("build", [layers, lambda: nn.Sequential(*layers())], ids=["named", "numbered"])
-@pytest.mark.parametrize("balance", BALANCES, ids=str)
+@balances
 def test_a_state_of_0_0_7_loads(balance: list[int], build: Callable[[], nn.Sequential], prefix: str) -> None:
     saved = build()
     state = {prefix + name: x for name, x in state_of_0_0_7(saved, [1, 3, 2]).items()}
@@ -129,36 +126,29 @@ COPIES: dict[str, Callable[[GPipe], GPipe]] = {
 
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_copies_work_and_are_independent(
-    duplicate: Callable[[GPipe], GPipe], used: bool, way: dict[str, Any], loss_of: Any
-) -> None:
+def test_copies_work_and_are_independent(duplicate: Callable[[GPipe], GPipe], used: bool, way: dict[str, Any]) -> None:
     model = piped(layers(), [2, 2, 2], **way)
     x = torch.randn(9, 5)
     if used:
         model(x).sum().backward()
         model.zero_grad()
     twin = duplicate(model)
-    assert same_state(twin.state_dict(), model.state_dict())
-    assert (twin.balance, twin.devices, twin.chunks, twin.checkpoint) == (
-        model.balance,
-        model.devices,
-        model.chunks,
-        model.checkpoint,
-    )
+    for attribute in ("balance", "devices", "chunks", "checkpoint"):
+        assert getattr(twin, attribute) == getattr(model, attribute)
     assert [list(partition) for partition in twin.partitions] == [list(twin)[k : k + 2] for k in (0, 2, 4)]
 
     before = copy.deepcopy(model.state_dict())
     y = twin(x)
-    loss_of(y).backward()
+    total(y).backward()
     gradients = [p.grad for p in twin.parameters()]
     torch.optim.SGD(twin.parameters(), lr=1.0).step()
     assert same_state(model.state_dict(), before)
     assert all(p.grad is None for p in model.parameters())
 
     expected = model(x)
-    loss_of(expected).backward()
+    total(expected).backward()
     assert torch.equal(y, expected)
-    assert all(map(torch.equal, gradients, (p.grad for p in model.parameters())))  # type: ignore[arg-type]
+    assert all(torch.equal(grad, p.grad) for grad, p in zip(gradients, model.parameters(), strict=True))
     # A copy reads old files too.
     twin.load_state_dict(state_of_0_0_7(layers(), [3, 3]))
 

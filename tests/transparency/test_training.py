@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
-from torchgpipe import GPipe
+from ..plain import piped
+from .compare import EXACT, REORDERED, alike, both, state, total, transparent
+
+BALANCE = [2, 2, 2]
 
 
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 4))
-
-
-def piped(module: nn.Sequential, way: dict[str, Any], **options: Any) -> GPipe:
-    return GPipe(module, [2, 2, 2], devices=["cpu"] * 3, **{"chunks": 3, **way, **options})
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -29,28 +28,22 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_steps(
-    optimizer: Callable[[Any], torch.optim.Optimizer], set_to_none: bool, way: dict[str, Any], plainly: Any
-) -> None:
-    module = layers()
-    plain = plainly(copy.deepcopy(module), 3)
-    model = piped(module, way)
-    optimizers = {run: optimizer(run.parameters()) for run in (plain, model)}
-    for x, target in zip(torch.randn(3, 9, 5), torch.randn(3, 9, 4), strict=True):
-        losses = []
-        for run in (plain, model):
-            optimizers[run].zero_grad(set_to_none=set_to_none)
-            losses.append(nn.functional.mse_loss(run(x), target))
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_steps(make: Callable[[Any], torch.optim.Optimizer], set_to_none: bool, way: dict[str, Any]) -> None:
+    def use(run: nn.Module) -> list[Tensor]:
+        optimizer, losses = make(run.parameters()), []
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            losses.append(nn.functional.mse_loss(run(torch.randn(9, 5)), torch.randn(9, 4)))
             losses[-1].backward()
-            optimizers[run].step()
-        assert torch.equal(*losses)
-        expected = plain.layers.state_dict()
-        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+            optimizer.step()
+        return losses
+
+    alike(use, layers(), BALANCE, **way)
 
 
 def test_gradients_stay_where_they_are(way: dict[str, Any]) -> None:
-    model = piped(layers(), way)
+    model = piped(layers(), BALANCE, **way)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     views = flat.split([p.numel() for p in model.parameters()])
     for p, view in zip(model.parameters(), views, strict=True):
@@ -65,36 +58,24 @@ def test_gradients_stay_where_they_are(way: dict[str, Any]) -> None:
 def test_parameters_are_the_wrapped_modules_own(way: dict[str, Any]) -> None:
     module = layers()
     before = dict(module.named_parameters())
-    model = piped(module, way)
-    optimizer = torch.optim.SGD(before.values(), lr=0.1)
+    model = piped(module, BALANCE, **way)
     model(torch.randn(9, 5)).square().sum().backward()
-    optimizer.step()
     assert all(p is before[name] and p.grad is not None for name, p in model.named_parameters())
 
 
-def test_two_pipelines_in_one_loss(way: dict[str, Any], plainly: Any, loss_of: Any) -> None:
-    modules = [layers(), layers()]
-    plain = [plainly(copy.deepcopy(module), 3) for module in modules]
-    models = [piped(module, way) for module in modules]
-    x = torch.randn(9, 5)
+def test_two_pipelines_in_one_loss(way: dict[str, Any]) -> None:
+    x, plain, models = torch.randn(9, 5), *zip(*(both(layers(), BALANCE, **way) for _ in range(2)), strict=True)
     for one, other in (plain, models):
-        loss_of((one(x) * other(x), other(x))).backward()
-    for model, reference in zip(models, plain, strict=True):
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            # The second model is used twice: plain parameters add both uses up before .grad, piped ones each.
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-4)
+        total((one(x) * other(x), other(x))).backward()
+    # The second model is used twice: plain parameters add both uses up before .grad, piped ones each.
+    assert_close([state(model) for model in models], [state(model) for model in plain], **REORDERED)
 
 
-def test_a_pipeline_in_a_pipeline(way: dict[str, Any], equals_plain: Callable[..., Any]) -> None:
-    inner = GPipe(layers(), [3, 3], devices=["cpu"] * 2, chunks=2, **way)
-
-    def build() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(5, 5), inner, nn.Tanh())
-
+def test_a_pipeline_in_a_pipeline(way: dict[str, Any]) -> None:
+    inner = piped(layers(), [3, 3], 2, **way)
+    module = nn.Sequential(nn.Linear(5, 5), inner, nn.Tanh())
     # Both engines recompute and go backward per inner micro-batch, so gradients are added in another order.
-    x = torch.randn(12, 5).requires_grad_()
-    tolerance = {"rtol": 1e-5, "atol": 1e-5}
-    equals_plain(build, x, [1, 1, 1], tolerance=tolerance, **way)
+    transparent(module, torch.randn(12, 5).requires_grad_(), [1, 1, 1], tolerance=REORDERED, **way)
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -116,10 +97,7 @@ def in_threads(*functions: Callable[[], object]) -> None:
         raise errors[0]
 
 
-STEPS = 6
-
-
-def outputs_of(run: nn.Module, xs: Tensor, outputs: list[Tensor]) -> Callable[[], None]:
+def steps_of(run: nn.Module, xs: Tensor, outputs: list[Tensor]) -> Callable[[], None]:
     def steps() -> None:
         for x in xs:
             outputs.append(run(x))
@@ -128,51 +106,34 @@ def outputs_of(run: nn.Module, xs: Tensor, outputs: list[Tensor]) -> Callable[[]
     return steps
 
 
+STEPS = 6
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two pipelines", "one pipeline"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_two_pipelines_in_two_threads(chunks: int, way: dict[str, Any], plainly: Any) -> None:
-    modules = [layers(), layers()]
-    plain = [plainly(copy.deepcopy(module), chunks) for module in modules]
-    models = [piped(module, way, chunks=chunks) for module in modules]
+def test_two_threads(shared: bool, chunks: int, way: dict[str, Any]) -> None:
+    pairs = [both(layers(), BALANCE, chunks=chunks, **way)] * 2
+    if not shared:
+        pairs[1] = both(layers(), BALANCE, chunks=chunks, **way)
     xs = torch.randn(2, STEPS, 9, 5)
     outputs: list[list[Tensor]] = [[], []]
     expected: list[list[Tensor]] = [[], []]
-    in_threads(*(outputs_of(models[k], xs[k], outputs[k]) for k in (0, 1)))
+    in_threads(*(steps_of(pairs[k][1], xs[k], outputs[k]) for k in (0, 1)))
     for k in (0, 1):
-        outputs_of(plain[k], xs[k], expected[k])()
-        assert all(map(torch.equal, outputs[k], expected[k]))
-        for p, q in zip(models[k].parameters(), plain[k].parameters(), strict=True):
-            # Steps accumulate: sums in another order than the plain run's.
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-4)
+        steps_of(pairs[k][0], xs[k], expected[k])()
+    assert_close(outputs, expected, **EXACT)
+    for plain, model in pairs:
+        # Steps accumulate: sums in another order than the plain run's.
+        assert_close(state(model)["gradients"], state(plain)["gradients"], **REORDERED)
+        assert model[1].num_batches_tracked == (2 if shared else 1) * STEPS * chunks
+        assert model[1].track_running_stats and model[1].running_mean is not None
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_one_pipeline_in_two_threads(chunks: int, way: dict[str, Any], plainly: Any) -> None:
-    module = layers()
-    plain = plainly(copy.deepcopy(module), chunks)
-    model = piped(module, way, chunks=chunks)
-    xs = torch.randn(2, STEPS, 9, 5)
-    outputs: list[list[Tensor]] = [[], []]
-    expected: list[list[Tensor]] = [[], []]
-    in_threads(*(outputs_of(model, xs[k], outputs[k]) for k in (0, 1)))
-    for k in (0, 1):
-        outputs_of(plain, xs[k], expected[k])()
-        assert all(map(torch.equal, outputs[k], expected[k]))
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        # As above.
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-4)
-    norm = model[1]
-    assert norm.num_batches_tracked == 2 * STEPS * chunks
-    assert norm.track_running_stats and norm.running_mean is not None
-
-
+@pytest.mark.filterwarnings("error")  # neither's numbers may be taken for a layer's that drew unexpectedly
 def test_threads_that_draw_random_numbers(way: dict[str, Any]) -> None:
-    # -W error: neither's numbers may be taken for a layer's that drew unexpectedly.
-    def steps(model: nn.Module, x: Tensor) -> Callable[[], None]:
-        return lambda: [model(x).sum().backward() for _ in range(10)] and None
-
-    drawing = piped(nn.Sequential(*layers()[:5], nn.Dropout()), way)
-    quiet = piped(layers(), way)
-    in_threads(*(steps(model, torch.randn(9, 5)) for model in (drawing, quiet, drawing)))
+    drawing = piped(nn.Sequential(*layers()[:5], nn.Dropout()), BALANCE, **way)
+    quiet = piped(layers(), BALANCE, **way)
+    in_threads(*(steps_of(model, torch.randn(10, 9, 5), []) for model in (drawing, quiet, drawing)))
 
 
 class AddOne(nn.Module):
@@ -182,39 +143,33 @@ class AddOne(nn.Module):
         return x.add_(1)
 
 
-def in_place(kind: str) -> nn.Sequential:
-    def inplace() -> nn.Module:
-        return nn.ReLU(inplace=True) if kind == "relu" else AddOne()
-
-    return nn.Sequential(nn.Linear(5, 5), inplace(), nn.Linear(5, 5), inplace(), nn.Linear(5, 4))
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {"relu": lambda: nn.ReLU(inplace=True), "add": AddOne}
 
 
-@pytest.mark.parametrize("kind", ["relu", "add"])
-def test_in_place_within_a_partition(kind: str, way: dict[str, Any], equals_plain: Callable[..., Any]) -> None:
-    equals_plain(lambda: in_place(kind), torch.randn(7, 5).requires_grad_(), [2, 3], **way)
-
-
-@pytest.mark.parametrize("kind", ["relu", "add"])
-def test_in_place_at_a_partitions_start(kind: str, way: dict[str, Any], equals_plain: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]], ids=["within a partition", "at a partition's start"])
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_in_place(kind: str, balance: list[int], way: dict[str, Any]) -> None:
+    make = IN_PLACE[kind]
+    module = nn.Sequential(nn.Linear(5, 5), make(), nn.Linear(5, 5), make(), nn.Linear(5, 4))
     x = torch.randn(7, 5).requires_grad_()
     # A layer that says so (`inplace`) gets a copy to work on.
-    if way["checkpoint"] == "never" or kind == "relu":
-        equals_plain(lambda: in_place(kind), x, [1, 2, 2], steps=3, **way)
+    if len(balance) == 2 or way["checkpoint"] == "never" or kind == "relu":
+        transparent(module, x, balance, steps=3, **way)
     else:
         with pytest.raises(RuntimeError, match=r"partition \d changed its input in place"):
-            equals_plain(lambda: in_place(kind), x, [1, 2, 2], **way)
+            transparent(module, x, balance, **way)
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]], ids=str)
-def test_in_place_at_the_models_start(balance: list[int], way: dict[str, Any], plainly: Any) -> None:
+def test_in_place_at_the_models_start(balance: list[int], way: dict[str, Any]) -> None:
     # Micro-batches are parts of one tensor, for which PyTorch would refuse this in a plain loop: so out of place there.
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5), nn.Tanh())
-    plain = plainly(nn.Sequential(nn.ReLU(), *copy.deepcopy(module)[1:]), 3)
-    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, **way)
+    plain, model = both(module, balance, **way)
+    plain[0] = nn.ReLU()
     for x in torch.randn(2, 7, 5):
         before = x.clone()
         for run in (plain, model):
             run.zero_grad()
             run(x).square().sum().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert_close(state(model), state(plain), **EXACT)
         assert torch.equal(x, before)

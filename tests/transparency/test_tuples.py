@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe
+from ..plain import piped
+from .compare import go_backward, tensors, transparent
 
 
 class Lambda(nn.Module):
@@ -21,30 +21,18 @@ class Lambda(nn.Module):
         self.function = function
 
     def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
-        return self.function(value) if isinstance(value, Tensor) else self.function(*value)
+        return self.function(*tensors(value))
 
 
 class First(nn.Module):
-    """Apply `layer` to the first tensor of a tuple and pass on the others."""
+    """Apply a linear layer to the first tensor of a tuple and pass on the others."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = linear()
 
     def forward(self, value: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (self.layer(value[0]), *value[1:])
-
-
-@dataclass
-class Case:
-    """Layers, one function or module each; inputs of 7 samples; layers per partition."""
-
-    layers: Callable[[], list[Any]]
-    inputs: Callable[[], Any]
-    balance: tuple[int, ...] = (1, 1, 1)
-
-    def build(self) -> nn.Sequential:
-        return nn.Sequential(*(x if isinstance(x, nn.Module) else Lambda(x) for x in self.layers()))
 
 
 def linear() -> nn.Linear:
@@ -59,66 +47,60 @@ def ids() -> Tensor:
     return torch.arange(7).remainder(5)
 
 
-CASES = {
-    "in": Case(lambda: [lambda a, b: a * b, linear(), linear()], lambda: (real(), real())),
-    "in, one without grad": Case(lambda: [lambda a, b: a * b, linear(), linear()], lambda: (real(grad=False), real())),
-    "in, unused": Case(lambda: [lambda a, b: a, linear(), linear()], lambda: (real(), real())),
-    "of one": Case(lambda: [lambda a: (a,), First(linear()), First(linear())], lambda: (real(),)),
-    "between": Case(lambda: [linear(), lambda a: (a, a * 2), lambda a, b: a * b, linear()], real, (2, 1, 1)),
-    "between, one unused": Case(
-        lambda: [linear(), lambda a: (a.sin(), a.exp()), lambda a, b: b, linear()], real, (2, 1, 1)
+def two() -> tuple[Tensor, Tensor]:
+    return real(), real()
+
+
+# Layers, one function or module each; inputs of 7 samples.
+CASES: dict[str, tuple[Callable[[], list[Any]], Callable[[], Any]]] = {
+    "in": (lambda: [lambda a, b: a * b, linear(), linear()], two),
+    "in, one without grad": (lambda: [lambda a, b: a * b, linear(), linear()], lambda: (real(grad=False), real())),
+    "in, unused": (lambda: [lambda a, b: a, linear(), linear()], two),
+    "of one": (lambda: [lambda a: (a,), First(), First()], lambda: (real(),)),
+    "between": (lambda: [linear(), lambda a: (a, a * 2), lambda a, b: a * b, linear()], real),
+    "between, one unused": (lambda: [linear(), lambda a: (a.sin(), a.exp()), lambda a, b: b, linear()], real),
+    "out": (lambda: [linear(), linear(), lambda a: (a, a.sum(1))], real),
+    "all the way": (lambda: [First(), First(), First()], two),
+    "longer and shorter": (
+        lambda: [lambda a, b: (a, b, a + b), lambda a, b, c: (a * c, b), lambda a, b: (a, b, a, b)], two
     ),
-    "out": Case(lambda: [linear(), linear(), lambda a: (a, a.sum(1))], real),
-    "all the way": Case(lambda: [First(linear()), First(linear()), First(linear())], lambda: (real(), real())),
-    "longer and shorter": Case(
-        lambda: [lambda a, b: (a, b, a + b), lambda a, b, c: (a * c, b), lambda a, b: (a, b, a, b)],
-        lambda: (real(), real()),
-    ),
-    "the same tensor twice": Case(lambda: [lambda a: (a, a), lambda a, b: a * b, linear()], real),
-    "an input is an output": Case(lambda: [lambda a: a, lambda a: (a, a.exp()), lambda a, b: (b, a)], real),
-    "views": Case(
-        lambda: [lambda a: (a[:, :2], a.view(-1, 2, 2)), lambda a, b: a + b.sum(1), lambda a: a.t().t()], real
-    ),
-    "embedding": Case(lambda: [nn.Embedding(5, 4), linear(), linear()], ids),
-    "an integer goes along": Case(
-        lambda: [First(linear()), lambda a, k: (a * (1 + k).unsqueeze(1), k), lambda a, k: (a[:, :2], k)],
+    "the same tensor twice": (lambda: [lambda a: (a, a), lambda a, b: a * b, linear()], real),
+    "an input is an output": (lambda: [lambda a: a, lambda a: (a, a.exp()), lambda a, b: (b, a)], real),
+    "views": (lambda: [lambda a: (a[:, :2], a.view(-1, 2, 2)), lambda a, b: a + b.sum(1), lambda a: a.t().t()], real),
+    "embedding": (lambda: [nn.Embedding(5, 4), linear(), linear()], ids),
+    "an integer goes along": (
+        lambda: [First(), lambda a, k: (a * (1 + k).unsqueeze(1), k), lambda a, k: (a[:, :2], k)],
         lambda: (real(grad=False), ids()),
     ),
-    "an integer is made": Case(
+    "an integer is made": (
         lambda: [linear(), lambda a: (a, a.argmax(1)), lambda a, k: (a.gather(1, k.unsqueeze(1)), k)], real
     ),
-    "an integer is first": Case(
-        lambda: [lambda a: (a.argmax(1), a), lambda k, a: (k, a.exp()), lambda k, a: (k, a)], real
-    ),
-    "mask": Case(lambda: [linear(), lambda a: (a, a > 0), lambda a, b: (a.masked_fill(b, 0.5), b)], real),
-    "detached": Case(lambda: [linear(), lambda a: (a, a.detach()), lambda a, b: (a * b, b)], real),
-    "indices of a sort": Case(lambda: [linear(), lambda a: tuple(a.sort(1)), lambda a, k: (a, k)], real),
-    "constants": Case(lambda: [linear(), lambda a: (a, torch.ones(len(a), 1)), lambda a, b: a * b], real),
-    "nothing takes grad": Case(lambda: [lambda a, k: (a, k)] * 3, lambda: (real(grad=False), ids())),
-    "only integers": Case(lambda: [lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n], ids),
-    "no parameters": Case(lambda: [torch.sin, torch.exp, torch.square], real),
-}
+    "an integer is first": (lambda: [lambda a: (a.argmax(1), a), lambda k, a: (k, a.exp()), lambda k, a: (k, a)], real),
+    "mask": (lambda: [linear(), lambda a: (a, a > 0), lambda a, b: (a.masked_fill(b, 0.5), b)], real),
+    "detached": (lambda: [linear(), lambda a: (a, a.detach()), lambda a, b: (a * b, b)], real),
+    "constants": (lambda: [linear(), lambda a: (a, torch.ones(len(a), 1)), lambda a, b: a * b], real),
+    "nothing takes grad": (lambda: [lambda a, k: (a, k)] * 3, lambda: (real(grad=False), ids())),
+    "only integers": (lambda: [lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n], ids),
+    "no parameters": (lambda: [torch.sin, torch.exp, torch.square], real),
+}  # fmt: skip
+
+
+def build(case: str) -> nn.Sequential:
+    return nn.Sequential(*(layer if isinstance(layer, nn.Module) else Lambda(layer) for layer in CASES[case][0]()))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_tuples(case: Case, chunks: int, way: dict[str, Any], equals_plain: Callable[..., Any]) -> None:
-    inputs = case.inputs()
-    grads = any(x.requires_grad for x in ([inputs] if isinstance(inputs, Tensor) else inputs))
-    backward = {} if grads or any(True for _ in case.build().parameters()) else {"backward": None}
-    equals_plain(case.build, inputs, list(case.balance), chunks=chunks, **backward, **way)
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_in_one_partition(case: Case, way: dict[str, Any], equals_plain: Callable[..., Any]) -> None:
-    inputs = case.inputs()
-    grads = any(x.requires_grad for x in ([inputs] if isinstance(inputs, Tensor) else inputs))
-    backward = {} if grads or any(True for _ in case.build().parameters()) else {"backward": None}
-    equals_plain(case.build, inputs, [sum(case.balance)], **backward, **way)
+@pytest.mark.parametrize("whole", [False, True], ids=["", "one partition"])
+@pytest.mark.parametrize("case", CASES)
+def test_tuples(case: str, whole: bool, chunks: int, way: dict[str, Any]) -> None:
+    module, given = build(case), CASES[case][1]()
+    n = len(module)
+    takes_grad = any(x.requires_grad for x in (*tensors(given), *module.parameters()))
+    balance = [n] if whole else [n - 2, 1, 1]
+    transparent(module, given, balance, chunks=chunks, backward=go_backward if takes_grad else None, **way)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_integers_take_no_gradient(chunks: int, way: dict[str, Any]) -> None:
-    case = CASES["an integer is made"]
-    y, k = GPipe(case.build(), case.balance, devices=["cpu"] * 3, chunks=chunks, **way)(real())
+    y, k = piped(build("an integer is made"), [1, 1, 1], chunks, **way)(real())
     assert y.requires_grad and not k.requires_grad

@@ -1,0 +1,41 @@
+"""`Plain`, the definition of what a pipeline computes, and `piped`, a pipeline of the same layers on the CPU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe
+
+Tensors = Tensor | tuple[Tensor, ...]
+
+
+class Plain(nn.Sequential):
+    """Take a pipeline's place: run the layers on each micro-batch in turn, and concatenate the outputs."""
+
+    def __init__(self, layers: nn.Sequential, balance: object = None, *, devices: object = None, chunks: int) -> None:
+        super().__init__(OrderedDict(layers.named_children()))
+        self.chunks = chunks
+
+    def forward(self, value: Any) -> Any:
+        outputs = []
+        for part in self.split(value):
+            # Or micro-batches would share the weights' casts, and so add up their gradients in low precision.
+            torch.clear_autocast_cache()
+            outputs.append(super().forward(part))
+        if isinstance(outputs[0], Tensor):
+            return torch.cat(outputs)
+        return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
+
+    def split(self, value: Tensors) -> list[Any]:
+        if isinstance(value, Tensor):
+            return list(value.split(max(1, -(-len(value) // self.chunks))))
+        return list(zip(*(self.split(x) for x in value), strict=True))
+
+
+def piped(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> GPipe:
+    return GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, **options)
