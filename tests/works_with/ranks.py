@@ -1,6 +1,7 @@
 """Answer the rows for several ranks: `python -m tests.works_with.ranks RANK FOLDER`, in two processes.
 
-Each rank writes FOLDER/RANK.json: by row, engine and mode, `"right"`, or what differs or was raised.
+FOLDER/asked.json lists rows by name, each with an engine and a mode. Each rank writes FOLDER/RANK.json: for each of
+these, `"right"`, or what differs or was raised.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from .page import ENGINES, MODES, PAGE, Row, read
-from .run import Plain, differences, left_by, names, pipeline
+from ..plain import Plain
+from .page import PAGE, Row, read
+from .run import differences, left_by, names, pipeline
 
 RANKS = 2
 
@@ -31,26 +33,27 @@ def left_in_group(row: Row, kind: Any, rank: int, store: Path) -> dict[str, Any]
         dist.destroy_process_group()
 
 
-def answers(row: Row, rank: int, folder: Path) -> dict[str, str]:
-    plain = left_in_group(row, Plain, rank, folder / f"{row.name} plain")
-    found = {}
-    for engine in ENGINES:
-        for mode in MODES:
-            way = f"{engine} {mode}"
-            try:
-                ours = left_in_group(row, pipeline(engine, mode), rank, folder / f"{row.name} {way}")
-            except Exception as error:
-                found[way] = f"{type(error).__name__}: {error}"
-            else:
-                different = differences(ours, plain, rounded=row.rounded)
-                found[way] = f"differs: {different}" if different else "right"
-    return found
+def answer(row: Row, engine: str, mode: str, plain: dict[str, Any], rank: int, folder: Path) -> str:
+    try:
+        ours = left_in_group(row, pipeline(engine, mode), rank, folder / f"{row.name} {engine} {mode}")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    different = differences(ours, plain, rounded=row.rounded)
+    return f"differs: {different}" if different else "right"
 
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    rows = read(PAGE.read_text(encoding="utf-8"))
-    found = {row.name: answers(row, rank, folder) for row in rows if row.ranks}
+    asked = json.loads((folder / "asked.json").read_text())
+    rows = {row.name: row for row in read(PAGE.read_text(encoding="utf-8"))}
+    plain = {
+        name: left_in_group(rows[name], Plain, rank, folder / f"{name} plain")
+        for name in dict.fromkeys(name for name, _, _ in asked)
+    }
+    found = {
+        f"{name} {engine} {mode}": answer(rows[name], engine, mode, plain[name], rank, folder)
+        for name, engine, mode in asked
+    }
     (folder / f"{rank}.json").write_text(json.dumps(found, indent=1))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,23 +13,6 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 
 from .given import Block, Checkpointed, LoRA, train
-
-
-class Plain(nn.Sequential):
-    """Take a pipeline's place: run the layers on each micro-batch in turn, and concatenate the outputs."""
-
-    def __init__(self, layers: nn.Sequential, balance: list[int], *, devices: list[str], chunks: int) -> None:
-        super().__init__(OrderedDict(layers.named_children()))
-        self.chunks = chunks
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = []
-        for part in x.split(-(-len(x) // self.chunks)):
-            if torch.is_autocast_enabled("cpu"):
-                # Or micro-batches would share the weights' casts, and so add up their gradients in low precision.
-                torch.clear_autocast_cache()
-            outputs.append(super().forward(part))
-        return torch.cat(outputs)
 
 
 def pipeline(engine: str, mode: str) -> Any:

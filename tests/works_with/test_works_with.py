@@ -19,9 +19,10 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from ..plain import Plain
 from .page import ENGINES, MODES, PAGE, Row, read, render
 from .ranks import RANKS
-from .run import Plain, differences, left_by, names, pipeline
+from .run import differences, left_by, names, pipeline
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 400  # seconds; only a hang takes as long
@@ -40,14 +41,6 @@ pytestmark = [
     # From Python 3.12: the forked process is what the row is about.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +93,11 @@ def plain(left: Callable[[Row, Any], Any]) -> Callable[[Row], Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
-    """What the rows for several ranks answer: by rank, row, engine and mode."""
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What the rows for several ranks answer, of all tests that will ask: by rank, then by row, engine and mode."""
     folder = tmp_path_factory.mktemp("ranks")
+    asked = [item.callspec.params for item in request.session.items if item.originalname == "test_on_several_ranks"]
+    (folder / "asked.json").write_text(json.dumps([[p["row"].name, p["engine"], p["mode"]] for p in asked]))
     command = [sys.executable, "-m", "tests.works_with.ranks"]
     ranks = [subprocess.Popen([*command, str(rank), folder], cwd=ROOT) for rank in range(RANKS)]
     try:
@@ -133,10 +128,10 @@ def test_in_one_process(row: Row, engine: str, mode: str, left: Any, plain: Any)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
-def test_on_several_ranks(row: Row, engine: str, mode: str, answers: list[dict[str, dict[str, str]]]) -> None:
+def test_on_several_ranks(row: Row, engine: str, mode: str, answers: list[dict[str, str]]) -> None:
     refusal = row.refusal(engine, mode)
     for answer in answers:
-        said = answer[row.name][f"{engine} {mode}"]
+        said = answer[f"{row.name} {engine} {mode}"]
         assert refusal in said if refusal else said == "right"
 
 
