@@ -75,7 +75,6 @@ def placed(devices: list[str]) -> tuple[nn.Sequential, Callable[[Tensor], Tensor
 
 
 @pytest.mark.parametrize("devices", PLACES)
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 @pytest.mark.parametrize("streams", [True, False], ids=["copy streams", "no copy streams"])
 def test_equals_plain(devices: list[str], checkpoint: Any, chunks: int, streams: bool) -> None:
@@ -131,7 +130,6 @@ def test_recomputation_drops_the_same(devices: list[str]) -> None:
 
 
 @pytest.mark.parametrize("devices", ON_GPUS)  # a copy to the host waits for it
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_no_host_synchronization_within_a_step(devices: list[str], checkpoint: Any) -> None:
     model = GPipe(layers(), balance(len(devices)), devices=devices, chunks=4, checkpoint=checkpoint)
     x = torch.randn(8, 16, device=model.devices[0])

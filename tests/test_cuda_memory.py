@@ -24,7 +24,6 @@ needs_two = pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
 
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=needs_two)])
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_predicted_memory_is_what_is_allocated(n: int, chunks: int, checkpoint: Any) -> None:
     """Within 5 %, of gigabytes: the allocator rounds sizes up, and products may take workspaces for a moment."""
     setup = Setup(32768, (8 // n,) * n, chunks, checkpoint)
