@@ -47,11 +47,6 @@ def reporting() -> tuple[nn.Sequential, set[Any]]:
     return nn.Sequential(Report(seen), nn.Linear(6, 6), Report(seen), nn.Linear(6, 6), Report(seen)), seen
 
 
-@both_chunks
-def test_evaluation(chunks: int, way: dict[str, Any]) -> None:
-    transparent(layers().eval(), given(), BALANCE, chunks=chunks, **way)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("training", [True, False])
 @both_chunks
