@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import click
 
-from reproduce.cli.shared import need
 from reproduce.experiments.choose import suggestion
 from reproduce.predict.rows import predict_table, predictable
 from reproduce.records.places import RESULTS
-from reproduce.records.record import save, write_atomically
+from reproduce.records.record import save
 from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import tables
 from reproduce.tables.layout import many
-from reproduce.tables.prediction_docs import DOCS, rendered
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 
 PREDICTED = RESULTS / "predicted"
@@ -56,15 +53,8 @@ def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str,
     metavar="DIR",
     help="Where to put the records. Default: results/predicted.",
 )
-@click.option("--docs", is_flag=True, help="Also renew the tables in docs/prediction.md, from the records in --out.")
-def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -> None:
+def predict(experiments: list[str], hardware: Hardware, out: Path) -> None:
     """Predict the published tables of EXPERIMENTS (or: all) at scale paper, on any machine and without a GPU."""
-    if docs and importlib.util.find_spec("torchvision") is None:
-        raise click.UsageError(
-            "--docs counts torchvision's models, and there is no torchvision: install it, or leave --docs out"
-        )
-    if docs:
-        need("scipy")
     prepare_folder(out)
     written = []
     for experiment in experiments:
@@ -75,6 +65,3 @@ def predict(experiments: list[str], hardware: Hardware, out: Path, docs: bool) -
         save(record, path)
         written.append(path)
     click.echo(f"\nwritten: {many(len(written), 'record')} to {out}")
-    if docs:
-        write_atomically(DOCS, rendered(DOCS.read_text(encoding="utf-8"), out))
-        click.echo(f"renewed: {DOCS}")

@@ -7,13 +7,17 @@ They hold no time and no machine, so that the same source gives the same file.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from msgspec import structs
+from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.models import MODELS
+from reproduce.models.older import older_amoebanetd, older_resnet101
+from reproduce.predict.older import OLDER
 from reproduce.records.decode import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
@@ -34,16 +38,6 @@ __all__ = [
     "speed",
 ]
 
-# experiment -> the published table that it repeats; those that can also be run say so themselves
-TABLES = {
-    "amoebanet-speed": "tg-amoebanetd-speed",
-    "amoebanet-memory": "tg-amoebanetd-memory",
-    "unet-speed": "tg-unet-speed",
-    "unet-memory": "tg-unet-memory",
-    "unet-ablation": "tg-unet-ablation",
-    "resnet101-speed": "tg-resnet101-speed",
-}
-
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 """Those whose speed-ups the targets are about."""
 
@@ -63,8 +57,9 @@ UNORDERED = "without the dependency nothing orders backward, so there is no one 
 
 
 def predictable() -> dict[str, str]:
-    """Return the experiments that can be predicted, each with its published table."""
-    return {name: EXPERIMENTS[name].table if name in EXPERIMENTS else table for name, table in TABLES.items()}
+    """Return the experiments that can be predicted, each with its published table; those of older versions last."""
+    now = {name: experiment.table for name, experiment in EXPERIMENTS.items() if experiment.measures != "accuracy"}
+    return now | {name: older.table for name, older in OLDER.items()}
 
 
 def predict_table(experiment: str, hardware: Hardware) -> Record:
@@ -93,25 +88,26 @@ def describe(hardware: Hardware) -> dict[str, Json]:
 
 def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
     """Predict one published row of `table`."""
+    config = OLDER[experiment].completed(row.config) if experiment in OLDER else row.config
     result = Result(
         experiment=experiment,
         row=row.row,
         status="predicted",
         scale="paper",
         device="meta",
-        config=row.config,
+        config=config,
         published=f"{table}/{row.row}",
     )
-    components = row.config.get("components")
+    components = config.get("components")
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
     holds = any(name in row.values for name in RESERVED)
-    predictor = predictor_of(row.config, hardware, memory=holds)
+    predictor = predictor_of(config, hardware, memory=holds)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
-        values.update(speed(predictor, row.config))
+        values.update(speed(predictor, config))
     if holds:
-        values.update(_memory(predictor.counts, row.config))
+        values.update(_memory(predictor.counts, config))
     return structs.replace(result, values={name: _rounded(value) for name, value in values.items()})
 
 
@@ -161,14 +157,21 @@ def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
 
 def _model(config: dict[str, Json]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return what says which model a row trains: its name, its sizes and the shape of a sample."""
-    sizes = tuple(config[name] for name in ("L", "D", "B", "C") if name in config)
+    sizes = tuple(config[name] for name in ("L", "D", "F", "B", "C") if name in config)
     return config["model"], sizes, tuple(config["input_shape"])
 
 
-@functools.lru_cache(maxsize=8)
+BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
+    **{name: model.build for name, model in MODELS.items()},
+    "older AmoebaNet-D": older_amoebanetd,
+    "older ResNet-101": older_resnet101,
+}
+
+
+@functools.lru_cache(maxsize=16)
 def _counts(model: str, sizes: tuple[int, ...], shape: tuple[int, ...], memory: bool) -> Counts:
     with torch.device("meta"):
-        module, sample = MODELS[model].build(*sizes), torch.empty(1, *shape)
+        module, sample = BUILDERS[model](*sizes), torch.empty(1, *shape)
     return count(module, sample, memory=memory)
 
 

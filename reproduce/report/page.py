@@ -18,6 +18,7 @@ from reproduce.report.side_by_side import side_by_side
 from reproduce.report.subjects import Subject, find_subjects
 from reproduce.tables.all import tables
 from reproduce.tables.layout import Table, many
+from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.replay import Timeline
 
 FOLDER = Path(__file__).parent
@@ -49,6 +50,7 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
         kinds=KINDS,
         dense=DENSE,
         records=records,
+        errors=errors_table([record for record in records if record.kind == "predicted"]),
         sections=[_section(subject) for subject in subjects if subject not in others],
         traces=trace_figures(traces),
         schedules=schedule_figures(),

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from reproduce.numbers.measured_rows import MeasuredRow
+from reproduce.predict.older import OLDER
+from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Table, in_lines
 
-__all__ = ["predicted_tables", "speed_up_errors"]
+__all__ = ["errors_table", "predicted_tables", "speed_up_errors", "throughput_errors"]
 
 GiB = 2**30
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
@@ -22,8 +24,7 @@ def predicted_tables(record: Record, measured: Measured | None = None) -> list[T
 
     What was `measured` of its rows stands beside, also that nothing was; without it, tables leave that out.
     """
-    table = (record.results[0].published or "").partition("/")[0]
-    papers = {result.row: result for result in published(table).results}
+    papers = _papers(record)
     made = []
     if any("throughput" in result.values for result in record.results):
         made.append(_speed(record, papers, measured))
@@ -82,19 +83,45 @@ def _memory(record: Record, papers: Mapping[str, Result], measured: Measured | N
     return Table(f"{record.title}: memory", headings, rows, notes)
 
 
+def throughput_errors(record: Record) -> dict[str, float]:
+    """Return by how much each predicted throughput differs from the published one, as a share of that."""
+    papers, found = _papers(record), [result for result in record.results if result.status == "predicted"]
+    return {r.row: float(r.values["throughput"] / papers[r.row].values["throughput"] - 1) for r in found}
+
+
 def speed_up_errors(record: Record) -> dict[str, float]:
     """Return by how much each predicted speed-up over the table's first row differs from the published one.
 
     As a share of the published one; the row that they are over is left out.
     """
-    table = (record.results[0].published or "").partition("/")[0]
-    papers = {result.row: result for result in published(table).results}
+    papers = _papers(record)
     first, *others = [result for result in record.results if result.status == "predicted"]
     return {r.row: _speed_up(r, first) / _speed_up(papers[r.row], papers[first.row]) - 1 for r in others}
 
 
+def errors_table(records: Sequence[Record]) -> Table:
+    """Return how far predictions of speed are from what was published of the same hardware, older versions first."""
+    rows = []
+    for name, experiments in (
+        ("older versions of torchgpipe", tuple(OLDER)),
+        ("the papers' speed tables", SPEED_TABLES),
+    ):
+        chosen = [r for r in records if r.results[0].experiment in experiments and same_hardware(r)]
+        throughput, speed_ups = (
+            [abs(error) for record in chosen for error in errors(record).values()]
+            for errors in (throughput_errors, speed_up_errors)
+        )
+        if throughput:
+            within = sum(error <= 0.1 for error in speed_ups)
+            sizes = (f"{x:.1%}" for x in (median(throughput), max(throughput), median(speed_ups)))
+            rows.append([name, str(len(throughput)), *sizes, f"{within} of {len(speed_ups)}"])
+    headings = ["rows of", "number", "samples/s:\nmedian error", "largest", "speed-ups:\nmedian error", "within 10%"]
+    notes = ["nothing in the prediction was chosen by the older rows before it was first held against them"]
+    return Table("How far predictions are from what was published", headings, rows, notes)
+
+
 def _speed(record: Record, papers: Mapping[str, Result], measured: Measured | None) -> Table:
-    errors = speed_up_errors(record)
+    errors, off = speed_up_errors(record), throughput_errors(record)
     first = next(result for result in record.results if result.status == "predicted")
     rows = []
     found = {name: row for name, row in (measured or {}).items() if row.throughput is not None}
@@ -104,13 +131,12 @@ def _speed(record: Record, papers: Mapping[str, Result], measured: Measured | No
         if result.status != "predicted":
             rows.append([result.row, f"{paper.values['throughput']:.1f}", result.status, "", "", "", "", here])
             continue
-        off = result.values["throughput"] / paper.values["throughput"] - 1
         rows.append(
             [
                 result.row,
                 f"{paper.values['throughput']:.1f}",
                 f"{result.values['throughput']:.1f}",
-                f"{off:+.0%}",
+                f"{off[result.row]:+.0%}",
                 f"{_speed_up(paper, papers[first.row]):.2f}",
                 f"{_speed_up(result, first):.2f}",
                 f"{errors[result.row]:+.1%}" if result.row in errors else "",
@@ -122,15 +148,15 @@ def _speed(record: Record, papers: Mapping[str, Result], measured: Measured | No
     if measured is None:
         headings.pop()
         rows = [row[:-1] for row in rows]
-    sizes = sorted(map(abs, errors.values()))
+    sizes, far = list(map(abs, errors.values())), list(map(abs, off.values()))
     same = same_hardware(record)
     if not same:  # what differs between two kinds of hardware is no error
         headings = [heading for heading in headings if heading != "error"]
         rows = [[*row[:3], *row[4:6], *row[7:]] for row in rows]
     notes = [
         f"predicted, not measured, from the hardware description {_hardware(record)}",
-        f"speed-up over {first.row}: median error {median(sizes):.1%}, {sum(x <= 0.1 for x in sizes)} of {len(sizes)} "
-        "rows within 10%"
+        f"samples/s: median error {median(far):.1%}, at most {max(far):.1%}; speed-up over {first.row}: median error "
+        f"{median(sizes):.1%}, {sum(x <= 0.1 for x in sizes)} of {len(sizes)} rows within 10%"
         if same
         else f"speed-up over {first.row}; published on other hardware, so the two are not to be compared",
         *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
@@ -163,15 +189,17 @@ def _speed_up(result: Result, over: Result) -> float:
 
 def same_hardware(record: Record) -> bool:
     """Return whether the predictions are for the GPU that the published table was taken on."""
-    table = (record.results[0].published or "").partition("/")[0]
-    gpu = (published(table).hardware or {}).get("gpu")
+    gpu = (_published(record).hardware or {}).get("gpu")
     return gpu is not None and str(gpu) in str((record.hardware or {}).get("title"))
+
+
+def _published(record: Record) -> Record:
+    return published((record.results[0].published or "").partition("/")[0])
+
+
+def _papers(record: Record) -> dict[str, Result]:
+    return {result.row: result for result in _published(record).results}
 
 
 def _hardware(record: Record) -> str:
     return str((record.hardware or {}).get("name"))
-
-
-def all_errors(records: Sequence[Record]) -> list[float]:
-    """Return the sizes of all speed-up errors of records, the smallest first."""
-    return sorted(abs(error) for record in records for error in speed_up_errors(record).values())

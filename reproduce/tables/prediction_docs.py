@@ -1,110 +1,97 @@
-"""Keep the numbers in docs/prediction.md: blocks between marks are made from records, and by nobody's hand.
-
-    <!-- predicted: amoebanet-speed-p40x8 -->     the tables of that record of predictions
-    <!-- predicted: errors -->                    the errors of all speed tables' rows together
-    <!-- predicted: efficiencies p40x8 -->        a description's figures and their sources
-    <!-- predicted: gains -->                     AmoebaNet-D's m = 4 over m = 1, by n, and its share of the ideal
-    <!-- predicted: choices -->                   the efficiencies, had they been worked out from less, or otherwise
-    <!-- predicted: convolutions -->              the errors of convolutions that others timed by themselves
-    <!-- predicted: held out -->                  the errors of each source, predicted from the others
-    <!-- predicted: effects -->                   the model without what was added to it, against all published figures
-    <!-- predicted: timings -->                   the errors of what the efficiencies were worked out from, and of more
-    <!-- predicted: resources -->                 how busy devices, links and host are in the rows of the speed tables
-    <!-- predicted: slower layers -->             U-Net's rows, did some of its layers take longer
-    <!-- end -->
-
-What is between them is replaced as a whole.
-"""
+"""Make the tables on the pages about prediction, from records in results/predicted and from research/p40/fit.json."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-from reproduce.machine.description import ROOT
-from reproduce.predict.rows import SPEED_TABLES
+from reproduce.error import Error
+from reproduce.predict.older import OLDER
 from reproduce.records.published import published
 from reproduce.records.record import load
-from reproduce.tables.predicted import predicted_tables, speed_up_errors
-from reproduce.tables.prediction_effects import choices, convolutions, effects, held_out, timings
-from reproduce.tables.prediction_limits import resources, slower_layers
-from torchgpipe.plan.hardware import load_hardware
+from reproduce.tables.layout import Table
+from reproduce.tables.predicted import speed_up_errors, throughput_errors
 
-__all__ = ["DOCS", "SPEED", "rendered"]
 
-DOCS = ROOT / "docs" / "prediction.md"
-SPEED = tuple(f"{name}-p40x8" for name in SPEED_TABLES)
-BLOCKS: dict[str, Callable[[], str]] = {
-    "choices": choices,
-    "convolutions": convolutions,
-    "effects": effects,
-    "held out": held_out,
-    "timings": timings,
-    "resources": resources,
-    "slower layers": slower_layers,
+def prediction_block(root: Path, name: str) -> str:
+    """Return the table `name` of the checkout at `root` as Markdown, without its heading.
+
+    Raises:
+        Error: there is no such table.
+    """
+    if name not in BLOCKS:
+        raise Error(f"a block is from predicted/{name}; after the slash name one of {', '.join(BLOCKS)}")
+    _, _, below = BLOCKS[name](root).markdown().partition("\n\n")  # the page has headings of its own
+    return f"\n{below.strip()}\n\n"
+
+
+def models(root: Path) -> Table:
+    """Return the model and those that it is compared with: errors in rows of older versions, and in today's."""
+    headings = ["model", "constants\nfitted"]
+    for rows_of in ("older rows", "today's rows"):
+        headings += [f"{rows_of}:\nsamples/s", "speed-ups", "within 10%"]
+    rows = []
+    for name, model in _fit(root)["models"].items():
+        cells = []
+        for table in ("history", "today"):
+            throughput, speed_up = model[table].get("throughput"), model[table]["speed-up"]
+            cells += [
+                "" if throughput is None else f"{throughput['median']:.1%} ({throughput['largest']:.0%})",
+                f"{speed_up['median']:.1%} ({speed_up['largest']:.0%})",
+                f"{speed_up['within 10%']} of {speed_up['rows']}",
+            ]
+        rows.append([name, str(model["fitted"]), *cells])
+    now = _fit(root)["models"]["this model"]["today"]["speed-up"]
+    notes = [
+        "errors: the median, and in brackets the largest; within 10%: speed-ups over each table's first row",
+        f"the targets for today's speed-ups: a median of 3% (reached: {now['median']:.2%}), and nine of ten within 10% "
+        f"(reached: {now['within 10%'] / now['rows']:.0%})",
+    ]
+    return Table("Errors of predictions in published rows", headings, rows, notes)
+
+
+def _history(root: Path) -> Table:
+    rows = []
+    for name in OLDER:
+        record = load(root / "results" / "predicted" / f"{name}-p40x8.json")
+        table = (record.results[0].published or "").partition("/")[0]
+        papers = {result.row: result.values["throughput"] for result in published(table).results}
+        off, speed_ups = throughput_errors(record), speed_up_errors(record)
+        for result in record.results:
+            error = f"{speed_ups[result.row]:+.1%}" if result.row in speed_ups else ""
+            numbers = f"{papers[result.row]:.1f}", f"{result.values['throughput']:.1f}", f"{off[result.row]:+.1%}"
+            rows.append([f"{name} {result.row}", *numbers, error])
+    headings = ["row", "samples/s published", "predicted", "error", "error of the speed-up"]
+    return Table("Rows of older versions", headings, rows)
+
+
+def _timings(root: Path) -> Table:
+    rows = []
+    for timing in _fit(root)["timings"]:
+        off = " ".join(f"{error:+.0%}" for error in timing["errors"])
+        rows.append([timing["source"], timing["model"], " ".join(f"{ms:g}" for ms in timing["ms"]), off])
+    return Table("Timings", ["source", "model", "ms, published", "error"], rows, left=2)
+
+
+def _held_out(root: Path) -> Table:
+    rows = []
+    for name, found in _fit(root)["held out"].items():
+        throughput = found["history"]["throughput"]
+        numbers = f"{found['compute']:.2f}", f"{found['memory']:.2f}", f"{found['timings']:.1%}"
+        rows.append([name, *numbers, f"{throughput['median']:.1%} ({throughput['largest']:.0%})"])
+    headings = ["left out", "compute", "memory", "root mean square of its own errors", "older rows: samples/s"]
+    return Table("Held out", headings, rows)
+
+
+def _fit(root: Path) -> Any:
+    return json.loads((root / "research" / "p40" / "fit.json").read_text(encoding="utf-8"))
+
+
+BLOCKS: dict[str, Callable[[Path], Table]] = {
+    "models": models,
+    "history": _history,
+    "fit": _timings,
+    "held out": _held_out,
 }
-BLOCK = re.compile(r"(<!-- predicted: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def rendered(text: str, folder: Path) -> str:
-    """Return the page with every block made anew from the records in `folder`."""
-    return BLOCK.sub(lambda match: f"{match[1]}\n{_block(match[2], folder)}\n\n{match[3]}", text)
-
-
-def _block(name: str, folder: Path) -> str:
-    if name == "errors":
-        return _errors(folder)
-    if name == "gains":
-        return _gains(folder)
-    if name in BLOCKS:
-        return BLOCKS[name]()
-    if name.startswith("efficiencies "):
-        return _figures(name.split()[1])
-    tables = predicted_tables(load(folder / f"{name}.json"))
-    return "\n\n".join(table.markdown().replace("## ", "### ", 1).strip() for table in tables)
-
-
-def _errors(folder: Path) -> str:
-    errors = {
-        f"{name.partition('-')[0]} {row}": error
-        for name in SPEED
-        for row, error in speed_up_errors(load(folder / f"{name}.json")).items()
-    }
-    sizes = [abs(error) for error in errors.values()]
-    within = sum(size <= 0.1 for size in sizes)
-    beyond = ", ".join(f"{row} ({error:+.1%})" for row, error in errors.items() if abs(error) > 0.1)
-    return "\n".join(
-        [
-            "| | target | predicted |",
-            "| --- | ---: | ---: |",
-            f"| median error of the {len(sizes)} rows' speed-ups | 3% | {median(sizes):.1%} |",
-            f"| rows within 10% | {0.9:.0%} | {within / len(sizes):.1%} ({within} of {len(sizes)}) |",
-            "",
-            f"Beyond 10%: {beyond or 'none'}.",
-        ]
-    )
-
-
-def _gains(folder: Path) -> str:
-    predicted = {r.row: r.values["throughput"] for r in load(folder / f"{SPEED[0]}.json").results}
-    papers = {r.row: r.values["throughput"] for r in published("tg-amoebanetd-speed").results}
-    lines = ["| n | published, m = 4 over m = 1 | predicted | equal partitions: n·m / (n + m - 1) | published, of that "
-             "| predicted, of that |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
-    for n in (2, 4, 8):
-        gains = [table[f"n{n}m4"] / table[f"n{n}m1"] for table in (papers, predicted)]
-        ideal = n * 4 / (n + 3)
-        cells = (*(f"{gain:.2f}" for gain in (*gains, ideal)), *(f"{gain / ideal:.0%}" for gain in gains))
-        lines.append(f"| {n} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _figures(name: str) -> str:
-    hardware = load_hardware(name)
-    lines = ["| figure | value | source |", "| --- | ---: | --- |"]
-    for key, source in hardware.sources.items():
-        table, _, item = key.partition(".")
-        value = getattr(hardware, table)
-        lines.append(f"| `{key}` | {value[item] if item else value:.4g} | {source} |")
-    return "\n".join(lines)

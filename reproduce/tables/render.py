@@ -25,10 +25,11 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
 from reproduce.records.record import FREED_MEMORY, Record, Run, load
 from reproduce.tables.all import about_run, document, tables
-from reproduce.tables.prediction_docs import rendered
+from reproduce.tables.prediction_docs import prediction_block
 
 __all__ = ["BENCHMARKS", "benchmark_block", "render", "render_blocks", "stale"]
 
+FOLDERS = ("measured", "predicted")
 BENCHMARKS = ROOT / "results" / "benchmarks"
 NOTHING = "Nothing measured is committed yet.\n"
 Maker = Callable[[Path, str], str]  # page, what stands after the slash of the block's name -> Markdown
@@ -41,19 +42,17 @@ def render(root: Path) -> dict[Path, str]:
     Raises:
         Error: a record is broken, or nothing makes a block of some name.
     """
-    records = {path: load(path) for path in sorted((root / "results" / "measured").rglob("*.json"))}
+    records = {path: load(path) for name in FOLDERS for path in sorted((root / "results" / name).rglob("*.json"))}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
     makers: dict[str, Maker] = {
         **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
         "benchmarks": benchmark_block,
+        "predicted": lambda page, name: prediction_block(root, name),
     }
-    for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+    for page in sorted([root / "README.md", *(root / "docs").rglob("*.md"), *(root / "research").rglob("*.md")]):
         text = page.read_text(encoding="utf-8")
         if MARK.search(text):
             files[page] = render_blocks(text, page, makers)
-    page = root / "docs" / "prediction.md"
-    if page.exists():
-        files[page] = rendered(files.get(page, page.read_text(encoding="utf-8")), root / "results" / "predicted")
     return files
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,15 +142,13 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
         if key is not None and key in known:
             found, rehearsal.output = known[key]
             return found
-        given = (value,) if isinstance(value, Tensor) else value
         reached: set[int] = set()
-        for i, x in enumerate(given):
-            if x.requires_grad:
-                x.register_hook(lambda _, i=i: reached.add(i))
+        given = [_Entry.apply(reached, i, x) for i, x in enumerate((value,) if isinstance(value, Tensor) else value)]
+        rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
         layer = rehearsal.layer
         entering = set(rehearsal.scope)
         with Counter() as forward:
-            rehearsal.forward(value)
+            rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
         stashes = tuple(
             Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items()
         )
@@ -192,6 +190,25 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
         return named
 
     return measure
+
+
+class _Entry(torch.autograd.Function):
+    """Let a tensor enter a layer, note where its gradient arrives, and drop it.
+
+    A leaf would copy a gradient that the layer passes on unchanged, which no step of a pipeline does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, reached: set[int], number: int, x: Tensor) -> Tensor:
+        ctx.reached, ctx.number = reached, number
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:
+            ctx.reached.add(ctx.number)
+        return None, None, None
 
 
 def _measure(

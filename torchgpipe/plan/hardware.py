@@ -6,7 +6,7 @@
 
 A file is JSON. Every figure is an object with a `value` and a `source`. An efficiency belongs to a class of operators:
 the share of the peak rate (those that have floating-point operations) or of the memory bandwidth that it reaches.
-Where an operator can be computed in several ways, the fastest counts.
+Where an operator can be computed in two ways, the faster counts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ OPTIONAL = ("workspace", "processors")
 TABLES = ("peak", "compute_efficiency", "memory_efficiency")
 WORK = ("matmul", "conv", "conv3x3")
 """The classes that need a compute efficiency; all others only touch memory."""
-WINOGRAD = ("winograd", "winograd_fused")
-"""The classes that may be left out: where libraries have no such kernels, or never take them, or `conv3x3` was measured
-with them."""
+WINOGRAD = "winograd"
+"""The class that may be left out: where libraries have no such kernels, or `conv3x3` was measured with them."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,10 @@ class Hardware:
         return not self.launch_overlaps
 
     def seconds(self, operator: Operator) -> float:
-        """Return the seconds of one operator, the fastest way: bound by computing, by memory, or by being issued."""
-        known = (way for way in operator.others if all(x.kind in self.compute_efficiency for x in way))
-        work = min([self._work(operator), *(sum(map(self._work, way)) for way in known)])
+        """Return the seconds of one operator, the faster way: bound by computing, by memory, or by being issued."""
+        work = self._work(operator)
+        if operator.other and WINOGRAD in self.compute_efficiency:
+            work = min(work, sum(map(self._work, operator.other)))
         return max(work, self.launch) if self.launch_overlaps else work + self.launch
 
     def total(self, operators: Iterable[Operator]) -> float:
@@ -147,7 +147,7 @@ def _decoded(name: str, data: Any) -> Hardware:
         if not isinstance(table, dict) or not table:
             raise _Misfit(f"{key} is missing: expected an object of figures")
         values[key] = {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
-    needed = [kind for kind in CLASSES if kind not in WINOGRAD or kind in values["compute_efficiency"]]
+    needed = [kind for kind in CLASSES if kind != WINOGRAD or kind in values["compute_efficiency"]]
     for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", needed)):
         if lacking := [kind for kind in classes if kind not in values[key]]:
             raise _Misfit(f"{key}.{lacking[0]} is missing")

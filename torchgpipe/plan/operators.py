@@ -15,10 +15,10 @@ from torchgpipe.plan.tiles import Grid
 
 __all__ = ["CLASSES", "Operator", "OperatorClass", "between_operators", "bytes_of", "dtype_of", "tensors_in"]
 
-OperatorClass = Literal["matmul", "conv", "conv3x3", "winograd", "winograd_fused", "norm", "pool", "elementwise"]
+OperatorClass = Literal["matmul", "conv", "conv3x3", "winograd", "norm", "pool", "elementwise"]
 """The classes that have efficiencies of their own: `conv3x3` are those convolutions for which libraries have Winograd
-kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` and `winograd_fused` when they are
-not (convolution.py); `elementwise` is whatever reads and writes memory and has no class of its own."""
+kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` when they are not (convolution.py);
+`elementwise` is whatever reads and writes memory and has no class of its own."""
 CLASSES: tuple[str, ...] = get_args(OperatorClass)
 
 
@@ -29,18 +29,15 @@ class Operator(NamedTuple):
     dtype: str
     flops: float
     bytes: float
-    others: tuple[tuple[Operator, ...], ...] = ()
-    """Other ways to the same result, each a few kernels; a library takes the fastest."""
+    other: tuple[Operator, ...] = ()
+    """The kernels of another way to the same result, where there is one; a library takes the faster way."""
     grid: Grid | None = None
     """The matrices that its floating-point operations put out, where tiles of them are known to matter."""
 
 
 def between_operators(a: Operator, b: Operator, share: float) -> Operator:
     """Return the operator that lies between two on a straight line; beyond them where the share is above 1."""
-    others = tuple(
-        tuple(between_operators(x, y, share) for x, y in zip(xs, ys, strict=True))
-        for xs, ys in zip(a.others, b.others, strict=True)
-    )
+    other = tuple(between_operators(x, y, share) for x, y in zip(a.other, b.other, strict=True))
 
     def line(x: float, y: float) -> float:
         return x + (y - x) * share
@@ -48,7 +45,7 @@ def between_operators(a: Operator, b: Operator, share: float) -> Operator:
     grid = a.grid
     if grid is not None and b.grid is not None:
         grid = grid._replace(rows=line(grid.rows, b.grid.rows), columns=line(grid.columns, b.grid.columns))
-    return Operator(a.kind, a.dtype, line(a.flops, b.flops), line(a.bytes, b.bytes), others, grid)
+    return Operator(a.kind, a.dtype, line(a.flops, b.flops), line(a.bytes, b.bytes), other, grid)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.gpipe
 from torchgpipe import GPipe
+from torchgpipe.microbatch import mapped
 from torchgpipe.plan.operators import tensors_in
 
 
@@ -71,7 +72,8 @@ def real_peaks(
     The mini-batch is on the first device, and stays there; the output stays until parameters are updated.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchgpipe.gpipe, "_moved", lambda x, device: x)
+        # The mini-batch stays where it is.
+        patch.setattr(torchgpipe.gpipe, "mapped", lambda change, x: mapped(change, x) if change is torch.clone else x)
         devices = [f"meta:{j}" for j in range(len(balance))]
         pipeline = GPipe(model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
         # All are on one device, `meta`; groups are updated apart, as devices are.

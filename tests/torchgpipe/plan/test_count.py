@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
-from reproduce.models import unet
+from reproduce.models import amoebanetd, resnet101, unet
+from torchgpipe import GPipe
 from torchgpipe.plan.count import Counts, count
+from torchgpipe.plan.counter import Counter
 
 
 def test_layers_of_unet() -> None:
@@ -32,6 +37,72 @@ def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) 
     line = count(model, x).at(size)
     monkeypatch.setattr("torchgpipe.plan.count.SIZES", (size, size + 1))
     assert line == count(model, x).at(size)
+
+
+class Residual(nn.Module):
+    """Pass a pair on: one side through a layer, the other unchanged."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any) -> Any:
+        a, b = x if isinstance(x, tuple) else (x, x)
+        return self.layer(a), b
+
+
+class Sum(nn.Module):
+    def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return x[0] + x[1]
+
+
+def pairs() -> nn.Sequential:
+    cells = [layer for _ in range(3) for layer in (Residual(nn.Linear(8, 8)), Residual(nn.ReLU()), Sum())]
+    return nn.Sequential(nn.Linear(8, 8), *cells, nn.Identity(), nn.Flatten())
+
+
+def checkpointed() -> nn.Sequential:
+    class Again(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+
+    return nn.Sequential(nn.Linear(8, 8), Again(8, 8), nn.ReLU())
+
+
+def in_place() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "more"),
+    [
+        (resnet101, (3, 64, 64), 0),
+        (lambda: unet(3, 2, 8), (3, 32, 32), 0),
+        # A layer is counted as if all that it puts out were used, and the classifier does not use the second state.
+        (lambda: amoebanetd(3, 32, 10), (3, 224, 224), 1),
+        (pairs, (8,), 0),
+        (checkpointed, (8,), 0),
+        (in_place, (8,), 0),
+    ],
+    ids=["ResNet-101", "U-Net", "AmoebaNet-D", "pairs", "checkpointed", "in place"],
+)
+def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
+    build: Callable[[], nn.Sequential], shape: tuple[int, ...], more: int
+) -> None:
+    """In backward the order may differ: autograd adds the gradients of a tensor that is used twice when it likes."""
+    with torch.device("meta"):
+        model, x = build(), torch.empty(2, *shape)
+    layers = count(model, x, memory=False).at(2)
+    gpipe = GPipe(model, [len(model)], devices=["meta"], checkpoint="never")
+    with Counter() as forward:
+        output = gpipe(x)
+    gradient = torch.empty_like(output)
+    with Counter() as backward:
+        output.backward(gradient)
+    assert [x for layer in layers for x in layer.forward] == forward.operators
+    counted, real = Tally(x for layer in layers for x in layer.backward), Tally(backward.operators)
+    assert not real - counted
+    assert (counted - real).total() == more
 
 
 class Copied(nn.Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["GTX_1080_TI", "TITAN_X", "TITAN_XP", "Card"]
+__all__ = ["GTX_1080_TI", "TITAN_X", "Card"]
 
 
 class Card(NamedTuple):
@@ -26,4 +26,3 @@ class Card(NamedTuple):
 
 TITAN_X = Card("Titan X", clock=1.531e9, bandwidth=480e9, processors=28)
 GTX_1080_TI = Card("GTX 1080 Ti", clock=1.582e9, bandwidth=484e9, processors=28)
-TITAN_XP = Card("Titan Xp", clock=1.582e9, bandwidth=547.7e9, processors=30)

@@ -5,7 +5,9 @@ evaluation, for the tables are of training; ResNet-101, which a table is of; mod
 form, or whose convolutions are grouped; runs without cuDNN, or with one that the source has a newer one beside. Where
 every step was published, `unsteady` has the models of which, on either machine, the first and the last of the nine
 deciles (`statistics.quantiles`, n=10) are a twentieth of the median apart or more. What such steps wait for we do not
-know, the host perhaps. docs/prediction.md shows what they would make of the efficiencies.
+know, the host perhaps.
+
+The first two sources are one repository's, on two cards; the last two are one script's, on two machines.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from reproduce.p40.cards import GTX_1080_TI, TITAN_X, Card
+from research.p40.cards import GTX_1080_TI, TITAN_X, Card
 
 __all__ = ["SOURCES", "Timings"]
 
@@ -22,6 +24,7 @@ class Timings(NamedTuple):
     """What one source says of one machine, for images of 224 x 224."""
 
     source: str
+    """Its repository, then where in there it says so, and with which software."""
     card: Card
     batch: int
     to_images: bool
@@ -35,6 +38,11 @@ class Timings(NamedTuple):
     """
     unsteady: Mapping[str, tuple[float, ...]] = {}
     """The same, of models that are left out for it."""
+
+    @property
+    def repository(self) -> str:
+        """Who published it: timings of one repository are left out together."""
+        return self.source.partition(",")[0]
 
 
 SOURCES = {

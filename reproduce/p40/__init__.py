@@ -1,1 +1,0 @@
-"""How the efficiencies of the P40 were found."""
