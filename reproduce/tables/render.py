@@ -6,8 +6,11 @@ A block stands between two comments, which name what it shows, and is replaced a
     ...
     <!-- end -->
 
-An experiment's name shows the tables of its newest run that was finished, a name such as "benchmarks/overlap" the table
-of that record in results/benchmarks. Where there is none yet, the block says so.
+- an experiment's name: the tables of its newest run that was finished; with "/short" behind it, a few rows of the first;
+- a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
+- a name such as "predicted/models": a table about predictions (prediction_docs.py).
+
+Where there is no record yet, the block says so.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
@@ -97,8 +103,11 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     return f"{made}\n\nMeasured {under}; [every sample]({_link(page, path)})\n\n"
 
 
-def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, _: str) -> str:
-    """Return the tables of the finished run that was started last of those that measured something of it."""
+def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
+    """Return the tables of the finished run that was started last of those that measured something of it.
+
+    The part "short" is the rows of its first table that were measured at equal batch size, without notes.
+    """
     runs = [
         (record.run.started, path)
         for path, record in records.items()
@@ -113,7 +122,12 @@ def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Pat
     assert record.run is not None
     devices, machine = about_run(record, record.run)[:2]
     under = f"Measured {record.run.started[:10]} with torch {record.run.versions.get('torch')} on {devices}; {machine}"
-    parts = [table.markdown(level=3) for table in tables(record, experiment)]
+    if part == "short":
+        rows = [row for row in record.results if row.status == "measured" and row.config.get("equal") == "batch"]
+        first = tables(structs.replace(record, results=rows), experiment)[0]
+        parts = [replace(first, notes=()).markdown(level=3).strip()]
+    else:
+        parts = [table.markdown(level=3) for table in tables(record, experiment)]
     return "\n\n".join([*parts, f"{under}; [more of this run]({_link(page, path.with_suffix('.md'))})"]) + "\n\n"
 
 
