@@ -6,7 +6,7 @@ A block stands between two comments, which name what it shows, and is replaced a
     ...
     <!-- end -->
 
-- an experiment's name: the tables of its newest run that was finished; with "/short" behind it, a few rows of the first;
+- an experiment's name: the tables of its newest finished run; with "/short" behind it, a few rows of the first;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
 - a name such as "predicted/models": a table about predictions (prediction_docs.py).
 
