@@ -57,6 +57,7 @@ def test_what_has_no_noise_is_judged(engine: str, other: list[float], ours: list
     assert [line.partition(":")[0] for line in found] == ([f"a case, {engine}"] if too_much else [])
 
 
+@pytest.mark.slow
 def test_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside itself, where nothing overlaps: exactly as much; and an exit code where that is above what is allowed."""
     monkeypatch.setattr(memory, "CASES", [("linear layers", 1, 2, "always")])

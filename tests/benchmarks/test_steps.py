@@ -57,6 +57,7 @@ def test_the_plain_loop_computes_the_same(changes: dict[str, Any]) -> None:
     assert ours.seconds() > 0 and ours.peak() is None and ours.waits() is None
 
 
+@pytest.mark.slow
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
     what = ["--device=cpu", "--scale=small", "--model=U-Net", "--partitions", "1", "2", "--chunks=2", "--batch=4"]

@@ -125,6 +125,7 @@ def test_in_one_process(row: Row, engine: str, mode: str, left: Any, plain: Any)
         assert differences(left(row, pipeline(engine, mode)), plain(row), rounded=row.rounded) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)

@@ -184,6 +184,7 @@ def test_a_failed_row_is_told_at_the_end(
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_finished(start: Callable[..., object], tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "tiny.py"
     process = start(
@@ -249,6 +250,7 @@ def test_a_missing_package_is_one_line(
     assert err.startswith(f"reproduce: {said}") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_only_torch_click_msgspec_and_tabulate_are_needed(
     start: Callable[..., object], broken_modules: Callable[..., Path], tmp_path: Path
 ) -> None:

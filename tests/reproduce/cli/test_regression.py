@@ -257,6 +257,7 @@ def worktrees(root: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_for_real(repository: Path) -> None:
     """No difference can be larger than this threshold, so that the machine's noise is no part of the test."""
     with (repository / "torchgpipe" / "__init__.py").open("a") as file:
@@ -268,6 +269,7 @@ def test_for_real(repository: Path) -> None:
     assert len(worktrees(repository)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGINT, 130, "reproduce: interrupted"), (signal.SIGTERM, 143, "")]
 )

@@ -15,6 +15,8 @@ from reproduce.predict.calibrate import calibrate, written
 from torchgpipe.plan.hardware import Hardware, load_hardware
 from torchgpipe.plan.operators import Operator
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Hardware:

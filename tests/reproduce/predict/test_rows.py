@@ -37,6 +37,7 @@ def test_records_are_not_stale(experiment: str) -> None:
             assert new.values[name] == pytest.approx(value, rel=0.02), (new.row, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "row"),
     [
@@ -155,6 +156,7 @@ def test_plans_by_a_profile_from_the_shell(capsys: pytest.CaptureFixture[str]) -
     assert max(map(len, output.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_the_largest_model_pipelined_is_larger(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--size", "1", "8", "--largest", "width", "--devices", "2", "--memory", "300MiB", "--batch-size", "8"]
     assert main(["plan", "unet", *arguments]) == 0

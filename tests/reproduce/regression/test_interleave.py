@@ -194,6 +194,7 @@ def interleaved(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_each_side_runs_the_torchgpipe_that_it_was_given(tmp_path: Path) -> None:
     """For real: a base from before there was a GPipe, beside this one."""
     package = tmp_path / "torchgpipe"
@@ -207,6 +208,7 @@ def test_each_side_runs_the_torchgpipe_that_it_was_given(tmp_path: Path) -> None
     assert line["unable"]["base"].startswith("ImportError: cannot import name 'GPipe' from 'torchgpipe'")
 
 
+@pytest.mark.slow
 def test_real_samples() -> None:
     name = MACHINERY[0].name
     done = interleaved(ROOT, ROOT, "--case", name, "--restarts", "2", "--rounds", "3")

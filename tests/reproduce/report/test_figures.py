@@ -39,6 +39,7 @@ def figures(everything: list[Record]) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_figures_fit_a_page(figures: list[str]) -> None:
     assert len(figures) > 15
     for svg in figures:

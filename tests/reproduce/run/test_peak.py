@@ -211,6 +211,7 @@ def test_the_observer_is_taken_away(trained: dict[str, Trained]) -> None:
     assert trained["never"].training.model.observer is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_meta_counts_what_a_real_run_takes(trained: dict[str, Trained], name: str) -> None:
     """Nearly: CPU kernels have buffers that meta has not, or lack some, and workers overlap where meta does not."""

@@ -16,6 +16,8 @@ from research.p40.fit import COMPUTE, LAUNCH, MEMORY, fitted, on_card
 from research.p40.timings import SOURCES
 from torchgpipe.plan.hardware import Hardware, load_hardware
 
+pytestmark = pytest.mark.slow
+
 P40 = load_hardware("p40x8")
 
 

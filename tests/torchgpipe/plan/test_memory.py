@@ -108,6 +108,7 @@ LAYERS: tuple[Callable[[], nn.Module], ...] = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_any_sequence_of_layers(data: st.DataObject) -> None:

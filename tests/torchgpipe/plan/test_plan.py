@@ -43,6 +43,7 @@ LAYERS: tuple[Callable[[], nn.Module], ...] = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.data())
 def test_never_slower_than_the_plain_balance_with_any_m(data: st.DataObject) -> None:

@@ -65,6 +65,7 @@ MODELS: list[tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "shape"), MODELS, ids=["unet", "amoebanetd", "resnet101"])
 def test_counts_the_same(
     build: Callable[[], nn.Sequential], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,7 @@ class Stop(BaseException):
 TRAININGS = 2 * SEEDS  # of the rows for which there are devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(0, TRAININGS * EPOCHS * STEPS, 3))
 def test_a_run_that_was_stopped_in_any_step_goes_on_to_the_same_results(
     at: int, run: Run, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
@@ -170,6 +171,7 @@ def test_a_run_that_was_stopped_while_it_kept_an_epoch(
     assert learnt(run()) == learnt(uninterrupted)
 
 
+@pytest.mark.slow
 def test_fresh_and_another_seed_start_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr("reproduce.run.accuracy.run._OneTraining.retire", lambda self: (_ for _ in ()).throw(Stop))
@@ -193,6 +195,7 @@ def fail(error: Exception, row: str, at: int) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
@@ -279,6 +282,7 @@ def test_from_end_to_end(
     assert not list((tmp_path / "checkpoints").glob("*.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_and_another_run(how: signal.Signals, start: Callable[..., Any], tmp_path: Path) -> None:
     arguments = (str(Path(__file__).parents[2] / "tiny.py"), *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out",
