@@ -16,10 +16,11 @@ from .conftest import TABLES
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
+WITHOUT = pytest.mark.skipif(
     BROWSER is None or DRIVER is None,
     reason="no chromium and chromedriver to open the report in: apt-get install chromium chromium-driver",
 )
+pytestmark = [pytest.mark.slow, WITHOUT]
 SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
 
