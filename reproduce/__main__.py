@@ -54,9 +54,14 @@ def leave(signum: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the program, as the command `reproduce`."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         print("reproduce: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    run()

@@ -9,7 +9,8 @@ from reproduce.machine.description import ROOT
 __all__ = ["MEASURED", "RESULTS", "RUNS", "find_record"]
 
 RUNS = Path("runs")  # in the current folder; git ignores it
-RESULTS = ROOT / "results"
+PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
+RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from reproduce.machine.description import ROOT
 from reproduce.records.decode import Json, decode, read_json
+from reproduce.records.places import RESULTS
 from reproduce.records.record import Record, Result, load, save
 
 __all__ = ["PAPER", "import_tables", "published"]
 
-PAPER = ROOT / "results" / "paper"
+PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
 # how a discrepancy's name starts -> how the ids of the tables start that it concerns

@@ -1,0 +1,42 @@
+"""A wheel: the library and the suite with its data, outside of a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "torchgpipe", "reproduce", "results")
+
+
+@pytest.mark.slow
+def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
+    source, wheels, installed = tmp_path / "source", tmp_path / "wheels", tmp_path / "installed"
+    source.mkdir()
+    for name in NEEDED:
+        path = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(path, source / name, ignore=ignored) if path.is_dir() else shutil.copy(path, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source], check=True)
+    (wheel,) = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as file:
+        tops = {name.partition("/")[0] for name in file.namelist()}
+        published = {Path(name).name for name in file.namelist() if name.startswith("reproduce/results/paper/")}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"torchgpipe", "reproduce"}
+    assert published == {path.name for path in (ROOT / "results" / "paper").glob("*.json")}
+
+    subprocess.run([*pip, "install", "--no-deps", "--target", installed, wheel], check=True)
+    arguments = ("run", "amoebanet-memory", "--scale", "small", "--on", "cpu", "--row", "baseline")
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    command = [installed / "bin" / "reproduce", *arguments]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list((elsewhere / "runs").glob("*.json"))) == 1
