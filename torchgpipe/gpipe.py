@@ -175,6 +175,7 @@ class GPipe(nn.Module):
             micro_batches = [mapped(torch.clone, x) for x in micro_batches]
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = [x._version for x in self._shared_buffers]
+        grad = torch.is_grad_enabled()
         try:
             outputs = self._engine.run(micro_batches, self.checkpoint, self.observer)
             if [x._version for x in self._shared_buffers] != shared:
@@ -183,6 +184,7 @@ class GPipe(nn.Module):
                     "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
                 )
         except BaseException:
+            torch.set_grad_enabled(grad)  # an interrupt (Ctrl-C) may come before the exit of a context is sure
             for norm in norms:
                 norm.discard()
             raise
