@@ -76,8 +76,8 @@ class _MiniBatch:
         self._observer = observer
         self._ambient = Ambient(stage.device for stage in engine.stages)
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
-        # Not under autocast: micro-batches would share its copies of the weights, and add up gradients in their low
-        # precision.
+        # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share autocast's copy of
+        # a weight, and their gradients would be added up in its low precision.
         self._one_graph = not (self._checkpointed or engine.copies.needed or observer or self._ambient.casts)
         self._apart = self._ambient.grad and not self._one_graph
         if self._apart:

@@ -11,8 +11,8 @@ __all__ = ["KEEP_FREED", "keep_freed_memory", "kept"]
 
 # By default glibc asks the system for large tensors again at every step, page by page. From which size on depends on
 # the process's history, so that two processes of the same code may differ. The system hands out a process's pages under
-# one lock, for which its threads wait; separate processes do not. In threads other than the first, tensors above the
-# 64 MiB of a thread's heap come from the system in any case.
+# one lock, so the threads of a process wait for each other, and separate processes do not. In threads other than the
+# first, tensors above the 64 MiB of a thread's heap come from the system in any case.
 THRESHOLD = 2**30
 M_MMAP_THRESHOLD = -3  # as malloc.h names it
 KEEP_FREED = {

@@ -154,7 +154,7 @@ def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> 
     return [*named, *alike, *complete][0]
 
 
-# --- what a reader has to know ---------------------------------------------------------------------------------------
+# --- notes below the table ------------------------------------------------------------------------------------------
 
 
 def _machine(entry: Entry) -> object:

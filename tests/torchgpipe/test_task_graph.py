@@ -111,8 +111,8 @@ def test_of_several_inputs_those_that_are_saved_outlive_a_recomputation(
         assert all(grad is not None for grad in task.backward(*outputs, keep=keep))
 
 
-# Outputs of a function of two inputs, of which the first takes a gradient: which outputs do, in a task that is not
-# checkpointed and in one that is. The first pass of a checkpointed one has no graph, so it has to assume.
+# A layer with two inputs, of which only the first takes a gradient. Then: which of its outputs take one, without and
+# with checkpointing. A checkpointed first pass has no graph, so every new floating-point output counts as taking one.
 NEEDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[bool, ...], tuple[bool, ...]]] = {
     "both": (lambda a, b: (a * 2, a * b), (True, True), (True, True)),
     "an input": (lambda a, b: (a, b), (True, False), (True, False)),

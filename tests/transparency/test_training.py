@@ -163,7 +163,8 @@ def test_in_place(kind: str, balance: list[int], way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]], ids=str)
 def test_in_place_at_the_models_start(balance: list[int], way: dict[str, Any]) -> None:
-    # Micro-batches are parts of one tensor, for which PyTorch would refuse this in a plain loop: so out of place there.
+    # The plain layers get a ReLU that is not in place: micro-batches are views of one tensor, and PyTorch refuses to
+    # change a view of a tensor that is split.
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5), nn.Tanh())
     plain, model = both(module, balance, **way)
     plain[0] = nn.ReLU()
