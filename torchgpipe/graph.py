@@ -33,14 +33,7 @@ from torchgpipe.item import Item, Portals, shared_by, unshared, versions
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import gate
-from torchgpipe.randomness import (
-    PrivateGenerator,
-    Randomness,
-    check_apart,
-    default_generators,
-    own_generators,
-    private_generator,
-)
+from torchgpipe.randomness import check_apart, default_generators, in_turn, own_generators
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.stage import Stage
 from torchgpipe.task_graph import TaskGraph, all_none, mark, refuse_create_graph
@@ -98,16 +91,17 @@ class _MiniBatch:
         tie: Tensor | None = None
         held: frozenset[int] = frozenset()
         if self._apart:
-            partition = self._partitions[j]
+            partition, recomputed = self._partitions[j], i < self._checkpointed
+            randomness = in_turn(partition.defaults, partition.generators, recomputed=recomputed)
             task = _Task(
-                stage, partition.contents, self._ambient, self._randomness(i, j), i, self._observer,
-                i < self._checkpointed, partition=partition, arrival=item.dock, departure=dock,
+                stage, partition.contents, self._ambient, randomness, i, self._observer, recomputed,
+                partition=partition, arrival=item.dock, departure=dock,
             )  # fmt: skip
             outputs, tie = task.run(item, self._latest[j], tied=self._engine.tied)
             atomic, held = task.atomic, partition.contents.held
         else:
             item.dock.arrive(item.flat)
-            with observed(self._observer, "forward", i, j), self._randomness(i, j).first():
+            with observed(self._observer, "forward", i, j), in_turn((), (), recomputed=False).first():
                 outputs, atomic = stage.run(item.flat, item.atomic, item.shared)
             dock.leave()
         # One graph takes care of shared memory by itself: a task may change a skip of its own micro-batch there.
@@ -159,15 +153,6 @@ class _MiniBatch:
         item.dock = arrival
         self._items[i] = item
 
-    def _randomness(self, i: int, j: int) -> Randomness:
-        # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
-        # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
-        private = private_generator() if PrivateGenerator.in_use() else None
-        if i >= self._checkpointed:
-            return Randomness((), private)
-        partition = self._partitions[j]
-        return Randomness([*(() if private else partition.defaults), *partition.generators], private)
-
     def _dock(self, j: int) -> Dock:
         return Dock(self._stages[j].device) if self._engine.docked[j] else NOWHERE
 
@@ -184,7 +169,7 @@ class _Partition:
         self.contents = stage.contents(recomputed=recomputed)
         self.gate = gate(self.contents.leaves, stage.device)
         self.stream = current_stream(stage.device)
-        self.defaults = default_generators(stage.device) if recomputed else []
+        self.defaults = default_generators(stage.device)
         self.generators = own_generators(self.contents.modules)
 
 

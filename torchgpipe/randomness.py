@@ -177,10 +177,17 @@ class PrivateGenerator(TorchDispatchMode):
         return kind
 
 
-def private_generator() -> Callable[[], PrivateGenerator]:
-    """Return what makes private generators of one seed, drawn from the private generator in use."""
+def in_turn(defaults: Sequence[torch.Generator], own: Sequence[torch.Generator], *, recomputed: bool) -> Randomness:
+    """Return the random numbers of a task whose mini-batch runs in one thread: those of the generators as they are.
+
+    `defaults` are those of the task's device, and `own` the layers'. `recomputed` says whether the task will run twice.
+    """
+    if not PrivateGenerator.in_use():
+        return Randomness([*defaults, *own] if recomputed else ())
+    # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
+    # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
     seed = int(torch.randint(2**62, ()))
-    return lambda: PrivateGenerator(seed, lambda: None)
+    return Randomness(own if recomputed else (), lambda: PrivateGenerator(seed, lambda: None))
 
 
 def within_plain_checkpoint() -> bool:

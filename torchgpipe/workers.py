@@ -25,9 +25,9 @@ from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.contents import modules_of
 from torchgpipe.item import Item, Portals, shared_by, unshared
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
-from torchgpipe.observe import Observer, observed
+from torchgpipe.observe import NOTHING, Observer, observed
 from torchgpipe.parameters import TOKEN
-from torchgpipe.randomness import check_apart, own_generators
+from torchgpipe.randomness import Randomness, check_apart, default_generators, in_turn, own_generators
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
@@ -46,8 +46,7 @@ class WorkersEngine:
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, len(micro_batches), mode, observer)
-        with batch.seeds:
-            outputs = batch.forward(micro_batches)
+        outputs = batch.forward(micro_batches)
         flat: Any = [y for item in outputs for y in item.flat]
         if batch.contents and any(y.requires_grad for y in flat):
             inputs = [x for micro_batch in micro_batches for x in tensors_of(micro_batch)]
@@ -80,7 +79,7 @@ class _MiniBatch:
         self._generators = [own_generators(c.modules) for c in self.contents]
         check_apart(self._generators)
         self._graphs: list[list[TaskGraph]] = [[] for _ in engine.stages]
-        self.seeds = Seeds(self._n, recomputed=self._checkpointed > 0, grad=self.ambient.grad)
+        self._seeds = Seeds(self._n, recomputed=self._checkpointed > 0, grad=self.ambient.grad)
 
     def forward(self, micro_batches: list[TensorOrTensors]) -> list[Item]:
         """Run every task's forward; return the outputs without a graph."""
@@ -111,7 +110,8 @@ class _MiniBatch:
                     # A tensor that was handed over is not kept alive here while waiting for the next.
                     del item
 
-        self._run(relay, program)
+        with self._seeds if overlaps(self._m, self._n) else NOTHING:
+            self._run(relay, program)
         for contents in self.contents:
             contents.check_kept()
         return results
@@ -178,14 +178,22 @@ class _MiniBatch:
     def _task(self, i: int, j: int, item: Item) -> Item:
         stage, flat = self._stages[j], item.flat
         if not self.ambient.grad:
-            with observed(self._observer, "forward", i, j), self.seeds.of(i, j).first():
+            with observed(self._observer, "forward", i, j), self._randomness(i, j).first():
                 outputs, atomic = stage.run(flat, item.atomic, item.shared)
             return Item(outputs, atomic, shared_by(outputs, flat, item.shared))
-        randomness = self.seeds.of(i, j, self._generators[j] if self._checkpointed else ())
-        graph = TaskGraph(stage, self.contents[j], self.ambient, randomness, i, self._observer, i < self._checkpointed)
+        recomputed = i < self._checkpointed
+        randomness = self._randomness(i, j, self._generators[j], recomputed=recomputed)
+        graph = TaskGraph(stage, self.contents[j], self.ambient, randomness, i, self._observer, recomputed)
         self._graphs[j].append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)
         return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.contents[j].held))
+
+    def _randomness(
+        self, i: int, j: int, own: Sequence[torch.Generator] = (), *, recomputed: bool = False
+    ) -> Randomness:
+        if not overlaps(self._m, self._n):
+            return in_turn(default_generators(self._stages[j].device), own, recomputed=recomputed)
+        return self._seeds.of(i, j, own if self._checkpointed else ())
 
 
 class _Pipeline(torch.autograd.Function):
