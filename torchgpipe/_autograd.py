@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 _engine = torch.autograd.Variable._execution_engine
 
+at_end: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""Call a function at the end of the backward in progress, unless that fails."""
+
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Return whether the backward in progress was asked to keep its graph (`retain_graph=True`)."""
 

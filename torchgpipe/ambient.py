@@ -6,6 +6,7 @@ Worker threads enter all of them; a recomputation enters those that may have cha
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -50,8 +51,7 @@ class Ambient:
     def for_first_pass(self) -> AbstractContextManager[object]:
         """Return what to enter around a first pass, which runs without a graph, in a thread that has the modes.
 
-        Autocast keeps no copies of weights then: a copy that was made without a graph would lose the gradient in a
-        task that has one.
+        Autocast must not cache weights there: a cast made without grad would cut later tasks off from the weight.
         """
         return self._changed(False, False) if self.casts else NOTHING
 
@@ -73,3 +73,29 @@ class Ambient:
                 if enabled or torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
             yield
+
+
+_lock = threading.Lock()
+_within = 0  # first passes that are within `without_fast_attention`, in all threads
+_fast = True  # what the setting was before
+
+
+@contextmanager
+def without_fast_attention() -> Iterator[None]:
+    """Let attention in evaluation mode compute as it does with gradients, in all threads.
+
+    Without gradients PyTorch takes another way, which gives something else where inputs are masked.
+    """
+    global _within, _fast
+    with _lock:
+        if _within == 0:
+            _fast = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _within += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _within -= 1
+            if _within == 0:
+                torch.backends.mha.set_fastpath_enabled(_fast)

@@ -9,9 +9,9 @@ they are copied before a first pass if they have changed since the last copy. La
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Contents:
     """What the layers of partition `index` hold now. `recomputed`: whether some task will run them twice.
 
     Attributes:
-        modules: all of the partition's modules.
+        modules: all of the partition's modules, itself first.
         leaves: what tasks use in place of the parameters.
         held: the storages of parameters and buffers.
         lock: what keeps other threads from running the layers.
@@ -56,23 +56,22 @@ class Contents:
     """
 
     def __init__(
-        self, index: int, partition: nn.Module, lock: AbstractContextManager[object], *, recomputed: bool
+        self, index: int, modules: list[nn.Module], lock: AbstractContextManager[object], *, recomputed: bool
     ) -> None:
-        self.modules = modules_of(partition)
-        self.leaves = Leaves(self.modules)
+        self.modules = modules
+        self.leaves = Leaves(modules)
         self.lock = lock
-        held = (x for m in self.modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
+        held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
         self.held = frozenset(map(storage_of, held))
-        self.begins_in_place = recomputed and begins_in_place(partition)
+        self.begins_in_place = recomputed and begins_in_place(modules[0])
         self._index = index
         self._recomputed = recomputed
-        self._partition = partition
         if recomputed:
-            self._modes = [module.training for module in self.modules]
-            # Those that hold running statistics now, on which their output does not depend.
-            self._norms = {
-                m for m in self.modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE
-            }
+            self._modes = [module.training for module in modules]
+            self._hooks = [_hooks(module) for module in modules]
+            self._settings = _settings(modules)
+            # Norms in training that track statistics. Their output does not depend on these.
+            self._norms = {m for m in modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE}
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
 
     def begin(self, backward: int) -> None:
@@ -81,11 +80,20 @@ class Contents:
         Raises:
             RuntimeError: a gradient was added to the leaves meanwhile, or the layers are not the same any more.
         """
-        if self.leaves.begin(backward) and self._recomputed and modules_of(self._partition) != self.modules:
+        if not self.leaves.begin(backward) or not self._recomputed:
+            return
+        if modules_of(self.modules[0]) != self.modules:
             raise RuntimeError(
                 f"a layer of partition {self._index} was replaced, added or removed between forward and backward, so a "
                 "checkpointed task cannot be recomputed; change layers between steps only"
             )
+        for (module, name, before), (*_, now) in zip(self._settings, _settings(self.modules), strict=True):
+            if now != before:
+                raise RuntimeError(
+                    f"{name!r} of {type(module).__name__} in partition {self._index} was changed from {before!r} to "
+                    f"{now!r} between forward and backward, so a checkpointed task cannot be recomputed; change it "
+                    "between steps only"
+                )
 
     def check_kept(self) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
@@ -98,7 +106,7 @@ class Contents:
         if not held:
             return ()
         storages = Counter(storage_of(x) for x in {id(x): x for _, _, x in held if x is not None}.values())
-        # Copies of two tensors that share memory would share none: they count as large.
+        # A buffer that shares memory with another is not copied, as the copies would no longer share it.
         return tuple([self._slot(*b, apart=b[2] is None or storages[storage_of(b[2])] == 1) for b in held])
 
     def after_first_pass(self, buffers: Buffers) -> None:
@@ -120,16 +128,17 @@ class Contents:
         """
         self.leaves.check_unchanged(self._index)
         same = [module.training for module in self.modules] == self._modes
+        same = same and [_hooks(module) for module in self.modules] == self._hooks
         return NOTHING if same and not (buffers or self._norms or self._holders()) else self._put_back(buffers)
 
     def _holders(self) -> list[nn.Module]:
         return [module for module in self.modules if module._buffers and module not in self._norms]
 
     def _slot(self, module: nn.Module, name: str, buffer: Tensor | None, *, apart: bool) -> _Slot:
-        """Return the slot of a buffer as it is now; with a new copy only if it has changed since the last one."""
+        """Return the buffer's slot; reuse the last one, with its copy, if the buffer has not changed since."""
         slot = self._slots.get((module, name))
-        # PyTorch does not count what batch normalization does to running statistics as a change in place. In
-        # evaluation there may be many, which do not change.
+        # Batch norm updates its statistics without counting a version, so they are copied for each pass in training.
+        # In evaluation they do not change.
         norm = isinstance(module, _NormBase)
         if slot is None or not slot.is_as_before() or (norm and module.training):
             copy = None
@@ -145,9 +154,19 @@ class Contents:
         norms = [norm.__dict__ for norm in self._norms]
         with (
             InPlace("training", [module.__dict__ for module in self.modules], self._modes),
+            self._first_hooks(),
             InPlace("track_running_stats", norms, [False] * len(norms)),
             InPlace("_buffers", [module.__dict__ for module in dicts], [*dicts.values()]),
         ):
+            yield
+
+    @contextmanager
+    def _first_hooks(self) -> Iterator[None]:
+        changed = [(m, hooks) for m, hooks in zip(self.modules, self._hooks, strict=True) if _hooks(m) != hooks]
+        places = [module.__dict__ for module, _ in changed]
+        with ExitStack() as stack:
+            for k, kind in enumerate(_HOOKS):
+                stack.enter_context(InPlace(kind, places, [OrderedDict(hooks[k]) for _, hooks in changed]))
             yield
 
     def _dicts(self, buffers: Buffers) -> dict[nn.Module, dict[str, Tensor | None]]:
@@ -183,6 +202,39 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
             unseen.extend([child for child in module._modules.values() if child is not None])
     return list(found)
 
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:
+    """Return the items of the module's dictionaries of forward hooks, in the order of `_HOOKS`."""
+    own = module.__dict__
+    if not own["_forward_hooks"] and not own["_forward_pre_hooks"]:
+        return _NO_HOOKS
+    return [tuple(own[kind].items()) for kind in _HOOKS]
+
+
+_NO_HOOKS: list[tuple[Any, ...]] = [()] * len(_HOOKS)
+
+
+def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
+    """Return the numbers, flags and words that PyTorch's own layers compute by, such as a dropout's `p`."""
+    return [
+        (module, name, value)
+        for module in modules
+        if type(module).__module__.startswith("torch.nn.")
+        for name, value in module.__dict__.items()
+        if type(value) in (float, int, bool, str) and name not in _PUT_BACK
+    ]
+
+
+_PUT_BACK = ("training", "track_running_stats")  # a recomputation in another thread may have them exchanged
 
 _STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
 

@@ -17,6 +17,7 @@ from torchgpipe.engines import Engine, EngineName, check_engine, make_engine
 from torchgpipe.microbatch import TensorOrTensors, check, gather, mapped, scatter
 from torchgpipe.observe import Observer
 from torchgpipe.partition import check_module, split, translate_old_state
+from torchgpipe.randomness import check_apart, own_generators
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.stage import Stage
@@ -117,7 +118,7 @@ class GPipe(nn.Module):
         self.__dict__["_engine"] = made = make_engine(engine, stages, dependency=dependency, copy_streams=copy_streams)
         self._look(portals)
         if isinstance(made, WorkersEngine):
-            # Not of the engine: it holds the layers, and those may refer to this module.
+            # Only of the workers: the engine holds the layers, which may hold this module, so it would live forever.
             weakref.finalize(self, made.workers.close)
 
     def _look(self, portals: bool) -> None:
@@ -159,19 +160,21 @@ class GPipe(nn.Module):
         if not self._stages:
             return input
         partitions = [stage.partition for stage in self._stages]
-        layers = [layer for partition in partitions for layer in partition._modules.values()]
-        if partitions != [*self.partitions] or layers != [*self._modules.values()]:
+        layers = [item for partition in partitions for item in partition._modules.items()]
+        if partitions != [*self.partitions] or any(self._modules.get(name) is not layer for name, layer in layers):
             raise RuntimeError(
                 "a layer or partition was replaced after the pipeline was made; change the layers first, then wrap "
                 "them in a GPipe (what is inside of a layer may be replaced at any time between steps)"
             )
         self._look(self._switches[-1])
+        check_apart([own_generators(stage.modules) for stage in self._stages])
         first = self.devices[0]
         # A copy to the host must be waited for: the host could read it before it has arrived.
         input = mapped(lambda x: x.to(first, non_blocking=first.type == "cuda"), input)
         micro_batches = scatter(input, self.chunks)
         if len(micro_batches) > 1 and isinstance(input, torch.Tensor) and begins_in_place(self._stages[0].partition):
-            # Micro-batches are views of one tensor. For PyTorch a change of one is a change of all.
+            # Micro-batches are views of one tensor and share its version counter: a change of one looks like a change
+            # of all.
             micro_batches = [mapped(torch.clone, x) for x in micro_batches]
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = [x._version for x in self._shared_buffers]
@@ -184,7 +187,7 @@ class GPipe(nn.Module):
                     "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
                 )
         except BaseException:
-            torch.set_grad_enabled(grad)  # an interrupt (Ctrl-C) may come before the exit of a context is sure
+            torch.set_grad_enabled(grad)  # Ctrl-C can come before the exit of a context is set up
             for norm in norms:
                 norm.discard()
             raise
@@ -202,11 +205,12 @@ class GPipe(nn.Module):
         return sum(self.balance)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        yield from self.children()
+        yield from self[:]
 
     def __getitem__(self, index: int | slice) -> Any:
         layers = nn.Sequential()
-        layers._modules.update(self.named_children())
+        for stage in self._stages:
+            layers._modules.update(stage.partition.named_children())
         return layers[index]
 
     def cuda(self, device: Any = None) -> GPipe:

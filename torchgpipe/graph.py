@@ -33,7 +33,7 @@ from torchgpipe.item import Item, Portals, shared_by, unshared, versions
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import gate
-from torchgpipe.randomness import check_apart, default_generators, in_turn, own_generators
+from torchgpipe.randomness import default_generators, in_turn, own_generators
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.stage import Stage
 from torchgpipe.task_graph import TaskGraph, all_none, mark, refuse_create_graph
@@ -76,7 +76,6 @@ class _MiniBatch:
         if self._apart:
             refuse_transforms()
         self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
-        check_apart([partition.generators for partition in self._partitions])
         self._portals: Portals = {}
         self._routes: dict[tuple[int, int], Route] = {}
         self._items = [self._item(x) for x in micro_batches]
@@ -170,7 +169,7 @@ class _Partition:
         self.gate = gate(self.contents.leaves, stage.device)
         self.stream = current_stream(stage.device)
         self.defaults = default_generators(stage.device)
-        self.generators = own_generators(self.contents.modules)
+        self.generators = own_generators(stage.modules)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -11,22 +11,22 @@ Its backward comes after those of all tasks, and returns what they added up in t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._autograd import keeps_graph, sharded
+from torchgpipe._autograd import at_end, backward_id, keeps_graph, sharded
 
 BY_ANOTHER_WAY = (
     "a backward reached a partition's layers by another way than its outputs: a layer keeps a tensor that has a graph, "
     "such as an auxiliary loss, which it should return, or calls backward() in its forward (torch.autograd.grad works)"
 )
 
-
 TOKEN = torch.empty(0, requires_grad=True)
-"""Makes something a node of the graph that may have no other input which takes a gradient."""
+"""A dummy input that requires grad. With it, autograd makes a node even if no other input requires grad."""
 
 
 class Leaves:
@@ -73,7 +73,8 @@ class Leaves:
         self._leaves = list(made.values())
         self._backward = -1
         self._under_way = False
-        self.untouched = False  # whether a backward has begun, but none of its tasks
+        self._thread: int | None = None
+        self.untouched = False  # true from the start of a backward until its first task has run
 
     def in_place(self) -> InPlace:
         """Put the leaves into the modules. The caller holds the lock of the modules."""
@@ -97,21 +98,22 @@ class Leaves:
 
     def check_kept(self, partition: int) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
-        frozen = not all(leaf.requires_grad for leaf in self._leaves)
-        if frozen or [id(x) for d in self._watched for x in d.values()] != self._ids:
+        frozen = not all([leaf.requires_grad for leaf in self._leaves])
+        moved = [_address(leaf) for leaf in self._leaves] != [_address(p) for p in self.parameters]
+        if frozen or moved or [id(x) for d in self._watched for x in d.values()] != self._ids:
             raise RuntimeError(
                 f"a layer of partition {partition} replaced, added or froze a parameter in its forward, which tasks "
                 "that have graphs of their own cannot follow; do it between steps"
             )
 
     def check_without_gradients(self) -> None:
-        """Raise `RuntimeError` if there is a gradient before any task has gone backward."""
+        """Raise `RuntimeError` if a leaf has a gradient before the first task of this backward has run."""
         if self.untouched and any(leaf.grad is not None for leaf in self._leaves):
             raise RuntimeError(BY_ANOTHER_WAY)
         self.untouched = False
 
     def begin(self, backward: int) -> bool:
-        """Prepare for `backward`, unless that was done; return whether it was not. Drop what one has left that failed.
+        """Start a backward; return `False` if it has started already. Drop the gradients of an earlier one that failed.
 
         Raises:
             RuntimeError: two backwards go through one mini-batch at the same time, or one went through its layers
@@ -119,7 +121,8 @@ class Leaves:
         """
         if backward == self._backward:
             return False
-        if backward < self._backward:
+        here = threading.get_ident()
+        if backward < self._backward or (self._under_way and self._thread not in (None, here)):
             raise RuntimeError(
                 "two backwards go through one mini-batch at the same time; let one end before the other begins"
             )
@@ -127,10 +130,19 @@ class Leaves:
         if any(grad is not None for grad in self.take()) and not expected:
             raise RuntimeError(BY_ANOTHER_WAY)
         self._backward, self._under_way, self.untouched = backward, True, True
+        self._thread = here
+        if backward_id() >= 0:
+            at_end(self._end)
         return True
 
+    def _end(self) -> None:
+        """Note, as the last thing of a backward, that it has ended, with no gradient left that nobody takes."""
+        self._thread = None
+        if not self._under_way and any(leaf.grad is not None for leaf in self._leaves):
+            raise RuntimeError(BY_ANOTHER_WAY)
+
     def take(self, *, last: bool = False) -> list[Tensor | None]:
-        """Return the sums of gradients, one for each of `parameters`, and keep nothing; `last`: nor expect more."""
+        """Return the summed gradients of `parameters` and clear them. With `last`, any later gradient is an error."""
         grads = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None
@@ -166,10 +178,10 @@ class _Gate(torch.autograd.Function):
 
 
 class InPlace:
-    """Exchange one attribute of modules, whose attributes are `places`, for other values.
+    """Temporarily replace the attribute `key` of several modules, whose attributes are `places`.
 
-    Of parameters and buffers, the whole dictionary, since a layer may add to it in its forward. What an interrupt
-    (Ctrl-C) leaves exchanged is put back when this object goes away.
+    For parameters and buffers this is the whole dictionary, since a layer may add to it in its forward. If Ctrl-C skips
+    `__exit__`, `__del__` puts the attribute back.
     """
 
     __slots__ = ("_before", "_key", "_places", "_values")
@@ -203,5 +215,12 @@ def _leaf(p: Tensor) -> Tensor:
         leaf = leaf.as_subclass(type(p)).requires_grad_()
     else:
         leaf = nn.Parameter(leaf)
-    leaf.__dict__.update(p.__dict__)
+    leaf.__dict__ = p.__dict__  # what a layer or a hook writes on a parameter is for the parameter
+    if getattr(p, "grad_dtype", None) != getattr(leaf, "grad_dtype", None):
+        leaf.grad_dtype = p.grad_dtype
     return leaf
+
+
+def _address(x: Tensor) -> int:
+    # Other kinds of tensors may have no memory of their own.
+    return x.data_ptr() if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided else 0

@@ -30,7 +30,9 @@ def check_module(module: object) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"GPipe wraps an nn.Sequential, but got {type(module).__name__}")
     has: dict[str, object] = {
-        "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
+        **{f"a method {name}": True for name in _overridden(type(module))},
+        "a forward": "forward" in vars(module),
+        "a compiled forward (compile the layers instead)": module._compiled_call_impl,
         "parameters": module._parameters,
         "buffers": module._buffers,
         "hooks": any(value for name, value in vars(module).items() if name.endswith("_hooks")),
@@ -51,6 +53,16 @@ def check_module(module: object) -> None:
                 "so give each place a layer of its own"
             )
         seen[layer] = name
+
+
+def _overridden(kind: type) -> list[str]:
+    """Return the methods of `nn.Sequential` that a subclass has of its own, but for those that only show it."""
+    before = kind.__mro__[: kind.__mro__.index(nn.Sequential)]
+    names = dict.fromkeys(
+        name for each in before for name in vars(each) if callable(getattr(nn.Sequential, name, None))
+    )
+    shown = ("extra_repr", "_get_name")
+    return [n for n in names if n not in shown and (not n.startswith("__") or n in ("__call__", "__getattr__"))]
 
 
 def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -> list[torch.device]:

@@ -56,12 +56,15 @@ State = Tensor | tuple[int, int]
 class Randomness:
     """Wrap the two passes of a task so that both draw the same random numbers.
 
-    `generators` are set back for the second pass. `private` returns a context in which each pass runs, if given.
+    `generators` are set back for the second pass. `private` returns a context in which each pass runs, if given, and
+    `guard` one for the backward.
     """
 
     generators: Sequence[torch.Generator] = ()
     private: Callable[[], AbstractContextManager[object]] | None = None
+    guard: Callable[[], AbstractContextManager[object]] | None = None
     _states: Sequence[State] = ()
+    _ends: Sequence[State] = ()
     _present: Sequence[State] = ()
 
     def first(self) -> AbstractContextManager[object]:
@@ -69,11 +72,21 @@ class Randomness:
         self._states = [_state(g) for g in self.generators]
         return NOTHING if self.private is None else self.private()
 
+    def ended(self) -> None:
+        """Note that the first pass is over. The generators from which nothing was drawn are left alone from now on."""
+        ends = [_state(g) for g in self.generators]
+        drawn = [(g, a, b) for g, a, b in zip(self.generators, self._states, ends, strict=True) if not _same(a, b)]
+        self.generators, self._states, self._ends = zip(*drawn, strict=True) if drawn else ((), (), ())
+
     def again(self) -> AbstractContextManager[object]:
         """Return what to enter around the recomputation."""
         if self.private is None and len(self.generators) < 2:
             return self if self.generators else NOTHING
         return self._both()
+
+    def backward(self) -> AbstractContextManager[object]:
+        """Return what to enter around the layers' backward."""
+        return NOTHING if self.guard is None else self.guard()
 
     @contextmanager
     def _both(self) -> Iterator[None]:
@@ -87,14 +100,24 @@ class Randomness:
         for g, state in zip(self.generators, self._states, strict=True):
             _set(g, state)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        alike = all([_same(_state(g), end) for g, end in zip(self.generators, self._ends, strict=True)])
         for g, state in zip(self.generators, self._present, strict=True):
             _set(g, state)
+        if kind is None and not alike:
+            raise RuntimeError(
+                "a recomputation drew more or fewer random numbers than its first pass: a layer draws otherwise in it, "
+                "or another thread drew from the same generator; give that thread a torch.Generator of its own"
+            )
 
 
 def _state(g: torch.Generator) -> State:
     # A device's generator counts, so that two numbers are all of its state, and no tensor has to be made.
     return g.get_state() if g.device.type == "cpu" else (g.initial_seed(), g.get_offset())
+
+
+def _same(a: State, b: State) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 
 def _set(g: torch.Generator, state: State) -> None:
@@ -124,6 +147,8 @@ class PrivateGenerator(TorchDispatchMode):
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        with DEFAULT_GENERATOR_LOCK:
+            self._default_seed = torch.default_generator.initial_seed()
         self._generator = torch.Generator()
         self._generator.manual_seed(seed)
         self._drew = drew
@@ -150,10 +175,16 @@ class PrivateGenerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = self._kinds.get(func) or self._classify(func)
-        # Of contexts within each other, the innermost one answers.
+        # With nested generators, only the innermost acts.
         if kind == "quiet" or kwargs.get("generator") is not None or _thread.private is not self:
             return func(*args, **kwargs)
         self._drew()
+        with DEFAULT_GENERATOR_LOCK:
+            if torch.default_generator.initial_seed() != self._default_seed:
+                raise RuntimeError(
+                    "a layer, or another thread, has set the default generator (torch.manual_seed), which all workers "
+                    "share; give the layer a torch.Generator of its own, or use engine='graph'"
+                )
         if kind == "takes a generator":
             return func(*args, **{**kwargs, "generator": self._generator})
         with DEFAULT_GENERATOR_LOCK:

@@ -85,6 +85,9 @@ class Relay:
             self.stop(error)
 
 
+_running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar("running", default=())
+
+
 class Workers:
     """Threads that wait for programs; `count` of them, started when first needed.
 
@@ -108,6 +111,14 @@ class Workers:
         if os.getpid() != self._process:
             # A fork leaves the threads behind, and whatever they held.
             Workers.__init__(self, self._count)
+        if self in _running.get():
+            # A layer or a hook of a program runs the pipeline again: these threads are busy until that returns.
+            again = Workers(self._count)
+            try:
+                return again.run(relay, programs)
+            finally:
+                again.close()
+        token = _running.set((*_running.get(), self))
         *others, own = programs
         posted = 0
         ended: list[None] = []
@@ -143,6 +154,7 @@ class Workers:
             if relay.error is not None:
                 raise relay.error
         finally:
+            _running.reset(token)
             # Break the cycle: the error's traceback refers to this frame, and the frame to the error.
             relay.error = None
             if self._closed:

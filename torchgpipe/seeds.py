@@ -3,7 +3,10 @@
 A generator that watches every operator costs time, so not every task has one. In each mini-batch a partition's first
 task has, and if that draws, the others have, too. A layer that draws in a later micro-batch only would go unseen. But
 then the default generator has changed in the end. So where it has, the recomputations of that mini-batch are watched,
-and refused if they draw. (It may also have been another thread of the program; then nothing happens.)
+and refused if they draw. If only another thread of the program drew, the check finds nothing, and no error follows.
+
+A layer may set the default generator back by itself and draw again in backward, as checkpoint functions do. So the
+backward of a partition's first task is watched, too, if that task has drawn.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class Seeds:
         """Return the random numbers of task (i, j), whose layers have generators of their `own`."""
         if i == 0 or self._drew[j]:
             seed = self._base + i * self._n + j
-            return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)))
+            guard = (lambda: self._guard(j)) if i == 0 else None
+            return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)), guard)
         return Randomness(own, self._watch if self._recomputed else None)
 
     def __enter__(self) -> None:
@@ -77,8 +81,18 @@ class Seeds:
                 "worker thread; use engine='graph', or let the pipeline checkpoint instead"
             )
 
+    def _guard(self, j: int) -> AbstractContextManager[object]:
+        return PrivateGenerator(0, _refuse_in_backward) if self._drew[j] else NOTHING
+
     def _watch(self) -> AbstractContextManager[object]:
         return PrivateGenerator(0, _refuse) if self._watched else NOTHING
+
+
+def _refuse_in_backward() -> None:
+    raise RuntimeError(
+        "a layer draws random numbers in backward (by a checkpoint function of its own?); in a worker thread they are "
+        "not those that it drew in forward; use engine='graph', or let the pipeline checkpoint instead"
+    )
 
 
 def _refuse() -> None:

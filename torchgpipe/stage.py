@@ -23,6 +23,8 @@ from torchgpipe.skip.skippable import skips_of
 Lock = AbstractContextManager[object]
 """What keeps all but one thread from running some modules; one thread may take it several times."""
 
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
 _locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
@@ -38,17 +40,19 @@ class Stage:
         self.index = index
         self.partition = partition
         self.device = device
-        self._seen: list[tuple[nn.Module, type]] = []
+        self.modules: list[nn.Module] = []
+        self._seen: list[tuple[object, ...]] = []
         self.lock: Lock
 
     def look(self) -> bool:
-        """Find out of which modules the partition consists now; return whether that has changed since the last time."""
+        """Find the modules and buffers of the partition now; return whether they have changed since the last time."""
         modules = modules_of(self.partition)
-        seen = [(module, type(module)) for module in modules]
+        seen: list[tuple[object, ...]] = [(m, type(m), *map(id, m._buffers.values())) for m in modules]
         if seen == self._seen:
             return False
-        self._seen = seen
+        self.modules, self._seen = modules, seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
+        self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.lock = _lock_of(modules)
         return True
 
@@ -63,7 +67,7 @@ class Stage:
     def contents(self, *, recomputed: bool) -> Contents:
         """Return what the layers hold now; `recomputed` says whether some task will run them twice."""
         with self.lock:
-            return Contents(self.index, self.partition, self.lock, recomputed=recomputed)
+            return Contents(self.index, self.modules, self.lock, recomputed=recomputed)
 
     def run(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
@@ -113,7 +117,7 @@ def _lock_of(modules: list[nn.Module]) -> Lock:
     A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.
     """
     inner = {m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)}
-    # What has neither parameters nor buffers has nothing to exchange: one activation may serve several partitions.
+    # A module without parameters and buffers needs no lock, so partitions may share one activation layer.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:
         found = {_locks[m] for m in own if m in _locks} or {threading.RLock()}

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe._autograd import caches_parametrizations, run_backward
-from torchgpipe.ambient import Ambient
+from torchgpipe.ambient import Ambient, without_fast_attention
 from torchgpipe.checkpoint import checkpointing, recomputing
 from torchgpipe.contents import Buffers, Contents
 from torchgpipe.item import Shared, versions
@@ -51,7 +51,7 @@ class TaskGraph:
     _buffers: Buffers = ()
     _edges: list[GradientEdge | None] | None = None
     _spent: bool = False
-    # Apart from this object, so that the graph, which this object holds, does not hold it.
+    # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
     _input_grads: list[Tensor | None] = field(default_factory=list)
     _leaves: Flat | None = None
 
@@ -93,6 +93,7 @@ class TaskGraph:
         in_place = atomic and self.contents.begins_in_place
         with (
             self.contents.lock,
+            torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
             torch.enable_grad(),
             self.ambient.again(),
             recomputing(),
@@ -100,7 +101,7 @@ class TaskGraph:
             self.randomness.again(),
         ):
             if (keep or len(inputs) == 1) and not in_place:
-                # Leaves cost less than an entrance. They hold the inputs, but a single one is mostly saved anyway.
+                # A leaf is cheaper than an entrance node, but keeps the input. A single input is mostly saved anyway.
                 self._leaves = leaves(inputs, self._needs)
                 self._build(self._leaves, atomic)
             else:
@@ -138,11 +139,11 @@ class TaskGraph:
             return
         self.contents.leaves.untouched = False
         # Within the leaves, too: a layer may run again in backward, by torch.utils.checkpoint.
-        with self.contents.lock, self.contents.leaves.in_place():
+        with self.contents.lock, self.contents.leaves.in_place(), self.randomness.backward():
             try:
                 run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
             except BaseException:
-                # Another try needs another graph, if that can be had.
+                # The graph is half freed. A checkpointed task can build it again.
                 self._edges = None if self.checkpoint else self._edges
                 raise
 
@@ -166,19 +167,21 @@ class TaskGraph:
             self.contents.lock,
             torch.no_grad() if torch.is_grad_enabled() else NOTHING,
             self.ambient.for_first_pass(),
+            without_fast_attention() if self.stage.attends else NOTHING,
             checkpointing(),
             self.randomness.first(),
         ):
             self._buffers = self.contents.before_first_pass()
             outputs, out_atomic = self.stage.run(given, atomic, shared)
             self.contents.after_first_pass(self._buffers)
+            self.randomness.ended()
         if versions(inputs) != self._versions:
             raise RuntimeError(
                 f"partition {self.stage.index} changed its input in place, so recomputing it from that input would "
                 "give something else; make its first layer out-of-place (inplace=False) or use checkpoint='never'"
             )
         self._kept = (inputs, atomic)
-        # What is handed on unchanged takes a gradient if it did before.
+        # An output that is an input takes a gradient exactly if that input did.
         unchanged = {id(x): need for x, need in [*zip(given, self._needs, strict=True)][in_place:]}
         needs = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
         return leaves(outputs, needs), out_atomic

@@ -22,12 +22,11 @@ from torch import Tensor
 from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.contents import modules_of
 from torchgpipe.item import Item, Portals, shared_by, unshared
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import NOTHING, Observer, observed
 from torchgpipe.parameters import TOKEN
-from torchgpipe.randomness import Randomness, check_apart, default_generators, in_turn, own_generators
+from torchgpipe.randomness import Randomness, default_generators, in_turn, own_generators
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
@@ -64,7 +63,7 @@ class _MiniBatch:
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None) -> None:
         self.ambient = Ambient(())
         refuse_transforms(forward_mode=self.ambient.grad)
-        if sharded(module for stage in engine.stages for module in modules_of(stage.partition)):
+        if sharded(module for stage in engine.stages for module in stage.modules):
             raise RuntimeError(
                 "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
                 "them, but workers run at once; use engine='graph'"
@@ -76,8 +75,7 @@ class _MiniBatch:
         self._n = len(engine.stages)
         self._checkpointed = checkpointed(mode, m) if self.ambient.grad else 0
         self.contents = [s.contents(recomputed=self._checkpointed > 0) for s in self._stages if self.ambient.grad]
-        self._generators = [own_generators(c.modules) for c in self.contents]
-        check_apart(self._generators)
+        self._generators = [own_generators(stage.modules) for stage in self._stages]
         self._graphs: list[list[TaskGraph]] = [[] for _ in engine.stages]
         self._seeds = Seeds(self._n, recomputed=self._checkpointed > 0, grad=self.ambient.grad)
 
