@@ -139,7 +139,7 @@ def test_numbers_that_another_thread_draws_amid_the_first_pass(way: dict[str, An
 
     x = torch.ones(6, 50, requires_grad=True)
     y = piped(nn.Sequential(Meanwhile(), nn.Identity()), [1, 1], 3, **way)(x)
-    with refused("more or fewer random numbers" if way == {"engine": "graph", "checkpoint": "always"} else None):
+    with refused(None if way["checkpoint"] == "never" or way["engine"] == "workers" else "more or fewer random"):
         y.sum().backward()
         assert x.grad is not None and torch.equal(y, x.grad)
 
@@ -188,24 +188,23 @@ def test_two_backwards_at_once(way: dict[str, Any]) -> None:
             y: Tensor = Waiting.apply(x)
             return y
 
-    plain = layers()
-    x = torch.randn(6, 6)
-    expected = torch.autograd.grad(plain(x).square().sum(), plain[1].weight)[0]
     model = piped(layers(Wait()), BALANCE, 1, **way)
-    model.load_state_dict(plain.state_dict())
     model.observer = lambda task: nullcontext()  # each task has a graph of its own then
-    loss = model(x.requires_grad_()).square().sum()
+    weight = model[1].weight
+    loss = model(torch.randn(6, 6, requires_grad=True)).square().sum()
     found: list[Tensor] = []
-    first = threading.Thread(
-        target=lambda: found.extend(torch.autograd.grad(loss, model[1].weight, retain_graph=True)), daemon=True
-    )
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(loss, weight, retain_graph=True)[0]
+
+    first = threading.Thread(target=lambda: found.append(gradient()), daemon=True)
     first.start()
     assert started.wait(60)
     with pytest.raises(RuntimeError, match="two backwards"):
-        torch.autograd.grad(loss, model[1].weight, retain_graph=True)
+        gradient()
     go_on.set()
     first.join(60)
-    assert torch.equal(found[0], expected)
+    assert torch.equal(found[0], gradient())
 
 
 class Auxiliary(nn.Linear):
