@@ -61,7 +61,7 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    runs = {source.record.name: source.record for source in subject.measured}.values()
+    runs = {source.record.name: source.record for source in subject.sources if source.kind == "measured"}.values()
     return {
         "subject": subject,
         "side_by_side": side_by_side(subject),
