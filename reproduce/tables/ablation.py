@@ -10,8 +10,6 @@ from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table
 from reproduce.tables.rows import BUSY, ROW, THROUGHPUT, Rows, is_published
 
-__all__ = ["ablation_tables"]
-
 ON_CPU = (
     "on CPU devices the pipeline runs its partitions in threads (engine='workers'). These keep by themselves the order "
     "that dependency enforces on an autograd graph (it matters to engine='graph' alone), and there are no copies that "

@@ -13,8 +13,6 @@ from reproduce.tables.layout import Column, Table, by_value, span
 from reproduce.tables.rows import ROW, Rows, config
 from reproduce.tables.text import number
 
-__all__ = ["accuracy_tables"]
-
 RUNNING_STATISTICS = (
     "running statistics: largest relative difference, over all seeds and layers, of batch norm's running mean or "
     "variance from what torch's batch norm, in the last epoch, made of the same values in undivided mini-batches; "

@@ -16,8 +16,6 @@ from reproduce.tables.memory import memory_tables
 from reproduce.tables.predicted import predicted_tables
 from reproduce.tables.speed import speed_tables
 
-__all__ = ["about_run", "document", "tables"]
-
 MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
     "speed": speed_tables,
     "memory": memory_tables,

@@ -15,8 +15,6 @@ from reproduce.tables.comparison import write_comparisons
 from reproduce.tables.layout import many
 from reproduce.tables.pivot import pivot
 
-__all__ = ["compared"]
-
 
 def compared(
     names: Sequence[str],

@@ -16,8 +16,6 @@ from reproduce.records.decode import Json
 from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.text import reading_text
 
-__all__ = ["metric_text", "write_comparisons"]
-
 LABEL_WIDTH = 30  # of a row's name, before it is broken
 FIELDS = ("experiment", "row", "metric", "unit", "relative", "side", "name", "value", "samples", "ratio", "low", "high",
           "p", "verdict", "needed")  # fmt: skip

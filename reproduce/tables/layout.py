@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 import tabulate
 
-__all__ = ["WIDTH", "Column", "Table", "bullets", "by_value", "in_lines", "many", "span", "table"]
-
 WIDTH = 80
 DEVICES_PER_LINE = 4
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading

@@ -10,8 +10,6 @@ from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, in_lines, span
 from reproduce.tables.rows import ROW, SIZE, Rows
 
-__all__ = ["memory_tables"]
-
 MiB, GiB = BYTES["MiB"], BYTES["GiB"]
 FLOAT_BYTES = 4
 KINDS = {  # device and values of a result -> what a table of them is called, and what the bytes are

@@ -11,8 +11,6 @@ from reproduce.numbers.sources import Side
 from reproduce.tables.comparison import metric_text
 from reproduce.tables.layout import Table
 
-__all__ = ["pivot"]
-
 MARKS = {"better": "+", "worse": "-", "differs": "!", "~": "~", "too few": "?", "untested": ""}
 LEGEND = "+ better, - worse, ! differs, ~ no real difference, ? too few samples, no mark: numbers without samples"
 Place = tuple[str, ...]  # the values of the fields

@@ -15,17 +15,15 @@ from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, by_value, in_lines, table
 from reproduce.tables.rows import ROW
 
-__all__ = ["errors_table", "predicted_tables", "speed_up_errors", "throughput_errors"]
-
 GiB = BYTES["GiB"]
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
 Measured = Mapping[str, MeasuredRow]  # by the published row
 
 
-def predicted_tables(record: Record, measured: Measured | None = None) -> list[Table]:
+def predicted_tables(record: Record, measured: Measured) -> list[Table]:
     """Return the tables of a record of predictions: of speed or of memory, or both, as the published table has them.
 
-    What was `measured` of its rows stands beside, also that nothing was; without it, tables leave that out.
+    They say what was `measured` of the same rows, also that nothing was.
     """
     values = {name for result in record.results for name in result.values}
     makers = {"throughput": _speed, "allocated": _memory}
@@ -65,11 +63,12 @@ def errors_table(records: Sequence[Record]) -> Table:
     return Table("How far predictions are from what was published", headings, rows, notes)
 
 
-def _speed(record: Record, measured: Measured | None) -> Table:
+def _speed(record: Record, measured: Measured) -> Table:
     papers, same = _papers(record), _same_hardware(record)
     off, off_speed_up = throughput_errors(record), speed_up_errors(record)
     first = _predicted(record)[0]
-    run = {name: row for name, row in (measured or {}).items() if row.throughput is not None}
+    run = {name: row for name, row in measured.items() if row.throughput is not None}
+    machines = by_value({name: row.machine for name, row in run.items()})
 
     def error(errors: Mapping[str, float], form: str) -> Column[Result]:
         """Return the column of errors; what differs between two kinds of hardware is none."""
@@ -86,11 +85,8 @@ def _speed(record: Record, measured: Measured | None) -> Table:
         predicted("speed-up\npublished", lambda each: f"{_speed_up(papers[each.row], papers[first.row]):.2f}"),
         predicted("predicted", lambda each: f"{_speed_up(each, first):.2f}"),
         error(off_speed_up, "{:+.1%}"),
+        Column("measured", lambda each: f"{run[each.row].throughput:.1f}" if each.row in run else "not run"),
     ]
-    if measured is not None:
-        columns.append(
-            Column("measured", lambda each: f"{run[each.row].throughput:.1f}" if each.row in run else "not run")
-        )
     far, apart = ([abs(x) for x in errors.values()] for errors in (off, off_speed_up))
     epochs = any("last_batch_size" in result.config for result in record.results)
     notes = [
@@ -100,11 +96,8 @@ def _speed(record: Record, measured: Measured | None) -> Table:
         if same
         else f"speed-up over {first.row}; published on other hardware, so the two are not to be compared",
         *_reasons(record),
-        NOT_MEASURED if measured is not None and not run else None,
-        *(
-            f"measured: samples/s of a median step, on {machine}: {names}"
-            for machine, names in by_value({name: row.machine for name, row in run.items()}).items()
-        ),
+        None if run else NOT_MEASURED,
+        *(f"measured: samples/s of a median step, on {machine}: {names}" for machine, names in machines.items()),
         "measured is of a full mini-batch; published and predicted are of an epoch, which ends in a smaller one"
         if run and epochs
         else None,
@@ -112,47 +105,42 @@ def _speed(record: Record, measured: Measured | None) -> Table:
     return table(record.title, columns, record.results, notes)
 
 
-def _memory(record: Record, measured: Measured | None) -> Table:
-    publication, papers = _published(record), _papers(record)
-
-    def reserved(result: Result) -> float | None:
-        reading = read(Entry(publication, papers[result.row]), "reserved")
-        return None if reading is None else reading.middle
-
-    def allocated(result: Result) -> str:
-        if "allocated" in result.values:
-            return f"{sum(result.values['allocated']) / GiB:.1f}"
-        return result.status if result.reason else "left out"
-
-    def each_device(result: Result) -> str:
-        return in_lines([f"{peak / GiB:.1f}" for peak in result.values.get("allocated", [])])
+def _memory(record: Record, measured: Measured) -> Table:
+    publication = _published(record)
+    readings = {paper.row: read(Entry(publication, paper), "reserved") for paper in publication.results}
+    reserved = {row: reading.middle for row, reading in readings.items() if reading is not None}
+    peaks = {result.row: result.values["allocated"] for result in record.results if "allocated" in result.values}
 
     def share(heading: str, without_model: bool) -> Column[Result]:
         def cell(result: Result) -> str | None:
-            total = reserved(result)
-            if total is None or "allocated" not in result.values:
+            if result.row not in peaks or result.row not in reserved:
                 return None
             model = result.values["model"] if without_model else 0
-            return f"{(sum(result.values['allocated']) - model) / (total - model):.0%}"
+            return f"{(sum(peaks[result.row]) - model) / (reserved[result.row] - model):.0%}"
 
         return Column(heading, cell)
+
+    def allocated(result: Result) -> str | None:
+        return _gib(sum(peaks[result.row])) if result.row in peaks else result.status if result.reason else "left out"
+
+    def each_device(result: Result) -> str:
+        return in_lines([_gib(peak) for peak in peaks.get(result.row, [])])
 
     columns = [
         ROW,
         Column(
-            "published\nreserved",
-            lambda each: "out of memory" if (total := reserved(each)) is None else f"{total / GiB:.1f}",
+            "published\nreserved", lambda each: _gib(reserved[each.row]) if each.row in reserved else "out of memory"
         ),
         Column("predicted\nallocated", allocated),
         share("share", without_model=False),
-        Column("of it\nmodel", lambda each: f"{each.values['model'] / GiB:.1f}" if "model" in each.values else None),
+        Column("of it\nmodel", lambda each: _gib(each.values["model"]) if each.row in peaks else None),
         share("of the\nrest", without_model=True),
         Column("each device", each_device),
     ]
-    left_out = [result.row for result in record.results if allocated(result) == "left out"]
+    left_out = ", ".join(result.row for result in record.results if allocated(result) == "left out")
     run = [
-        f"measured, allocated: {name} {row.allocated / GiB:.1f} on {row.machine}"
-        for name, row in (measured or {}).items()
+        f"measured, allocated: {name} {_gib(row.allocated)} on {row.machine}"
+        for name, row in measured.items()
         if row.allocated is not None
     ]
     notes = [
@@ -162,14 +150,17 @@ def _memory(record: Record, measured: Measured | None) -> Table:
         "model: parameters, buffers, gradients and optimizer state",
         "of the rest: the share without the model, on both sides",
         *_reasons(record),
-        f"{', '.join(left_out)}: without portals a skip is copied through every partition on its way, where each "
-        "holds it for a while; the replay over bytes knows no such copies"
+        f"{left_out}: without portals a skip is copied through every partition on its way, where each holds it for a "
+        "while; the replay over bytes knows no such copies"
         if left_out
         else None,
-        NOT_MEASURED if measured is not None and not run else None,
-        *run,
+        *(run or [NOT_MEASURED]),
     ]
     return table(f"{record.title}: memory", columns, record.results, notes)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GiB:.1f}"
 
 
 def _within(errors: Sequence[float]) -> str:

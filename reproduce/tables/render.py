@@ -32,8 +32,6 @@ from reproduce.records.record import FREED_MEMORY, Record, Run, load
 from reproduce.tables.all import about_run, document, tables
 from reproduce.tables.prediction_docs import prediction_block
 
-__all__ = ["BENCHMARKS", "benchmark_block", "render", "stale"]
-
 FOLDERS = ("measured", "predicted")
 BENCHMARKS = ROOT / "results" / "benchmarks"
 NOTHING = "Nothing measured is committed yet.\n"

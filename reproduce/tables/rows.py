@@ -14,8 +14,6 @@ from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, by_value, many, span, table
 from reproduce.tables.text import number, ratio, with_quartiles
 
-__all__ = ["BUSY", "ROW", "SIZE", "THROUGHPUT", "Rows", "config", "is_published"]
-
 WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device's worker was in a task",
     "cuda": "busy: GPU utilization as the driver (NVML) reports it, mean over some steps",

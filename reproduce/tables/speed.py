@@ -9,8 +9,6 @@ from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, in_lines, span
 from reproduce.tables.rows import BUSY, ROW, THROUGHPUT, Rows, config, is_published
 
-__all__ = ["speed_tables"]
-
 SMALLER = "n and m as published, with a smaller model and batch: compare the shape, not the numbers"
 
 
