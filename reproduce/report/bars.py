@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
@@ -37,9 +37,8 @@ class Bar:
     hatch: str | None = None
 
 
-def memory_figures(subject: Subject) -> list[tuple[str, str]]:
-    """Return a figure for each source and kind of bytes, with its caption."""
-    figures = []
+def memory_figures(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Yield a figure for each source and kind of bytes, with its caption."""
     for source in subject.sources:
         for value, kind in KINDS.items():
             stacks: Stacks = {
@@ -49,23 +48,20 @@ def memory_figures(subject: Subject) -> list[tuple[str, str]]:
             }
             if stacks:
                 caption = f"Peak of {kind} memory, each device stacked on the one before; {source.label}."
-                figures.append((_stacked(f"{subject.name}-{source.label}-{kind}", source, stacks, kind), caption))
+                yield _stacked(f"{subject.name}-{source.label}-{kind}", source, stacks, kind), caption
         if source.kind == "published" and not _ablated(subject) and (stacks := _published(source)):
             caption = "Reserved memory, summed over devices; published. What each device held was not published."
-            figures.append((_stacked(f"{subject.name}-published-memory", source, stacks, "reserved"), caption))
-    return figures
+            yield _stacked(f"{subject.name}-published-memory", source, stacks, "reserved"), caption
 
 
-def ablation_figures(subject: Subject) -> list[tuple[str, str]]:
-    """Return a figure for each metric, with its caption, where the rows differ in the components that they have."""
-    figures = []
+def ablation_figures(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Yield a figure for each metric, with its caption, where the rows differ in the components that they have."""
     for metric, meaning in ABLATED.items() if _ablated(subject) else ():
         values = {source: _over_first(subject, source, metric) for source in subject.sources}
         values = {source: own for source, own in values.items() if own}
         if values:
             caption = f"{meaning[0].upper()}{meaning[1:]} as components are added one by one."
-            figures.append((_grouped(f"{subject.name}-{metric}", subject, values, meaning), caption))
-    return figures
+            yield _grouped(f"{subject.name}-{metric}", subject, values, meaning), caption
 
 
 def _published(source: Source) -> Stacks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from reproduce.report.figure import FAINT, SERIES, new_figure, styled, svg
 from reproduce.report.subjects import Source, Subject
@@ -18,8 +18,8 @@ def ideal(n: int, m: int) -> float:
     return n * m / (n + m - 1)
 
 
-def speed_up_figures(subject: Subject) -> list[tuple[str, str]]:
-    """Return figures with their captions: one for each m that several n share, or else one along the table's rows."""
+def speed_up_figures(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Yield figures with their captions: one for each m that several n share, or else one along the table's rows."""
     places = {row: (config.get("partitions") or 1, config.get("chunks") or 1) for row, config in subject.rows.items()}
     along = list(dict.fromkeys(places.values()))
     curves: dict[Source, dict[Place, float]] = {}
@@ -27,13 +27,14 @@ def speed_up_figures(subject: Subject) -> list[tuple[str, str]]:
         curves[source] = {places[row]: each.middle for row, each in subject.readings(source, "speedup").items()}
     curves = {source: points for source, points in curves.items() if len(points) > 1}
     if not curves or len(along) == 1:
-        return []
+        return
     base = ideal(*along[0])
     ms = sorted({m for _, m in along})
     if any(list(m for _, m in places.values()).count(m) == 1 for m in ms):  # m changes along with n
-        return [_figure(subject, curves, along, base)]
+        yield _figure(subject, curves, along, base)
+        return
     ns = sorted({n for n, _ in along})
-    return [_figure(subject, curves, [(n, m) for n in ns], base) for m in ms]
+    yield from (_figure(subject, curves, [(n, m) for n in ns], base) for m in ms)
 
 
 @styled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -42,25 +42,21 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
     return picture.getvalue()
 
 
-def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> list[tuple[str, str]]:
-    """Return a figure for each step that was measured, with its caption."""
-    figures = []
+def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
+    """Yield a figure for each step that was measured, with its caption."""
     for i, (title, timeline) in enumerate(traces):
         start, end = timeline.window
         caption = f"Measured: {title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
-        figures.append((_page_figure(f"trace-{i}", title, timeline), caption))
-    return figures
+        yield _page_figure(f"trace-{i}", title, timeline), caption
 
 
-def schedule_figures() -> list[tuple[str, str]]:
-    """Return a figure for each schedule, replayed with equal costs, with its caption."""
+def schedule_figures() -> Iterator[tuple[str, str]]:
+    """Yield a figure for each schedule, replayed with equal costs, with its caption."""
     replayed = [replay(costs(PARTITIONS, m, checkpoint)) for _, m, checkpoint in SCHEDULES]
-    figures = []
     for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
         caption = f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
         caption += f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's." if i else "."
-        figures.append((_page_figure(f"timeline-{i}", f"{name}, m={m}", timeline), caption))
-    return figures
+        yield _page_figure(f"timeline-{i}", f"{name}, m={m}", timeline), caption
 
 
 def costs(n: int, m: int, checkpoint: str) -> Costs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from reproduce.numbers.accuracy import final_error
@@ -49,7 +49,7 @@ def side_by_side(subject: Subject) -> SideBySide:
             if readings := subject.readings(source, metric):
                 texts = {row: _text(subject.find(source, row), readings.get(row), metric) for row in rows}
                 metrics.setdefault(heading, []).append((source, texts))
-    return SideBySide(list(rows), fields, metrics, _notes(subject, metrics))
+    return SideBySide(list(rows), fields, metrics, list(_notes(subject, metrics)))
 
 
 def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
@@ -66,27 +66,24 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
     return with_quartiles(reading, ratio if metric == "speedup" else number)
 
 
-def _notes(subject: Subject, metrics: Container[str]) -> list[str]:
-    notes = []
+def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
     if "speed-up" in metrics:
-        notes.append(f"Speed-up: throughput over that of the first row, {next(iter(subject.rows))}, within each "
-                     "source. In brackets: quartiles.")  # fmt: skip
+        first = next(iter(subject.rows))
+        yield f"Speed-up: throughput over that of the first row, {first}, within each source. In brackets: quartiles."
     if METRICS["top1_error"] in metrics:
-        notes.append("Top-1 error: after the last epoch, mean +- standard deviation over the seeds.")
+        yield "Top-1 error: after the last epoch, mean +- standard deviation over the seeds."
     if "allocated memory" in metrics or "reserved memory" in metrics:
-        notes.append("Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what the caching "
-                     "allocator holds, which is what the papers publish. The two are not to be compared.")  # fmt: skip
+        yield (
+            "Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what the caching allocator "
+            "holds, which is what the papers publish. The two are not to be compared."
+        )
     for source in (source for source in subject.sources if source.kind == "measured"):
-        fields: dict[str, None] = {}
-        names: dict[str, None] = {}
-        for row in subject.rows:
-            ours, theirs = subject.find(source, row), subject.find(subject.sources[0], row)
-            if ours is not None and theirs is not None and ours.result is not theirs.result:
-                fields.update(dict.fromkeys(name for name in differing(theirs, ours) if name not in CHOSEN))
-                names.update({ours.result.row: None} if ours.result.row != row else {})
+        both = [(subject.find(subject.sources[0], row), subject.find(source, row)) for row in subject.rows]
+        pairs = [(theirs, ours) for theirs, ours in both if theirs and ours and theirs.result is not ours.result]
+        fields = dict.fromkeys(name for pair in pairs for name in differing(*pair) if name not in CHOSEN)
+        names = dict.fromkeys(ours.result.row for theirs, ours in pairs if ours.result.row != theirs.result.row)
         label = source.label[:1].upper() + source.label[1:]
         if fields:
-            notes.append(f"{label} did other work than published, with other {', '.join(fields)}.")
+            yield f"{label} did other work than published, with other {', '.join(fields)}."
         if names:
-            notes.append(f"{label} shows its rows {', '.join(names)}.")
-    return notes
+            yield f"{label} shows its rows {', '.join(names)}."

@@ -6,7 +6,7 @@ most rows, and of those the newest, so that rows which are compared ran side by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,20 +23,12 @@ CONTROLS = ("naive", "checkpoint-only")  # not what a published pipeline is firs
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Hold the rows of an experiment that one record says something of.
-
-    `label` tells it from the subject's other sources; `anchor` is where the page says what machine is behind it.
-    """
+    """Hold the rows of an experiment that one record says something of; `label` tells it from other sources."""
 
     kind: Literal["published", "predicted", "measured"]
     label: str
     record: Record
     results: list[Result]
-
-    @property
-    def anchor(self) -> str:
-        """Give the id of the record's entry among the machines."""
-        return f"machine-{self.record.name}"
 
     @property
     def measured(self) -> int:
@@ -106,14 +98,12 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
     return subjects + [Subject(name, paper.record.title, name, [paper]) for name, paper in rest.items()]
 
 
-def _predicted(experiment: str, records: Sequence[Record]) -> list[Source]:
-    sources = []
+def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
     for record in records:
         results = [result for result in record.results if result.experiment == experiment]
         if record.kind == "predicted" and results:
             names = dict.fromkeys(filter(None, (hardware_name(record, result) for result in results)))
-            sources.append(Source("predicted", f"predicted ({', '.join(names)})", record, results))
-    return sources
+            yield Source("predicted", f"predicted ({', '.join(names)})", record, results)
 
 
 def _measured(experiment: str, records: Sequence[Record]) -> list[Source]:

@@ -88,7 +88,7 @@ def read_trace(path: Path) -> tuple[str, Timeline]:
 
 
 class Tracer:
-    """Write each row's timeline beside `file`: `FILE.json` and `FILE.svg`, or `.png` where that is asked for.
+    """Write each row's timeline to `FILE.json` and `FILE.svg`, or `.png` where that is asked for.
 
     Several rows cannot share a file, so their names come after it, `FILE-pipeline-2.json`, and where there are
     several experiments theirs before that. What cannot be drawn or written is remembered in `problems`: a measurement

@@ -1,4 +1,4 @@
-"""Make the ablation's table: throughput, utilization and memory as each component is added, beside the published."""
+"""Make the ablation's table: throughput, utilization and memory as each component is added; also as published."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
 
 
 def _table(title: str, rows: Rows) -> Table:
-    def published(value: str, form: str) -> Column[Result]:
-        return Column("publ.", lambda each: form.format(paper.values[value]) if (paper := rows.paper(each)) else None)
-
     kind = "reserved" if any("peak_reserved" in result.values for result in rows) else "live"
     columns = [
         ROW,
@@ -38,9 +35,9 @@ def _table(title: str, rows: Rows) -> Table:
         Column("speed-up", lambda result: rows.speed_up(result, result.over, quartiles=False)),
         Column("publ.", rows.published_speed_up),
         BUSY,
-        published("utilization", "{}%"),
+        rows.published("publ.", "utilization", "{:.0f}%"),
         Column(f"GiB\n{kind}", _memory),
-        published("memory", "{:.1f}"),
+        rows.published("publ.", "memory", "{:.1f}"),
     ]
     notes = [
         rows.circumstances(),

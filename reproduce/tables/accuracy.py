@@ -1,4 +1,4 @@
-"""Make the accuracy tables: top-1 error beside the published, and whether a pipeline reaches what it is to equal."""
+"""Make the accuracy tables: top-1 error, also as published, and whether a pipeline reaches what it is to equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _reached(rows: Rows) -> Table:
         """Return a column that compares a row with the one that it is to equal."""
 
         def compared(result: Result) -> object:
-            base = rows.base(result)
+            base = rows.named(result.over)
             ours, theirs = final_error(result), None if base is None else final_error(base)
             return None if ours is None or theirs is None else cell(ours, theirs)
 

@@ -1,4 +1,4 @@
-"""Make tables from records: what was measured, with what was published beside it, and how far the two compare."""
+"""Make tables from records: what was measured, what was published of the same rows, and how far the two compare."""
 
 from __future__ import annotations
 

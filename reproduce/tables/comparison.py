@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.metrics import BYTES, Reading, better, outcome
@@ -41,21 +41,19 @@ def write_comparisons(
     return "\n\n".join([*(parts or [nothing]), bullets([*_legend(sides, rule), *notes], wrap=terminal)]) + "\n"
 
 
-def _legend(sides: Sequence[Side], rule: Rule) -> list[str]:
-    """Return what the letters stand for, and what the verdicts mean."""
-    lines = []
+def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
+    """Say what the letters stand for, and what the verdicts mean."""
     for side in sides:
-        lines.append(f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})")
+        yield f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})"
         if side.superseded:
-            lines.append(f"{side.letter}: {many(side.superseded, 'row')} left out, as newer runs have them, too")
+            yield f"{side.letter}: {many(side.superseded, 'row')} left out, as newer runs have them, too"
         unfinished = [record.name for record in side.records if record.run and record.run.state != "finished"]
         if unfinished:
-            lines.append(f"{side.letter}: not finished: {', '.join(unfinished)}")
-    lines.append(
+            yield f"{side.letter}: not finished: {', '.join(unfinished)}"
+    yield (
         f"better, worse: significant (rank test, p <= {rule.alpha:g}) and more than "
         f"{100 * rule.threshold:.3g} % apart; ~: not both; interval: the ratio's, at {100 * (1 - rule.alpha):.3g} %"
     )
-    return lines
 
 
 def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:

@@ -46,24 +46,15 @@ def _only_counted(result: Result) -> bool:
 
 
 def _published_models(rows: Rows) -> Table:
-    def published(heading: str, value: str, form: str = "{:.2f}", unit: float = 1) -> Column[Result]:
-        def cell(result: Result) -> str | None:
-            paper = rows.paper(result)
-            if paper is None or value not in paper.values:
-                return None
-            return "out of memory" if paper.values[value] is None else form.format(paper.values[value] / unit)
-
-        return Column(heading, cell)
-
     columns = [
         ROW,
         SIZE,
         Column("parameters", lambda result: f"{result.values['parameters']:,}"),
-        published("published", "parameters", "{:,.1f} M", 1e6),
+        rows.published("published", "parameters", "{:,.1f} M", 1e6),
         Column("model\nGiB", lambda result: f"{result.values['model_bytes'] / GiB:.2f}"),
-        published("published\nGiB", "model_memory"),
-        published("published\nactivations", "peak_activation_memory"),
-        published("published\nin all", "memory"),
+        rows.published("published\nGiB", "model_memory", "{:.2f}"),
+        rows.published("published\nactivations", "peak_activation_memory", "{:.2f}"),
+        rows.published("published\nin all", "memory", "{:.2f}"),
     ]
     per_parameter = [result.values["model_bytes"] // result.values["parameters"] for result in rows]
     stateless = max(per_parameter) == 2 * FLOAT_BYTES

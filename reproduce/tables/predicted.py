@@ -1,4 +1,4 @@
-"""Make the tables of predictions: beside what was published, how far apart, and what was measured where it could be."""
+"""Make the tables of predictions: how far they are from what was published, and from what was measured of it."""
 
 from __future__ import annotations
 

@@ -80,16 +80,13 @@ class Rows:
 
     def named(self, row: str | None) -> Result | None:
         """Return the row of that name; None where it is not in the table."""
-        return _named(row, self.results)
-
-    def base(self, result: Result) -> Result | None:
-        """Return the row that a row is compared with; None where it is not in the table."""
-        return self.named(result.over)
+        return next((result for result in self if result.row == row), None)
 
     def paper(self, result: Result | None) -> Result | None:
         """Return the published row that a row reproduces; None where there is none."""
         link = None if result is None else result.published
-        return _named(link and link.rpartition("/")[2], self.publication.results)
+        papers = (paper for paper in self.publication.results if f"{self.experiment.table}/{paper.row}" == link)
+        return next(papers, None)
 
     def speed_up(self, result: Result, over: str | None, quartiles: bool = True) -> str | None:
         """Write the speed-up over the row of that name; None where one of the two was not timed."""
@@ -106,7 +103,7 @@ class Rows:
 
     def published_speed_up(self, result: Result) -> str | None:
         """Write the speed-up of the published row over the one that the base reproduces."""
-        times = speed_up(self.paper(result), self.paper(self.base(result)))
+        times = speed_up(self.paper(result), self.paper(self.named(result.over)))
         return None if times is None else ratio(times.middle)
 
     def circumstances(self) -> str:
@@ -136,23 +133,29 @@ class Rows:
             about += "; its m=1 rows recompute everything (checkpoint=always), which naive here does not"
         return about
 
+    def published(self, heading: str, value: str, form: str, unit: float = 1) -> Column[Result]:
+        """Return the column of a published value."""
+
+        def cell(result: Result) -> str | None:
+            paper = self.paper(result)
+            if paper is None or value not in paper.values:
+                return None
+            return "out of memory" if paper.values[value] is None else form.format(paper.values[value] / unit)
+
+        return Column(heading, cell)
+
     def what_busy_is(self) -> list[str]:
         """Say what utilization is, where there is any."""
         devices = {result.device for result in self if utilization(result) is not None}
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[str]:
         """Say why rows have no numbers."""
         failed = by_value({result.row: str(result.reason) for result in self if result.status == "failed"})
-        notes = [f"failed: {names}: {reason}" for reason, names in failed.items()]
+        yield from (f"failed: {names}: {reason}" for reason, names in failed.items())
         lacking = sum(result.status == "needs devices" for result in self)
         if lacking:
-            notes.append(f"{many(lacking, 'row')} not run for want of devices")
+            yield f"{many(lacking, 'row')} not run for want of devices"
         for what in ("utilization", "memory"):
             reasons = dict.fromkeys(str(problem) for each in self if (problem := each.values.get(f"{what}_problem")))
-            notes += [f"no {what}: {reason}" for reason in reasons]
-        return notes
-
-
-def _named(row: str | None, results: Iterable[Result]) -> Result | None:
-    return next((result for result in results if result.row == row), None)
+            yield from (f"no {what}: {reason}" for reason in reasons)

@@ -1,4 +1,4 @@
-"""Make the speed tables: throughput, and speed-up over the row that each is compared with, beside the published."""
+"""Make the speed tables: throughput, and speed-up over the row that each is compared with; also as published."""
 
 from __future__ import annotations
 
