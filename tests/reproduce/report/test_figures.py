@@ -65,6 +65,7 @@ def test_memory_is_stacked_by_device(everything: list[Record]) -> None:
 def test_the_ablation_is_drawn_where_components_differ(everything: list[Record]) -> None:
     figures = list(ablation_figures(subject(everything, "unet-ablation")))
     assert [caption.split()[0] for _, caption in figures] == ["Throughput", "Utilization", "Reserved", "Allocated"]
+    assert "published baseline 1.00, dep-x-x 0.37" in label(figures[2][0])
     assert "dep-str-ptl 1.91" in label(figures[0][0]) and "1.91" in texts(figures[0][0])
     assert not list(ablation_figures(subject(everything, "unet-speed")))
 
@@ -76,3 +77,4 @@ def test_timelines() -> None:
     timeline = replay(costs(4, 4, "never"))
     assert timeline.bubble == pytest.approx(1 - ideal(4, 4) / 4), "as the paper has it"
     assert f"wait {timeline.bubble:.0%} of the time" in captions[1]
+    assert captions[3].endswith("a step takes 42% of naive's."), "5 seconds, not 12"

@@ -27,6 +27,8 @@ def test_speed(everything: list[Record]) -> None:
     assert texts["speed-up", "measured"].startswith("1.5") and "(" in texts["speed-up", "measured"]
     assert line(table, "n2m1")["speed-up", "measured"] == "1.00"
     assert line(table, "n8m4")["samples/s", "measured"] == "needs 8 devices"
+    slower = line(side_by_side(subject(everything, "unet-speed")), "pipeline-1")
+    assert slower["speed-up", "published"] == "0.86", "two digits"
     notes = " ".join(table.notes)
     assert "over that of the first row, n2m1" in notes
     assert "Measured (small, CUDA) did other work than published, with other L." in notes
