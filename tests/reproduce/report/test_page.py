@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-import pytest
-
 from reproduce.records.record import Record, Result
 from reproduce.report.page import page
 from reproduce.report.subjects import FOLDERS, load_folders
@@ -57,18 +55,10 @@ def test_it_is_made_the_same_each_time(paper: list[Record]) -> None:
     assert page(records) == page(records)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "2 x a GPU, 16 GiB, 1500 MHz, 5000 MHz memory, 250 W, PCIe 3.0 x16",
-        "driver 575.57",
-        "0123456789ab, with changes",
-        "0.50, 0.25, 1.00",
-        "NVIDIA Tesla P40",
-    ],
-)
-def test_the_machine_behind_every_number(words: str, text: str) -> None:
-    assert words in text
+def test_the_machine_behind_every_number(text: str) -> None:
+    gpus = "2 x a GPU, 16 GiB, 1500 MHz, 5000 MHz memory, 250 W, PCIe 3.0 x16"
+    for words in (gpus, "driver 575.57", "0123456789ab, with changes", "0.50, 0.25, 1.00", "NVIDIA Tesla P40"):
+        assert words in text
 
 
 def test_what_records_say_is_text_and_no_markup(text: str) -> None:
