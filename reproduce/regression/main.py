@@ -20,8 +20,8 @@ from reproduce.regression.judge import Judgement, judge, least_restarts, shared
 from reproduce.regression.show import comparison, sides
 from reproduce.regression.trees import Tree, trees
 from reproduce.run.recorder import now
-from reproduce.tables.comparison import as_csv, as_json, comparison_table, legend
-from reproduce.tables.layout import bullets, many
+from reproduce.tables.comparison import write_comparisons
+from reproduce.tables.layout import many
 
 __all__ = ["Answer", "Settings", "answer", "choose_cases", "measure"]
 
@@ -57,14 +57,7 @@ class Answer:
         both = sides(self.judged, self.base, self.head)
         content = comparison(self.judged, both, self.settings, self.rule)
         each = shared(self.rule, self.judged.able)
-        if style == "csv":
-            return as_csv([content], both)
-        if style == "json":
-            return as_json([content], both, [], each)
-        terminal = style == "text"
-        shown = comparison_table(content, both)
-        body = (shown.text() if terminal else shown.markdown()).rstrip()
-        return f"{body}\n\n{bullets(legend(both, each), wrap=terminal)}\n"
+        return write_comparisons([content], both, each, [], style)
 
 
 def answer(base: str, head: str | None, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Answer:

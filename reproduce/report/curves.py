@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from matplotlib.axes import Axes
+from collections.abc import Iterator, Mapping
 
 from reproduce.report.figure import FAINT, SERIES, new_figure, styled, svg
 from reproduce.report.subjects import Source, Subject
 
 COLORS = {"published": SERIES[0], "predicted": SERIES[1], "measured": SERIES[2]}
-LOOKS = {"published": ("-", "o"), "predicted": ("--", "s"), "measured": ("-", "D")}
+LOOKS = {"published": "-o", "predicted": "--s", "measured": "-D"}
 Place = tuple[int, int]  # n, m
+Curves = Mapping[Source, Mapping[Place, float]]
 
 
 def ideal(n: int, m: int) -> float:
@@ -19,68 +18,53 @@ def ideal(n: int, m: int) -> float:
     return n * m / (n + m - 1)
 
 
-def speed_up_figures(subject: Subject) -> list[tuple[str, str]]:
-    """Return figures with their captions: one for each m that several n share, or else one along the table's rows."""
-    places = {row: _place(config) for row, config in subject.rows.items()}
-    curves = [(source, points) for source in subject.sources if len(points := _points(subject, source, places)) > 1]
-    if not curves or len(set(places.values())) == 1:
-        return []
-    ns = sorted({n for n, _ in places.values()})
-    base = ideal(*next(iter(places.values())))
-    ms = sorted({m for _, m in places.values()})
-    shared = [m for m in ms if sum(place[1] == m for place in places.values()) > 1]
-    if len(shared) < len(ms):  # m changes along with n
-        along = list(dict.fromkeys(places.values()))
-        return [_figure(subject, curves, along, base, f"n and m as published, {subject.name}")]
-    return [_figure(subject, curves, [(n, m) for n in ns], base, f"m = {m}") for m in shared]
+def speed_up_figures(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Yield figures with their captions: one for each m that several n share, or else one along the table's rows."""
+    places = {row: (config.get("partitions") or 1, config.get("chunks") or 1) for row, config in subject.rows.items()}
+    along = list(dict.fromkeys(places.values()))
+    curves: dict[Source, dict[Place, float]] = {}
+    for source in subject.sources:
+        curves[source] = {places[row]: each.middle for row, each in subject.readings(source, "speedup").items()}
+    curves = {source: points for source, points in curves.items() if len(points) > 1}
+    if not curves or len(along) == 1:
+        return
+    base = ideal(*along[0])
+    ms = sorted({m for _, m in along})
+    if any(list(m for _, m in places.values()).count(m) == 1 for m in ms):  # m changes along with n
+        yield _figure(subject, curves, along, base)
+        return
+    ns = sorted({n for n, _ in along})
+    yield from (_figure(subject, curves, [(n, m) for n in ns], base) for m in ms)
 
 
-def _figure(
-    subject: Subject, curves: list[tuple[Source, dict[Place, float]]], places: list[Place], base: float, title: str
-) -> tuple[str, str]:
+@styled
+def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) -> tuple[str, str]:
+    """Draw curves through some places: over n where they have the same m, else one after another."""
     fixed = len({m for _, m in places}) == 1
-    at = {place: float(place[0]) if fixed else float(i) for i, place in enumerate(places)}
-    figure = new_figure(2.6)
-    with styled():
-        axes = figure.add_subplot()
-        axes.grid(axis="y")
-        fine = [(n, places[0][1]) for n in range(1, places[-1][0] + 1)] if fixed else places
-        axes.plot([place[0] if fixed else at[place] for place in fine], [ideal(*place) / base for place in fine],
-                  ":", color=FAINT, label="ideal n·m/(n+m-1)")  # fmt: skip
-        for source, points in curves:
-            _draw(axes, source, {at[place]: points[place] for place in places if place in points})
-        axes.set_xticks(list(at.values()), [_tick(*place, fixed) for place in places])
-        axes.set_xlabel("n, partitions" if fixed else "")
-        axes.set_title(f"{title if fixed else 'speed-up'}", loc="left", fontweight="bold")
-        axes.set_ylim(bottom=0)
-        figure.legend(loc="outside lower center", ncols=2)
-    described = f"Speed-up over n for {title}: " + "; ".join(
-        f"{source.label} " + ", ".join(f"n={n} {points[n, m]:.2f}" for n, m in places if (n, m) in points)
-        for source, points in curves
-    )
-    name = f"{subject.name}-speed-up-{title}".replace(" ", "").replace("=", "").replace(",", "")
-    caption = f"Speed-up over the table's first row, {title}." if fixed else "Speed-up over the table's first row."
-    return svg(figure, name, described), caption
-
-
-def _draw(axes: Axes, source: Source, points: Mapping[float, float]) -> None:
-    line, marker = LOOKS[source.kind]
-    axes.plot(list(points), list(points.values()), line, marker=marker, markersize=4.5, color=COLORS[source.kind],
-              label=source.label)  # fmt: skip
+    title = f"m = {places[0][1]}" if fixed else f"n and m as published, {subject.name}"
+    at = {place: place[0] if fixed else i for i, place in enumerate(places)}
+    fine = {(n, places[0][1]): n for n in range(1, places[-1][0] + 1)} if fixed else at
+    figure, axes = new_figure(2.6)
+    axes.grid(axis="y")
+    axes.plot(list(fine.values()), [ideal(*place) / base for place in fine], ":", color=FAINT,
+              label="ideal n·m/(n+m-1)")  # fmt: skip
+    described = []
+    for source, points in curves.items():
+        own = [place for place in places if place in points]
+        axes.plot([at[place] for place in own], [points[place] for place in own], LOOKS[source.kind],
+                  color=COLORS[source.kind], label=source.label)  # fmt: skip
+        described.append(f"{source.label} {', '.join(f'n={place[0]} {points[place]:.2f}' for place in own)}")
+    axes.set_xticks(list(at.values()), [_tick(*place, fixed) for place in places])
+    axes.set_xlabel("n, partitions" if fixed else "")
+    axes.set_title(title if fixed else "speed-up")
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=2)
+    caption = f"Speed-up over the table's first row{f', {title}' if fixed else ''}."
+    name = f"{subject.name}-speed-up-{title}"
+    return svg(figure, name, f"Speed-up over n for {title}: {'; '.join(described)}"), caption
 
 
 def _tick(n: int, m: int, fixed: bool) -> str:
     if fixed:
         return str(n)
     return "plain" if n == m == 1 else f"n={n}\nm={m}"
-
-
-def _points(subject: Subject, source: Source, places: Mapping[str, Place]) -> dict[Place, float]:
-    first = next(iter(places))
-    found = {row: source.read(row, first, subject.table, "speedup") for row in places}
-    return {places[row]: reading.middle for row, reading in found.items() if reading is not None}
-
-
-def _place(config: Mapping[str, object]) -> Place:
-    n, m = config.get("partitions"), config.get("chunks")
-    return (n if isinstance(n, int) else 1), (m if isinstance(m, int) else 1)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import html
 import io
 import re
-from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 WIDTH = 3.75  # inches of 96 CSS pixels: a small phone's screen without its margins
@@ -31,14 +31,12 @@ STYLE: Any = {
     "svg.hashsalt": "report",
     "font.size": 9,
     "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "text.color": TEXT,
     "axes.labelcolor": TEXT,
-    "axes.titlecolor": TEXT,
     "xtick.color": FAINT,
     "ytick.color": FAINT,
     "xtick.labelcolor": TEXT,
@@ -52,26 +50,24 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
     "axes.axisbelow": True,
 }
+styled = matplotlib.rc_context(STYLE)
+"""Decorates what draws a figure of the page."""
 
 
-def styled() -> AbstractContextManager[None]:
-    """Draw within this, for axes take their style when they are made."""
-    return matplotlib.rc_context(STYLE)
-
-
-def new_figure(height: float) -> Figure:
+def new_figure(height: float) -> tuple[Figure, Axes]:
     """Return an empty figure of the page's width and a height in inches."""
-    with styled():
-        return Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
     """Return the figure as an SVG element; `name` keeps its ids apart from those of the page's other figures."""
+    name = re.sub("[^A-Za-z0-9]", "-", name)
     text = io.StringIO()
-    with styled():
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     content = text.getvalue()
     content = content[content.index("<svg") :]
     content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)

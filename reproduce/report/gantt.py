@@ -3,105 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from reproduce.report.figure import BACK, FAINT, SERIES, new_figure, styled, svg
-from torchgpipe.plan.replay import Costs, Event, Timeline, replay
+from torchgpipe.plan.replay import Costs, Timeline, replay
 
 KINDS = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "copy": "copy"}
-PAGE_COLORS = {**dict(zip(KINDS, SERIES, strict=False)), "copy": FAINT, "back": BACK}
-FILE_COLORS = {
-    "forward": "#4c78a8",
-    "recompute": "#f2b14a",
-    "backward": "#54a24b",
-    "copy": "#7f7f7f",
-    "back": "white",
-}
+PAGE_COLORS = (*SERIES[:3], FAINT, BACK)  # of the kinds, and of the background
+FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#7f7f7f", "white")
 FILE_WIDTH, LINE, MARGIN = 10.0, 0.55, 1.75  # inches: of the picture, of a device's line, around the lines
 BAR, COPY_BAR = 0.8, 0.14  # shares of a line
 DIGIT = 0.067  # inches
-
-
-def _draw(figure: Figure, timeline: Timeline, title: str, colors: Mapping[str, str]) -> None:
-    """Draw every task, with its micro-batch's number where there is room; a copy is a thin line below the tasks."""
-    start, end = timeline.window
-    length = end - start or 1.0
-    inches = figure.get_size_inches()[0] / length
-    axes = figure.add_subplot()
-    for event in timeline.events:
-        copy, width = event.kind == "copy", event.end - event.start
-        middle = event.partition + (BAR + COPY_BAR) / 2 if copy else event.partition
-        edge = min(0.6, 40 * width / length)  # of narrow tasks, wide edges would look like a bubble
-        axes.barh(middle, width, left=event.start - start, height=COPY_BAR if copy else BAR, linewidth=edge,
-                  color=colors[event.kind], edgecolor=colors["back"])  # fmt: skip
-    fitting = [task for task in timeline.tasks if (task.end - task.start) * inches > DIGIT * _digits(task)]
-    # A few numbers here and there would only confuse.
-    for task in fitting if len(fitting) > 0.8 * len(timeline.tasks) else []:
-        axes.annotate(str(task.micro_batch), ((task.start + task.end) / 2 - start, task.partition), ha="center",
-                      va="center", fontsize=7, color=colors["back"])  # fmt: skip
-    axes.set_xlim(0, length)
-    axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.set_yticks(range(timeline.partitions), [f"j={j}" for j in range(timeline.partitions)])
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(title, loc="left", fontweight="bold")
-    kinds = [kind for kind in KINDS if any(event.kind == kind for event in timeline.events)]
-    handles = [Patch(color=colors[kind], label=KINDS[kind]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1, frameon=False)
-
-
-def _digits(task: Event) -> int:
-    return len(str(task.micro_batch))
-
-
-def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
-    """Return the picture of a timeline as a file; `kind` is `svg` or `png`."""
-    figure = Figure(figsize=(FILE_WIDTH, MARGIN + LINE * timeline.partitions), layout="constrained")
-    start, end = timeline.window
-    said = (
-        f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {_duration(end - start)}; "
-        f"the whole step took {_duration(timeline.seconds)}"
-    )
-    _draw(figure, timeline, f"{title}\n{said}", FILE_COLORS)
-    (axes,) = figure.axes
-    axes.set_xlabel("seconds since the first task began; white is the bubble")
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind, dpi=150)
-    return picture.getvalue()
-
-
-def _page_figure(name: str, title: str, timeline: Timeline) -> str:
-    figure = new_figure(0.85 + 0.27 * timeline.partitions)
-    with styled():
-        _draw(figure, timeline, title, PAGE_COLORS)
-        (axes,) = figure.axes
-        axes.set_xticks([])
-        axes.spines["bottom"].set_visible(False)
-    start, end = timeline.window
-    described = (
-        f"Timeline of {title}: {end - start:.2f} s from the first task to the last, bubble {timeline.bubble:.0%}"
-    )
-    return svg(figure, name, described)
-
-
-def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> list[tuple[str, str]]:
-    """Return a figure for each step that was measured, with its caption."""
-    figures = []
-    for i, (title, timeline) in enumerate(traces):
-        start, end = timeline.window
-        caption = f"Measured: {title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
-        figures.append((_page_figure(f"trace-{i}", title, timeline), caption))
-    return figures
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-# --- replayed schedules ----------------------------------------------------------------------------------------------
 
 # what it is called, m, which micro-batches are recomputed
 SCHEDULES = (
@@ -113,27 +29,88 @@ SCHEDULES = (
 PARTITIONS = 4
 
 
+def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
+    """Return the picture of a timeline as a file; `kind` is `svg` or `png`."""
+    figure = Figure(figsize=(FILE_WIDTH, MARGIN + LINE * timeline.partitions), layout="constrained")
+    axes = figure.add_subplot()
+    start, end = timeline.window
+    bubble = f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {_duration(end - start)}"
+    _draw(figure, axes, timeline, f"{title}\n{bubble}; the whole step took {_duration(timeline.seconds)}", FILE_COLORS)
+    axes.set_xlabel("seconds since the first task began; white is the bubble")
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind, dpi=150)
+    return picture.getvalue()
+
+
+def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
+    """Yield a figure for each step that was measured, with its caption."""
+    for i, (title, timeline) in enumerate(traces):
+        start, end = timeline.window
+        caption = f"Measured: {title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
+        yield _page_figure(f"trace-{i}", title, timeline), caption
+
+
+def schedule_figures() -> Iterator[tuple[str, str]]:
+    """Yield a figure for each schedule, replayed with equal costs, with its caption."""
+    replayed = [replay(costs(PARTITIONS, m, checkpoint)) for _, m, checkpoint in SCHEDULES]
+    for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
+        caption = f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
+        caption += f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's." if i else "."
+        yield _page_figure(f"timeline-{i}", f"{name}, m={m}", timeline), caption
+
+
 def costs(n: int, m: int, checkpoint: str) -> Costs:
     """Return equal costs, of which a mini-batch's forward takes one second on each partition.
 
     Backward takes twice as long as forward, recomputation as long as forward, copies nothing: what is left of waiting
     is the schedule's own, the bubble.
     """
-    forward = 1 / m
-    recomputed = {"never": 0, "except_last": m - 1, "always": m}[checkpoint]
+    recomputed = {"never": 0, "except_last": m - 1}[checkpoint]
     return Costs(
-        forward=[[forward] * n] * m,
-        backward=[[2 * forward] * n] * m,
-        recompute=[[forward if i < recomputed else 0.0] * n for i in range(m)],
+        forward=[[1 / m] * n] * m,
+        backward=[[2 / m] * n] * m,
+        recompute=[[1 / m if i < recomputed else 0.0] * n for i in range(m)],
     )
 
 
-def schedule_figures() -> list[tuple[str, str]]:
-    """Return a figure for each schedule, with its caption."""
-    replayed = [replay(costs(PARTITIONS, m, checkpoint)) for _, m, checkpoint in SCHEDULES]
-    figures = []
-    for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
-        caption = f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
-        caption += f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's." if i else "."
-        figures.append((_page_figure(f"timeline-{i}", f"{name}, m={m}", timeline), caption))
-    return figures
+@styled
+def _page_figure(name: str, title: str, timeline: Timeline) -> str:
+    figure, axes = new_figure(0.85 + 0.27 * timeline.partitions)
+    _draw(figure, axes, timeline, title, PAGE_COLORS)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    start, end = timeline.window
+    described = f"{end - start:.2f} s from the first task to the last, bubble {timeline.bubble:.0%}"
+    return svg(figure, name, f"Timeline of {title}: {described}")
+
+
+def _draw(figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Sequence[str]) -> None:
+    """Draw every task, with its micro-batch's number where there is room; a copy is a thin line below the tasks."""
+    color, back = dict(zip(KINDS, colors, strict=False)), colors[-1]
+    start, end = timeline.window
+    length = end - start or 1.0
+    for event in timeline.events:
+        copy, width = event.kind == "copy", event.end - event.start
+        middle = event.partition + (BAR + COPY_BAR) / 2 if copy else event.partition
+        edge = min(0.6, 40 * width / length)  # of narrow tasks, wide edges would look like a bubble
+        axes.barh(middle, width, left=event.start - start, height=COPY_BAR if copy else BAR, linewidth=edge,
+                  color=color[event.kind], edgecolor=back)  # fmt: skip
+    digit = DIGIT * length / figure.get_size_inches()[0]  # seconds that are as wide
+    fitting = [task for task in timeline.tasks if task.end - task.start > digit * len(str(task.micro_batch))]
+    # A few numbers here and there would only confuse.
+    for task in fitting if len(fitting) > 0.8 * len(timeline.tasks) else []:
+        axes.annotate(str(task.micro_batch), ((task.start + task.end) / 2 - start, task.partition), ha="center",
+                      va="center", fontsize=7, color=back)  # fmt: skip
+    axes.set_xlim(0, length)
+    axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set_yticks(range(timeline.partitions), [f"j={j}" for j in range(timeline.partitions)])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(title, loc="left", fontweight="bold")
+    kinds = [kind for kind in KINDS if any(event.kind == kind for event in timeline.events)]
+    handles = [Patch(color=color[kind], label=KINDS[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1, frameon=False)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -52,8 +52,8 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
         records=records,
         errors=errors_table([record for record in records if record.kind == "predicted"]),
         sections=[_section(subject) for subject in subjects if subject not in others],
-        traces=trace_figures(traces),
-        schedules=schedule_figures(),
+        traces=list(trace_figures(traces)),
+        schedules=list(schedule_figures()),
         machines=_machines({source.record.name: source.record for each in subjects for source in each.sources}),
         others=[_other(subject) for subject in others],
     )
@@ -61,7 +61,7 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    runs = {source.record.name: source.record for source in subject.measured}.values()
+    runs = {source.record.name: source.record for source in subject.sources if source.kind == "measured"}.values()
     return {
         "subject": subject,
         "side_by_side": side_by_side(subject),
@@ -71,7 +71,7 @@ def _section(subject: Subject) -> dict[str, Any]:
 
 
 def _machines(records: Mapping[str, Record]) -> dict[tuple[tuple[str, str], ...], list[Record]]:
-    """Group records by what is known of their making, so that everything is told once."""
+    """Group records by what is known of their making, so that everything is said once."""
     groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
     for record in sorted(records.values(), key=lambda record: list(reversed(KINDS)).index(record.kind)):
         groups.setdefault(tuple(provenance(record).items()), []).append(record)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.match import CHOSEN, differing
 from reproduce.numbers.metrics import BYTES, Reading, outcome
+from reproduce.numbers.sources import Entry
 from reproduce.report.subjects import Source, Subject
 from reproduce.tables.text import number, ratio, reading_text, with_quartiles
 
@@ -22,58 +22,37 @@ METRICS = {  # metric -> what stands above its columns
     "top1_error": "top-1 error, %",
 }
 FIELDS = {"partitions": "n", "chunks": "m", "batch_size": "batch"}
-
-
-@dataclass(frozen=True)
-class Column:
-    """Name a column: a metric and, below it, a source; or a field of the configuration, which has none."""
-
-    heading: str
-    source: Source | None = None
+Texts = dict[str, str]  # by row
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Hold the table's cells as text, the row's name first, and notes."""
+    """Hold a table's texts: columns of the rows' configurations, columns of sources by metric, and notes."""
 
-    columns: list[Column]
-    rows: list[list[str]]
+    rows: list[str]
+    fields: dict[str, Texts]
+    metrics: dict[str, list[tuple[Source, Texts]]]
     notes: list[str]
-
-    @property
-    def groups(self) -> list[tuple[str, int]]:
-        """List the metrics that stand above columns, none above fields, each with the number of its columns."""
-        headings = (column.heading if column.source else "" for column in self.columns)
-        return [(heading, len(list(same))) for heading, same in itertools.groupby(headings)]
 
 
 def side_by_side(subject: Subject) -> SideBySide:
     """Return the table of everything that any source says of the rows."""
     rows = subject.rows
-    fields = [name for name in FIELDS if any(config.get(name) is not None for config in rows.values())]
-    first = next(iter(rows), "")
-    cells: list[tuple[Column, dict[str, str]]] = []
+    fields = {
+        heading: {row: "-" if config.get(name) is None else str(config[name]) for row, config in rows.items()}
+        for name, heading in FIELDS.items()
+        if any(config.get(name) is not None for config in rows.values())
+    }
+    metrics: dict[str, list[tuple[Source, Texts]]] = {}
     for metric, heading in METRICS.items():
         for source in subject.sources:
-            found = {row: source.read(row, first, subject.table, metric) for row in rows}
-            if any(reading is not None for reading in found.values()):
-                column = {row: _cell(reading, subject, source, row, metric) for row, reading in found.items()}
-                cells.append((Column(heading, source), column))
-    lines = [
-        [row, *(_field(config, name) for name in fields), *(column[row] for _, column in cells)]
-        for row, config in rows.items()
-    ]
-    columns = [Column("row"), *(Column(FIELDS[name]) for name in fields), *(column for column, _ in cells)]
-    return SideBySide(columns, lines, _notes(subject, first, {column.heading for column, _ in cells}))
+            if readings := subject.readings(source, metric):
+                texts = {row: _text(subject.find(source, row), readings.get(row), metric) for row in rows}
+                metrics.setdefault(heading, []).append((source, texts))
+    return SideBySide(list(rows), fields, metrics, list(_notes(subject, metrics)))
 
 
-def _field(config: Mapping[str, object], name: str) -> str:
-    value = config.get(name)
-    return "-" if value is None else str(value)
-
-
-def _cell(reading: Reading | None, subject: Subject, source: Source, row: str, metric: str) -> str:
-    entry = source.find(row, f"{subject.table}/{row}")
+def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
     if entry is None:
         return "-"
     if reading is None:
@@ -87,33 +66,24 @@ def _cell(reading: Reading | None, subject: Subject, source: Source, row: str, m
     return with_quartiles(reading, ratio if metric == "speedup" else number)
 
 
-def _notes(subject: Subject, first: str, headings: set[str]) -> list[str]:
-    notes = []
-    if "speed-up" in headings:
-        notes.append(f"Speed-up: throughput over that of the first row, {first}, within each source. "
-                     "In brackets: quartiles.")  # fmt: skip
-    if METRICS["top1_error"] in headings:
-        notes.append("Top-1 error: after the last epoch, mean +- standard deviation over the seeds.")
-    if "allocated memory" in headings or "reserved memory" in headings:
-        notes.append("Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what the caching "
-                     "allocator holds, which is what the papers publish. The two are not to be compared.")  # fmt: skip
-    for source in subject.sources:
-        if source.kind == "measured":
-            fields: dict[str, None] = {}
-            names: dict[str, None] = {}
-            for row in subject.rows:
-                ours = source.find(row, f"{subject.table}/{row}")
-                theirs = subject.sources[0].find(row, f"{subject.table}/{row}")
-                if ours is not None and theirs is not None and ours.result is not theirs.result:
-                    fields.update(dict.fromkeys(name for name in differing(theirs, ours) if name not in CHOSEN))
-                    if ours.result.row != row:
-                        names[ours.result.row] = None
-            if fields:
-                notes.append(f"{_capital(source.label)} did other work than published, with other {', '.join(fields)}.")
-            if names:
-                notes.append(f"{_capital(source.label)} shows its rows {', '.join(names)}.")
-    return notes
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
+    if "speed-up" in metrics:
+        first = next(iter(subject.rows))
+        yield f"Speed-up: throughput over that of the first row, {first}, within each source. In brackets: quartiles."
+    if METRICS["top1_error"] in metrics:
+        yield "Top-1 error: after the last epoch, mean +- standard deviation over the seeds."
+    if "allocated memory" in metrics or "reserved memory" in metrics:
+        yield (
+            "Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what the caching allocator "
+            "holds, which is what the papers publish. The two are not to be compared."
+        )
+    for source in (source for source in subject.sources if source.kind == "measured"):
+        both = [(subject.find(subject.sources[0], row), subject.find(source, row)) for row in subject.rows]
+        pairs = [(theirs, ours) for theirs, ours in both if theirs and ours and theirs.result is not ours.result]
+        fields = dict.fromkeys(name for pair in pairs for name in differing(*pair) if name not in CHOSEN)
+        names = dict.fromkeys(ours.result.row for theirs, ours in pairs if ours.result.row != theirs.result.row)
+        label = source.label[:1].upper() + source.label[1:]
+        if fields:
+            yield f"{label} did other work than published, with other {', '.join(fields)}."
+        if names:
+            yield f"{label} shows its rows {', '.join(names)}."

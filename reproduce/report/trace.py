@@ -7,14 +7,14 @@ events (`"ph": "M"`) that name processes and threads. A row is a process, a devi
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 
-from msgspec import Struct, field
+import msgspec
+from msgspec import Struct
 
 from reproduce.error import Error
-from reproduce.records.decode import Json, decode, read_json
+from reproduce.records.decode import decode, read_json
 from reproduce.records.record import write_atomically
 from torchgpipe.observe import Kind
 from torchgpipe.plan.replay import Event, Timeline
@@ -23,47 +23,47 @@ MICROSECONDS = 1e6
 PICTURES = (".svg", ".png")
 
 
-def chrome_trace(timeline: Timeline, title: str) -> str:
-    """Return the JSON text of a timeline."""
-    copying = sorted({event.partition for event in timeline.events if event.kind == "copy"})
-    events: list[Json] = [
-        _name("process_name", 0, title),
-        *(_name("thread_name", 2 * j, f"device {j}") for j in range(timeline.partitions)),
-        *(_name("thread_name", 2 * j + 1, f"device {j}, copies") for j in copying),
-    ]
-    for event in sorted(timeline.events, key=lambda event: event.start):
-        events.append(
-            {
-                "ph": "X",
-                "name": f"{event.kind} {event.micro_batch}",
-                "cat": event.kind,
-                "pid": 0,
-                "tid": 2 * event.partition + (event.kind == "copy"),
-                "ts": event.start * MICROSECONDS,
-                "dur": (event.end - event.start) * MICROSECONDS,
-                "args": {"micro-batch": event.micro_batch, "partition": event.partition},
-            }
-        )
-    other = {"step_seconds": timeline.seconds, "bubble": timeline.bubble}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}) + "\n"
+class _Name(Struct, tag_field="ph", tag="M"):
+    name: str  # what is named: 'process_name' or 'thread_name'
+    pid: int
+    tid: int
+    args: dict[str, str]
 
 
-def _name(what: str, thread: int, name: str) -> Json:
-    return {"ph": "M", "name": what, "pid": 0, "tid": thread, "args": {"name": name}}
-
-
-class _Place(Struct):
-    micro_batch: int = field(name="micro-batch")
+class _Place(Struct, rename="kebab"):
+    micro_batch: int
     partition: int
 
 
-class _Complete(Struct):
-    """Hold what is read of a complete event: start and duration in microseconds, and place."""
-
+class _Task(Struct, tag_field="ph", tag="X"):
+    name: str
     cat: Kind
+    pid: int
+    tid: int
     ts: float
     dur: float
     args: _Place
+
+
+class _Trace(Struct, rename="camel"):
+    trace_events: list[_Name | _Task]
+    display_time_unit: str = "ms"
+    other_data: dict[str, float] = {}
+
+
+def chrome_trace(timeline: Timeline, title: str) -> bytes:
+    """Return the JSON of a timeline."""
+    copying = sorted({event.partition for event in timeline.events if event.kind == "copy"})
+    names = {2 * j: f"device {j}" for j in range(timeline.partitions)}
+    names |= {2 * j + 1: f"device {j}, copies" for j in copying}
+    events: list[_Name | _Task] = [_Name("process_name", 0, 0, {"name": title})]
+    events += [_Name("thread_name", 0, thread, {"name": name}) for thread, name in names.items()]
+    for kind, i, j, start, end in sorted(timeline.events, key=lambda event: event.start):
+        thread = 2 * j + (kind == "copy")
+        times = start * MICROSECONDS, (end - start) * MICROSECONDS
+        events.append(_Task(f"{kind} {i}", kind, 0, thread, *times, _Place(i, j)))
+    other = {"step_seconds": timeline.seconds, "bubble": timeline.bubble}
+    return msgspec.json.encode(_Trace(events, other_data=other)) + b"\n"
 
 
 def read_trace(path: Path) -> tuple[str, Timeline]:
@@ -72,28 +72,23 @@ def read_trace(path: Path) -> tuple[str, Timeline]:
     Raises:
         Error: the file cannot be read, or is no such trace.
     """
-    data = read_json(path)
-    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise Error(f'{path}: not a trace (it has no list of "traceEvents")')
+    trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
     title, events = path.stem, []
-    for i, item in enumerate(data["traceEvents"]):
-        where = f"{path}: traceEvents[{i}]"
-        match decode(dict[str, Json], item, where):
-            case {"ph": "M", "name": "process_name", "args": {"name": name}}:
-                title = str(name)
-            case {"ph": "X"}:
-                read = decode(_Complete, item, where)
-                times = read.ts / MICROSECONDS, (read.ts + read.dur) / MICROSECONDS
-                events.append(Event(read.cat, read.args.micro_batch, read.args.partition, *times))
+    for event in trace.trace_events:
+        if isinstance(event, _Task):
+            times = event.ts / MICROSECONDS, (event.ts + event.dur) / MICROSECONDS
+            events.append(Event(event.cat, event.args.micro_batch, event.args.partition, *times))
+        elif event.name == "process_name":
+            title = event.args["name"]
     if not any(event.kind != "copy" for event in events):
         raise Error(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
     events.sort(key=lambda event: event.start)
-    seconds = data.get("otherData", {}).get("step_seconds") or max(event.end for event in events)
+    seconds = trace.other_data.get("step_seconds") or max(event.end for event in events)
     return title, Timeline(events, seconds, max(event.partition for event in events) + 1)
 
 
 class Tracer:
-    """Write each row's timeline beside `file`: `FILE.json` and `FILE.svg`, or `.png` where that is asked for.
+    """Write each row's timeline to `FILE.json` and `FILE.svg`, or `.png` where that is asked for.
 
     Several rows cannot share a file, so their names come after it, `FILE-pipeline-2.json`, and where there are
     several experiments theirs before that. What cannot be drawn or written is remembered in `problems`: a measurement
@@ -126,7 +121,7 @@ class Tracer:
         else:
             self._write(path, picture)
 
-    def _write(self, path: Path, content: str | bytes) -> None:
+    def _write(self, path: Path, content: bytes) -> None:
         try:
             write_atomically(path, content)
         except Error as error:

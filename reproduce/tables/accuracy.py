@@ -1,18 +1,17 @@
-"""Make the accuracy tables: top-1 error beside the published, and whether a pipeline reaches what it is to equal."""
+"""Make the accuracy tables: top-1 error, also as published, and whether a pipeline reaches what it is to equal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from reproduce.experiments import Experiment
-from reproduce.numbers.accuracy import final_error, final_errors
+from reproduce.numbers.accuracy import FinalError, final_error, final_errors
 from reproduce.numbers.metrics import epoch_throughput, outcome
+from reproduce.records.decode import Json
 from reproduce.records.record import Result
-from reproduce.tables.layout import Column, Table, many, span, table
-from reproduce.tables.rows import ROW, Rows, config, problems
+from reproduce.tables.layout import Column, Table, by_value, span
+from reproduce.tables.rows import ROW, Rows, config
 from reproduce.tables.text import number
-
-__all__ = ["accuracy_tables"]
 
 RUNNING_STATISTICS = (
     "running statistics: largest relative difference, over all seeds and layers, of batch norm's running mean or "
@@ -28,59 +27,50 @@ def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
 
 
 def _reached(rows: Rows) -> Table:
-    def error(result: Result) -> str:
-        return str(final_error(result) or _how_far(result))
+    def over_base(heading: str, cell: Callable[[FinalError, FinalError], object]) -> Column[Result]:
+        """Return a column that compares a row with the one that it is to equal."""
 
-    def over_base(result: Result) -> list[str]:
-        """Return the cells that compare a row with the one that it is to equal."""
-        ours = final_error(result)
-        base = rows.base(result)
-        theirs = None if base is None else final_error(base)
-        if ours is None or theirs is None:
-            return ["", "", ""]
+        def compared(result: Result) -> object:
+            base = rows.named(result.over)
+            ours, theirs = final_error(result), None if base is None else final_error(base)
+            return None if ours is None or theirs is None else cell(ours, theirs)
+
+        return Column(heading, compared)
+
+    def spread(ours: FinalError, theirs: FinalError) -> str | None:
         allowed = ours.allowed(theirs)
-        return [f"{ours.mean - theirs.mean:+.2f}", "" if allowed is None else f"{allowed:.2f}", ours.verdict(theirs)]
+        return None if allowed is None else f"{allowed:.2f}"
 
-    def published(result: Result) -> str:
+    def published(result: Result) -> object:
         paper = rows.paper(result)
-        return "" if paper is None else str(final_error(paper) or paper.config.get("outcome", ""))
+        return None if paper is None else final_error(paper) or paper.config.get("outcome")
 
     columns = [
         ROW,
-        Column("top-1 error\n%", error),
-        Column("over\nbase", lambda result: over_base(result)[0]),
-        Column("spread", lambda result: over_base(result)[1]),
-        Column("verdict", lambda result: over_base(result)[2]),
+        Column("top-1 error\n%", lambda result: final_error(result) or _how_far(result)),
+        over_base("over\nbase", lambda ours, theirs: f"{ours.mean - theirs.mean:+.2f}"),
+        over_base("spread", spread),
+        over_base("verdict", FinalError.verdict),
         Column("published\n%", published),
     ]
-    return table(rows.experiment.title, columns, rows, _notes(rows))
-
-
-def _trained(rows: Rows) -> Table:
-    def speed(result: Result) -> str:
-        samples = epoch_throughput(result)
-        return "" if samples is None else number(samples)
-
-    def difference(result: Result) -> str:
-        each = result.values.get("running_statistics_difference")
-        return f"{max(each):.0e}" if each else ""
-
-    columns = [
-        ROW,
-        config("batch", "batch_size"),
-        config("n", "gpus"),
-        Column[Result]("m", lambda each: "-" if each.config["partitions"] is None else str(each.config["chunks"])),
-        Column[Result]("batch\nnorm", lambda each: "deferred" if each.config["deferred_batch_norm"] else "plain"),
-        Column("samples/s", speed),
-        Column("published", rows.published_throughput),
-        Column("running\nstatistics", difference),
-    ]
+    configs = [result.config for result in rows]
+    seeds = [len(final_errors(result)) for result in rows if result.samples] or [0]
+    over = by_value({result.row: result.over for result in rows if result.over})
+    bases = "; ".join(f"{base} for {own}" for base, own in over.items())
+    source, papers = rows.publication.source or {}, [result.config for result in rows.publication.results]
     notes = [
-        "samples/s: median over epochs, reading data included, evaluation not",
-        "batch norm: deferred keeps running statistics of mini-batches, plain of what it sees, micro-batches or shares",
-        *([RUNNING_STATISTICS] if any(map(difference, rows)) else []),
-    ]
-    return table(f"{rows.experiment.title}: how they were trained", columns, rows, notes)
+        f"scale {rows.results[0].scale}: {_trainings(configs)}, {span([each['epochs'] for each in configs])} epochs; "
+        + (f"mean +- standard deviation over {span(seeds)} seed{'' if {*seeds} == {1} else 's'}" if any(seeds)
+           else "no training came to its end"),
+        "over base: less the error of "
+        + (f"the row to equal ({bases})" if len(over) > 1 else next(iter(over), "the first row")),
+        "same: no further apart than both deviations together (spread), so that mean +- deviation of both overlap",
+        "one seed has no spread, and so no verdict: train more by --seeds K" if 1 in seeds else None,
+        f"published: {source.get('repo')}, {_trainings(papers)}, {rows.published_on}; "
+        f"reference rows by {source.get('reference')}",
+        *rows.problems(),
+    ]  # fmt: skip
+    return rows.table("", columns, notes)
 
 
 def _how_far(result: Result) -> str:
@@ -90,30 +80,32 @@ def _how_far(result: Result) -> str:
     return outcome(result)
 
 
-def _notes(rows: Rows) -> list[str]:
-    configs = [result.config for result in rows]
-    models = ", ".join(sorted({f"{each['model']} on {each['dataset']}" for each in configs}))
-    counts = [len(final_errors(result)) for result in rows if result.samples]
-    seeds = many(counts[0], "seed") if len({*counts}) == 1 else f"{span(counts or [0])} seeds"
-    over = {result.over: [each.row for each in rows if each.over == result.over] for result in rows if result.over}
-    bases = "; ".join(f"{base} for {', '.join(own)}" for base, own in over.items())
-    notes = [
-        f"scale {rows.results[0].scale}: {models}, {span([each['epochs'] for each in configs])} epochs; "
-        + (f"mean +- standard deviation over {seeds}" if any(counts) else "no training came to its end"),
-        "over base: less the error of "
-        + (f"the row to equal ({bases})" if len(over) > 1 else next(iter(over), "the first row")),
-        "same: no further apart than both deviations together (spread), so that mean +- deviation of both overlap",
-        *(["one seed has no spread, and so no verdict: train more by --seeds K"] if 1 in counts else []),
-        _about_publication(rows),
+def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
+    return ", ".join(sorted({f"{each['model']} on {each['dataset']}" for each in configs if "dataset" in each}))
+
+
+def _trained(rows: Rows) -> Table:
+    def speed(result: Result) -> str | None:
+        samples = epoch_throughput(result)
+        return None if samples is None else number(samples)
+
+    def difference(result: Result) -> str | None:
+        each = result.values.get("running_statistics_difference")
+        return f"{max(each):.0e}" if each else None
+
+    columns = [
+        ROW,
+        config("batch", "batch_size"),
+        config("n", "gpus"),
+        Column("m", lambda each: "-" if each.config["partitions"] is None else each.config["chunks"]),
+        Column("batch\nnorm", lambda each: "deferred" if each.config["deferred_batch_norm"] else "plain"),
+        Column("samples/s", speed),
+        Column("published", rows.published_throughput),
+        Column("running\nstatistics", difference),
     ]
-    return notes + problems(rows)
-
-
-def _about_publication(rows: Rows) -> str:
-    source, hardware = rows.publication.source or {}, rows.publication.hardware or {}
-    configs = [result.config for result in rows.publication.results]
-    models = sorted({f"{each['model']} on {each['dataset']}" for each in configs if "dataset" in each})
-    return (
-        f"published: {source.get('repo')}, {', '.join(models)}, {hardware.get('num_gpus')} x {hardware.get('gpu')}; "
-        f"reference rows by {source.get('reference')}"
-    )
+    notes = [
+        "samples/s: median over epochs, reading data included, evaluation not",
+        "batch norm: deferred keeps running statistics of mini-batches, plain of what it sees, micro-batches or shares",
+        RUNNING_STATISTICS if any(map(difference, rows)) else None,
+    ]
+    return rows.table(": how they were trained", columns, notes)

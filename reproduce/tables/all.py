@@ -1,4 +1,4 @@
-"""Make tables from records: what was measured, with what was published beside it, and how far the two compare."""
+"""Make tables from records: what was measured, what was published of the same rows, and how far the two compare."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.memory import memory_tables
 from reproduce.tables.predicted import predicted_tables
 from reproduce.tables.speed import speed_tables
-
-__all__ = ["about_run", "document", "tables"]
 
 MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
     "speed": speed_tables,

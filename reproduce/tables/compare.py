@@ -11,11 +11,9 @@ from reproduce.numbers.match import match, pick, values_of
 from reproduce.numbers.metrics import available
 from reproduce.numbers.significance import Rule
 from reproduce.numbers.sources import load_side
-from reproduce.tables.comparison import as_csv, as_json, comparison_table, legend
-from reproduce.tables.layout import bullets, many
+from reproduce.tables.comparison import write_comparisons
+from reproduce.tables.layout import many
 from reproduce.tables.pivot import pivot
-
-__all__ = ["compared"]
 
 
 def compared(
@@ -47,20 +45,8 @@ def compared(
         for field in fields:
             values_of(field, lines, f"{option} {field}")
     comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force)
-    complaint = _complaint(comparisons)
-    if style == "csv":
-        return as_csv(comparisons, sides), complaint
-    if style == "json":
-        return as_json(comparisons, sides, notes, rule), complaint
-    if down:
-        tables = [grid for each in comparisons for grid in pivot(each, sides, down, across)]
-    else:
-        tables = [comparison_table(each, sides) for each in comparisons]
-    terminal = style == "text"
-    parts = [(each.text() if terminal else each.markdown()).rstrip() for each in tables]
-    if not parts:
-        parts = ["no row has all of the grid's fields" if down else "no row has numbers on two sides"]
-    return "\n\n".join([*parts, bullets([*legend(sides, rule), *notes], wrap=terminal)]) + "\n", complaint
+    grids = [grid for each in comparisons for grid in pivot(each, sides, down, across)] if down else None
+    return write_comparisons(comparisons, sides, rule, notes, style, grids), _complaint(comparisons)
 
 
 def _complaint(comparisons: Sequence[Comparison]) -> str | None:

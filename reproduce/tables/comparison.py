@@ -6,58 +6,92 @@ import csv
 import io
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.metrics import BYTES, Reading, better, outcome
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side
 from reproduce.records.decode import Json
-from reproduce.tables.layout import Table, many
+from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.text import reading_text
-
-__all__ = ["as_csv", "as_json", "comparison_table", "legend", "metric_text"]
 
 LABEL_WIDTH = 30  # of a row's name, before it is broken
 FIELDS = ("experiment", "row", "metric", "unit", "relative", "side", "name", "value", "samples", "ratio", "low", "high",
           "p", "verdict", "needed")  # fmt: skip
 
 
-def legend(sides: Sequence[Side], rule: Rule) -> list[str]:
-    """Return what the letters stand for, and what the verdicts mean."""
-    lines = []
+def write_comparisons(
+    comparisons: Sequence[Comparison],
+    sides: Sequence[Side],
+    rule: Rule,
+    notes: Sequence[str],
+    style: str,
+    grids: Sequence[Table] | None = None,
+) -> str:
+    """Return comparisons and notes as 'text', 'markdown', 'csv' or 'json'; as text with `grids` in place of tables."""
+    if style == "csv":
+        return _as_csv(comparisons, sides)
+    if style == "json":
+        return _as_json(comparisons, sides, rule, notes)
+    terminal = style == "text"
+    tables = [_table(comparison, sides) for comparison in comparisons] if grids is None else grids
+    parts = [(each.text() if terminal else each.markdown()).rstrip() for each in tables]
+    nothing = "no row has numbers on two sides" if grids is None else "no row has all of the grid's fields"
+    return "\n\n".join([*(parts or [nothing]), bullets([*_legend(sides, rule), *notes], wrap=terminal)]) + "\n"
+
+
+def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
+    """Say what the letters stand for, and what the verdicts mean."""
     for side in sides:
-        lines.append(f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})")
+        yield f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})"
         if side.superseded:
-            lines.append(f"{side.letter}: {many(side.superseded, 'row')} left out, as newer runs have them, too")
+            yield f"{side.letter}: {many(side.superseded, 'row')} left out, as newer runs have them, too"
         unfinished = [record.name for record in side.records if record.run and record.run.state != "finished"]
         if unfinished:
-            lines.append(f"{side.letter}: not finished: {', '.join(unfinished)}")
-    lines.append(
+            yield f"{side.letter}: not finished: {', '.join(unfinished)}"
+    yield (
         f"better, worse: significant (rank test, p <= {rule.alpha:g}) and more than "
         f"{100 * rule.threshold:.3g} % apart; ~: not both; interval: the ratio's, at {100 * (1 - rule.alpha):.3g} %"
     )
-    return lines
 
 
-def comparison_table(comparison: Comparison, sides: Sequence[Side]) -> Table:
+def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:
     """Return the table: with columns of their own for the ratio of two sides, and with a side's below its number."""
-    two = len(sides) == 2
     headings = ["row", *(side.letter for side in sides)]
-    if two:
+    if len(sides) == 2:
         headings += [f"{sides[1].letter}/{sides[0].letter}", "interval", "verdict"]
-    rows = []
-    for row in comparison.rows:
-        first, *others = [_number(row, side) for side in range(len(sides))]
-        ratios = [_ratio(decision, comparison.metric) for decision in row.decisions[1:]]
-        below = others if two else [_stacked([cell, *ratio]) for cell, ratio in zip(others, ratios, strict=True)]
-        label = "\n".join(textwrap.wrap(row.line.label, LABEL_WIDTH)) or row.line.label
-        rows.append([label, first, *below, *(ratios[0] if two else [])])
-    rows.append(_mean(comparison, len(sides)))
+    rows = [
+        _line(
+            "\n".join(textwrap.wrap(row.line.label, LABEL_WIDTH)) or row.line.label,
+            [_number(row, side) for side in range(len(sides))],
+            [_ratio(decision, comparison.metric) for decision in row.decisions[1:]],
+        )
+        for row in comparison.rows
+    ]
+    means = [comparison.mean(side) for side in range(1, len(sides))]
+    counts = sorted({mean[1] for mean in means if mean is not None})
+    label = f"geometric mean of {' or '.join(map(str, counts))}" if counts else "geometric mean"
+    ratios = [["" if mean is None else f"{mean[0]:.2f}", "", ""] for mean in means]
+    if comparison.together is not None:
+        ratios = [_ratio(comparison.together, comparison.metric)]
+    rows.append(_line(label, [""] * len(sides), ratios))
     unit = "" if comparison.relative or comparison.unit in ("", *BYTES) else f" in {comparison.unit}"
     way = better(comparison.metric)
     title = f"{comparison.experiment}: {metric_text(comparison)}{unit}" + (f"; {way} is better" if way else "")
     return Table(title, headings, rows, comparison.notes)
+
+
+def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
+    """Return a row of the table, given what each side says, and how each but the first compares with the first."""
+    first, *others = numbers
+    if len(others) == 1:
+        return [label, first, *others, *ratios[0]]
+    below = [
+        "\n".join(filter(None, [number, ratio and f"x {ratio}", *more]))
+        for number, (ratio, *more) in zip(others, ratios, strict=True)
+    ]
+    return [label, first, *below]
 
 
 def metric_text(comparison: Comparison) -> str:
@@ -65,8 +99,7 @@ def metric_text(comparison: Comparison) -> str:
     return f"{comparison.metric}, each side over its own" if comparison.relative else comparison.metric
 
 
-def as_csv(comparisons: Sequence[Comparison], sides: Sequence[Side]) -> str:
-    """Return a line for each row and side, with everything unrounded."""
+def _as_csv(comparisons: Sequence[Comparison], sides: Sequence[Side]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=FIELDS, lineterminator="\n")
     writer.writeheader()
@@ -75,8 +108,10 @@ def as_csv(comparisons: Sequence[Comparison], sides: Sequence[Side]) -> str:
     return text.getvalue()
 
 
-def as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], notes: Sequence[str], rule: Rule) -> str:
-    """Return everything as one JSON object."""
+def _as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str]) -> str:
+    def means(comparison: Comparison) -> dict[str, float]:
+        return {side.letter: mean[0] for i, side in enumerate(sides) if (mean := comparison.mean(i)) is not None}
+
     tables = [
         {
             "experiment": comparison.experiment,
@@ -84,25 +119,27 @@ def as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], notes: Seq
             "unit": comparison.unit,
             "relative": comparison.relative,
             "rows": _flat(comparison, sides),
-            "geometric_mean": {
-                side.letter: mean[0] for i, side in enumerate(sides) if (mean := comparison.mean(i)) is not None
-            },
+            "geometric_mean": means(comparison),
             "notes": comparison.notes,
         }
         for comparison in comparisons
     ]
-    data = {
-        "sides": {side.letter: side.name for side in sides},
-        "alpha": rule.alpha,
-        "threshold": rule.threshold,
-        "tables": tables,
-        "notes": list(notes),
-    }
+    named = {side.letter: side.name for side in sides}
+    data = {"sides": named, "alpha": rule.alpha, "threshold": rule.threshold, "tables": tables, "notes": list(notes)}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def _flat(comparison: Comparison, sides: Sequence[Side]) -> list[dict[str, Json]]:
-    def line(row: str, side: Side, reading: Reading | None, decision: Decision | None) -> dict[str, Json]:
+    """Return the fields of each row and side, with everything unrounded."""
+    lines: list[tuple[str, Side, Reading | None, Decision | None]] = [
+        (row.line.label, *each)
+        for row in comparison.rows
+        for each in zip(sides, row.readings, row.decisions, strict=True)
+    ]
+    if comparison.together is not None:
+        lines.append(("geometric mean", sides[1], None, comparison.together))
+    flat = []
+    for row, side, reading, decision in lines:
         fields = dict.fromkeys(FIELDS)
         fields.update(experiment=comparison.experiment, row=row, metric=comparison.metric,
                       relative=comparison.relative, side=side.letter, name=side.name)  # fmt: skip
@@ -111,16 +148,8 @@ def _flat(comparison: Comparison, sides: Sequence[Side]) -> list[dict[str, Json]
         if decision is not None:
             fields.update(ratio=decision.ratio, low=decision.low, high=decision.high, p=decision.p,
                           needed=decision.needed, verdict=verdict(decision, comparison.metric))  # fmt: skip
-        return fields
-
-    lines = [
-        line(row.line.label, *each)
-        for row in comparison.rows
-        for each in zip(sides, row.readings, row.decisions, strict=True)
-    ]
-    if comparison.together is not None:
-        lines.append(line("geometric mean", sides[1], None, comparison.together))
-    return lines
+        flat.append(fields)
+    return flat
 
 
 def _number(row: ComparedRow, side: int) -> str:
@@ -142,22 +171,6 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
     means = verdict(decision, metric)
     text = {"too few": f"too few;\nneeds {decision.needed}", "untested": "no samples"}.get(means, means)
     return [f"{decision.ratio:.2f}", between, text]
-
-
-def _stacked(cells: Sequence[str]) -> str:
-    number, ratio, *others = cells
-    return "\n".join(filter(None, [number, ratio and f"x {ratio}", *others]))
-
-
-def _mean(comparison: Comparison, sides: int) -> list[str]:
-    means = [comparison.mean(side) for side in range(1, sides)]
-    counts = sorted({mean[1] for mean in means if mean is not None})
-    label = f"geometric mean of {' or '.join(map(str, counts))}" if counts else "geometric mean"
-    cells = ["" if mean is None else f"{mean[0]:.2f}" for mean in means]
-    if sides > 2:
-        return [label, "", *(cell and f"x {cell}" for cell in cells)]
-    ratio = [*cells, "", ""] if comparison.together is None else _ratio(comparison.together, comparison.metric)
-    return [label, "", "", *ratio]
 
 
 def _origin(side: Side) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import tabulate
-
-__all__ = ["WIDTH", "Column", "Table", "bullets", "in_lines", "many", "span", "table"]
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
@@ -19,10 +17,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """Hold a column of a table: its heading, and how the cell of a row is made. `left` says where its words stand."""
+    """Describe a column: its heading, and what it says of a row, None for nothing. Words stand on the `left`."""
 
     heading: str
-    cell: Callable[[Row], str]
+    cell: Callable[[Row], object]
     left: bool = False
 
 
@@ -57,13 +55,14 @@ class Table:
         return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes: Sequence[str] = ()) -> Table:
-    """Make the table of some rows. A column that is empty in every row is left out."""
+def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes: Iterable[str | None] = ()) -> Table:
+    """Make the table of some rows. Columns that are empty in every row are left out, and so are notes of nothing."""
     rows = list(rows)
-    made = [(column, [column.cell(row) for row in rows]) for column in columns]
-    kept = [(column, cells) for column, cells in made if any(cells)]
-    lines = list(zip(*(cells for _, cells in kept), strict=True))
-    return Table(title, [column.heading for column, _ in kept], lines, notes, sum(column.left for column, _ in kept))
+    texts = {column: ["" if (cell := column.cell(row)) is None else str(cell) for row in rows] for column in columns}
+    kept = [column for column in texts if any(texts[column])]
+    lines = list(zip(*(texts[column] for column in kept), strict=True))
+    left = sum(column.left for column in kept)
+    return Table(title, [column.heading for column in kept], lines, list(filter(None, notes)), left)
 
 
 def in_lines(numbers: Sequence[str]) -> str:
@@ -77,6 +76,14 @@ def bullets(notes: Sequence[str], wrap: bool = True) -> str:
     if not wrap:
         return "\n".join(f"- {note}" for note in notes)
     return "\n".join(textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes)
+
+
+def by_value(values: Mapping[str, str]) -> dict[str, str]:
+    """Return for each value the names that have it, as in `a, b`."""
+    names: dict[str, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    return {value: ", ".join(those) for value, those in names.items()}
 
 
 def many(count: int, thing: str) -> str:

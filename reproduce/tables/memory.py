@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from reproduce.experiments import Experiment
 from reproduce.numbers.metrics import BYTES, outcome
 from reproduce.records.record import Result
-from reproduce.tables.layout import Column, Table, in_lines, span, table
-from reproduce.tables.rows import ROW, SIZE, Rows, problems
-
-__all__ = ["memory_tables"]
+from reproduce.tables.layout import Column, Table, in_lines, span
+from reproduce.tables.rows import ROW, SIZE, Rows
 
 MiB, GiB = BYTES["MiB"], BYTES["GiB"]
 FLOAT_BYTES = 4
@@ -33,16 +31,14 @@ def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tab
     counted = [result for result in results if result.device == "meta" and "parameters" in result.values]
     run = [result for result in results if result.device != "meta" or not _only_counted(result)]
     kinds = [
-        (value, *said)
-        for (device, value), said in KINDS.items()
+        (value, *words)
+        for (device, value), words in KINDS.items()
         if any(result.device == device and result.values.get(value) for result in run)
     ]
     if run and not kinds:
         kinds = [("peak_allocated", "nothing", "of no row, see above")]
-    return [
-        *([_published_models(Rows(experiment, counted))] if counted else []),
-        *(_peaks(Rows(experiment, run), *kind) for kind in kinds),
-    ]
+    models = [_published_models(Rows(experiment, counted))] if counted else []
+    return models + [_peaks(Rows(experiment, run), *kind) for kind in kinds]
 
 
 def _only_counted(result: Result) -> bool:
@@ -50,42 +46,32 @@ def _only_counted(result: Result) -> bool:
 
 
 def _published_models(rows: Rows) -> Table:
-    def published(heading: str, value: str, form: str = "{:.2f}", unit: float = 1) -> Column[Result]:
-        def cell(result: Result) -> str:
-            values = getattr(rows.paper(result), "values", {})
-            if value not in values:
-                return ""
-            return "out of memory" if values[value] is None else form.format(values[value] / unit)
-
-        return Column(heading, cell)
-
     columns = [
         ROW,
         SIZE,
-        Column[Result]("parameters", lambda result: f"{result.values['parameters']:,}"),
-        published("published", "parameters", "{:,.1f} M", 1e6),
-        Column[Result]("model\nGiB", lambda result: f"{result.values['model_bytes'] / GiB:.2f}"),
-        published("published\nGiB", "model_memory"),
-        published("published\nactivations", "peak_activation_memory"),
-        published("published\nin all", "memory"),
+        Column("parameters", lambda result: f"{result.values['parameters']:,}"),
+        rows.published("published", "parameters", "{:,.1f} M", 1e6),
+        Column("model\nGiB", lambda result: f"{result.values['model_bytes'] / GiB:.2f}"),
+        rows.published("published\nGiB", "model_memory", "{:.2f}"),
+        rows.published("published\nactivations", "peak_activation_memory", "{:.2f}"),
+        rows.published("published\nin all", "memory", "{:.2f}"),
     ]
     per_parameter = [result.values["model_bytes"] // result.values["parameters"] for result in rows]
     stateless = max(per_parameter) == 2 * FLOAT_BYTES
     state = "itself and its gradient" if stateless else "itself, its gradient and the optimizer's state"
-    peak = "in GiB: the devices' summed peak, as reserved by the allocator"
+    peak, known = "in GiB: the devices' summed peak, as reserved by the allocator", rows.publication.columns
     notes = [
         "counted on the models themselves, without memory for them (device meta); nothing is estimated",
         f"model: {span(per_parameter)} bytes per parameter: {state}",
-        *([f"published activations, {peak}, less the model"]
-          if "peak_activation_memory" in rows.publication.columns else []),
-        *([f"published in all, {peak}"] if "memory" in rows.publication.columns else []),
-    ]  # fmt: skip
-    return table(f"{rows.experiment.title}: the published models", columns, rows, notes)
+        f"published activations, {peak}, less the model" if "peak_activation_memory" in known else None,
+        f"published in all, {peak}" if "memory" in known else None,
+    ]
+    return rows.table(": the published models", columns, notes)
 
 
 def _peaks(rows: Rows, value: str, name: str, meaning: str) -> Table:
     most = max((max(result.values.get(value) or [0]) for result in rows), default=0)
-    unit, digits, scale = (GiB, 1 if most >= 100 * GiB else 2, "GiB") if most >= 10 * GiB else (MiB, 0, "MiB")
+    unit, digits, word = (GiB, 1 if most >= 100 * GiB else 2, "GiB") if most >= 10 * GiB else (MiB, 0, "MiB")
 
     def write(size: float) -> str:
         return f"{size / unit:.{digits}f}"
@@ -93,17 +79,17 @@ def _peaks(rows: Rows, value: str, name: str, meaning: str) -> Table:
     def each_device(result: Result) -> str:
         return in_lines([write(peak) for peak in result.values.get(value) or []]) or outcome(result)
 
-    def sized(heading: str, bytes_of: Callable[[int, int], int]) -> Column[Result]:
-        def cell(result: Result) -> str:
+    def sized(heading: str, cell: Callable[[int, int], int]) -> Column[Result]:
+        def text(result: Result) -> str | None:
             peaks = result.values.get(value)
-            return write(bytes_of(sum(peaks), result.values["model_bytes"])) if peaks else ""
+            return write(cell(sum(peaks), result.values["model_bytes"])) if peaks else None
 
-        return Column(heading, cell)
+        return Column(heading, text)
 
     columns = [
         ROW,
         SIZE,
-        Column(f"peak of each device\n{scale}", each_device),
+        Column(f"peak of each device\n{word}", each_device),
         sized("sum", lambda peak, model: peak),
         sized("model", lambda peak, model: model),
         sized("activations", lambda peak, model: peak - model),
@@ -113,6 +99,6 @@ def _peaks(rows: Rows, value: str, name: str, meaning: str) -> Table:
         f"scale {rows.results[0].scale}; batch size {span([result.config['batch_size'] for result in rows])}"
         + (f"; pipelines in {span(chunks)} micro-batches" if chunks else ""),
         f"peak: {meaning}; activations: the sum less the model",
-        *problems(rows),
+        *rows.problems(),
     ]
-    return table(f"{rows.experiment.title}: measured peak, {name}", columns, rows, notes)
+    return rows.table(f": measured peak, {name}", columns, notes)

@@ -11,8 +11,6 @@ from reproduce.numbers.sources import Side
 from reproduce.tables.comparison import metric_text
 from reproduce.tables.layout import Table
 
-__all__ = ["pivot"]
-
 MARKS = {"better": "+", "worse": "-", "differs": "!", "~": "~", "too few": "?", "untested": ""}
 LEGEND = "+ better, - worse, ! differs, ~ no real difference, ? too few samples, no mark: numbers without samples"
 Place = tuple[str, ...]  # the values of the fields
@@ -27,36 +25,32 @@ def pivot(comparison: Comparison, sides: Sequence[Side], down: Sequence[str], ac
     grid: dict[tuple[Place, Place], ComparedRow] = {}
     for row in comparison.rows:
         at = _place(row, down), _place(row, across)
-        if "-" in (*at[0], *at[1]):
-            continue
-        other = grid.setdefault(at, row)
-        if other is not row:
-            raise Error(_clash(row, other, at), USAGE)
-    lines = sorted({line for line, _ in grid}, key=_order)
-    columns = sorted({column for _, column in grid}, key=_order)
-    headings = [f"{' '.join(down)} \\ {' '.join(across)}", *map(" ".join, columns)]
+        if "-" not in (*at[0], *at[1]) and grid.setdefault(at, row) is not row:
+            raise Error(_clash(row, grid[at], at), USAGE)
+    if not grid:
+        return []
+    lines, columns = (sorted(set(places), key=_order) for places in zip(*grid, strict=True))
+
+    def text(at: tuple[Place, Place], side: int) -> str:
+        row = grid.get(at)
+        decision = None if row is None else row.decisions[side]
+        if decision is None:
+            return "1" if row is not None and row.base else ""
+        return f"{decision.ratio:.2f} {MARKS[verdict(decision, comparison.metric)]}".rstrip()
+
     return [
         Table(
             f"{comparison.experiment}: {metric_text(comparison)}, {side.letter}/{sides[0].letter}",
-            headings,
-            [[" ".join(line), *(_cell(grid.get((line, column)), number, comparison.metric) for column in columns)]
-             for line in lines],
+            [f"{' '.join(down)} \\ {' '.join(across)}", *map(" ".join, columns)],
+            [[" ".join(line), *(text((line, column), number) for column in columns)] for line in lines],
             [LEGEND, *comparison.notes],
         )
-        for number, side in enumerate(sides)
-        if number and grid
-    ]  # fmt: skip
+        for number, side in enumerate(sides[1:], 1)
+    ]
 
 
 def _place(row: ComparedRow, fields: Sequence[str]) -> Place:
     return tuple(value_text(row.line, name) for name in fields)
-
-
-def _cell(row: ComparedRow | None, side: int, metric: str) -> str:
-    decision = None if row is None else row.decisions[side]
-    if decision is None:
-        return "1" if row is not None and row.base else ""
-    return f"{decision.ratio:.2f} {MARKS[verdict(decision, metric)]}".rstrip()
 
 
 def _order(place: Place) -> list[tuple[float, str]]:

@@ -1,92 +1,39 @@
-"""Make the tables of predictions: beside what was published, how far apart, and what was measured where it could be."""
+"""Make the tables of predictions: how far they are from what was published, and from what was measured of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from reproduce.numbers.measured_rows import MeasuredRow
+from reproduce.numbers.metrics import BYTES, read
+from reproduce.numbers.sources import Entry
 from reproduce.predict.older import OLDER
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
-from reproduce.tables.layout import Table, in_lines
+from reproduce.tables.layout import Column, Table, by_value, in_lines, table
+from reproduce.tables.rows import ROW
 
-__all__ = ["errors_table", "predicted_tables", "speed_up_errors", "throughput_errors"]
-
-GiB = 2**30
+GiB = BYTES["GiB"]
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
 Measured = Mapping[str, MeasuredRow]  # by the published row
 
 
-def predicted_tables(record: Record, measured: Measured | None = None) -> list[Table]:
+def predicted_tables(record: Record, measured: Measured) -> list[Table]:
     """Return the tables of a record of predictions: of speed or of memory, or both, as the published table has them.
 
-    What was `measured` of its rows stands beside, also that nothing was; without it, tables leave that out.
+    They say what was `measured` of the same rows, also that nothing was.
     """
-    papers = _papers(record)
-    made = []
-    if any("throughput" in result.values for result in record.results):
-        made.append(_speed(record, papers, measured))
-    if any("allocated" in result.values for result in record.results):
-        made.append(_memory(record, papers, measured))
-    return made
-
-
-def _memory(record: Record, papers: Mapping[str, Result], measured: Measured | None) -> Table:
-    rows, left_out = [], []
-    for result in record.results:
-        paper = papers[result.row].values
-        total = paper.get("memory")
-        if total is None and paper.get("peak_activation_memory") is not None:
-            total = paper["model_memory"] + paper["peak_activation_memory"]
-        reserved = "out of memory" if total is None else f"{total:.1f}"
-        if "allocated" not in result.values:
-            rows.append([result.row, reserved, result.status if result.reason else "left out", "", "", "", ""])
-            if not result.reason:
-                left_out.append(result.row)
-            continue
-        peaks, model = [peak / GiB for peak in result.values["allocated"]], result.values["model"] / GiB
-        rows.append(
-            [
-                result.row,
-                reserved,
-                f"{sum(peaks):.1f}",
-                "" if total is None else f"{sum(peaks) / total:.0%}",
-                f"{model:.1f}",
-                "" if total is None else f"{(sum(peaks) - model) / (total - model):.0%}",
-                in_lines([f"{peak:.1f}" for peak in peaks]),
-            ]
-        )
-    headings = ["row", "published\nreserved", "predicted\nallocated", "share", "of it\nmodel", "of the\nrest",
-                "each device"]  # fmt: skip
-    notes = [
-        f"GiB, all devices; predicted, not measured, from the hardware description {_hardware(record)}",
-        "published: what the caching allocator reserved, which is more than what is allocated to tensors, and has "
-        "libraries' workspaces in it; the two kinds are not to be compared, the share only says how far apart they are",
-        "model: parameters, buffers, gradients and optimizer state",
-        "of the rest: the share without the model, on both sides",
-        *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
-    ]
-    if left_out:
-        notes.append(
-            f"{', '.join(left_out)}: without portals a skip is copied through every partition on its way, where each "
-            "holds it for a while; the replay over bytes knows no such copies"
-        )
-    if measured is not None:
-        found = {name: row for name, row in measured.items() if row.allocated is not None}
-        notes += [
-            f"measured, allocated: {name} {row.allocated / GiB:.1f} on {row.machine}"
-            for name, row in found.items()
-            if row.allocated is not None
-        ] or [NOT_MEASURED]
-    return Table(f"{record.title}: memory", headings, rows, notes)
+    values = {name for result in record.results for name in result.values}
+    makers = {"throughput": _speed, "allocated": _memory}
+    return [make(record, measured) for value, make in makers.items() if value in values]
 
 
 def throughput_errors(record: Record) -> dict[str, float]:
     """Return by how much each predicted throughput differs from the published one, as a share of that."""
-    papers, found = _papers(record), [result for result in record.results if result.status == "predicted"]
-    return {r.row: float(r.values["throughput"] / papers[r.row].values["throughput"] - 1) for r in found}
+    papers = _papers(record)
+    return {r.row: float(r.values["throughput"] / papers[r.row].values["throughput"] - 1) for r in _predicted(record)}
 
 
 def speed_up_errors(record: Record) -> dict[str, float]:
@@ -95,99 +42,144 @@ def speed_up_errors(record: Record) -> dict[str, float]:
     As a share of the published one; the row that they are over is left out.
     """
     papers = _papers(record)
-    first, *others = [result for result in record.results if result.status == "predicted"]
+    first, *others = _predicted(record)
     return {r.row: _speed_up(r, first) / _speed_up(papers[r.row], papers[first.row]) - 1 for r in others}
 
 
 def errors_table(records: Sequence[Record]) -> Table:
     """Return how far predictions of speed are from what was published of the same hardware, older versions first."""
     rows = []
-    for name, experiments in (
-        ("older versions of torchgpipe", tuple(OLDER)),
-        ("the papers' speed tables", SPEED_TABLES),
-    ):
-        chosen = [r for r in records if r.results[0].experiment in experiments and same_hardware(r)]
+    for name, experiments in (("older versions of torchgpipe", OLDER), ("the papers' speed tables", SPEED_TABLES)):
+        chosen = [each for each in records if each.results[0].experiment in experiments and _same_hardware(each)]
         throughput, speed_ups = (
             [abs(error) for record in chosen for error in errors(record).values()]
             for errors in (throughput_errors, speed_up_errors)
         )
         if throughput:
-            within = sum(error <= 0.1 for error in speed_ups)
             sizes = (f"{x:.1%}" for x in (median(throughput), max(throughput), median(speed_ups)))
-            rows.append([name, str(len(throughput)), *sizes, f"{within} of {len(speed_ups)}"])
+            rows.append([name, str(len(throughput)), *sizes, _within(speed_ups)])
     headings = ["rows of", "number", "samples/s:\nmedian error", "largest", "speed-ups:\nmedian error", "within 10%"]
     notes = ["nothing in the prediction was chosen by the older rows before it was first held against them"]
     return Table("How far predictions are from what was published", headings, rows, notes)
 
 
-def _speed(record: Record, papers: Mapping[str, Result], measured: Measured | None) -> Table:
-    errors, off = speed_up_errors(record), throughput_errors(record)
-    first = next(result for result in record.results if result.status == "predicted")
-    rows = []
-    found = {name: row for name, row in (measured or {}).items() if row.throughput is not None}
-    for result in record.results:
-        paper = papers[result.row]
-        here = f"{found[result.row].throughput:.1f}" if result.row in found else "not run"
-        if result.status != "predicted":
-            rows.append([result.row, f"{paper.values['throughput']:.1f}", result.status, "", "", "", "", here])
-            continue
-        rows.append(
-            [
-                result.row,
-                f"{paper.values['throughput']:.1f}",
-                f"{result.values['throughput']:.1f}",
-                f"{off[result.row]:+.0%}",
-                f"{_speed_up(paper, papers[first.row]):.2f}",
-                f"{_speed_up(result, first):.2f}",
-                f"{errors[result.row]:+.1%}" if result.row in errors else "",
-                here,
-            ]
-        )
-    headings = ["row", "samples/s\npublished", "predicted", "error", "speed-up\npublished", "predicted", "error",
-                "measured"]  # fmt: skip
-    if measured is None:
-        headings.pop()
-        rows = [row[:-1] for row in rows]
-    sizes, far = list(map(abs, errors.values())), list(map(abs, off.values()))
-    same = same_hardware(record)
-    if not same:  # what differs between two kinds of hardware is no error
-        headings = [heading for heading in headings if heading != "error"]
-        rows = [[*row[:3], *row[4:6], *row[7:]] for row in rows]
+def _speed(record: Record, measured: Measured) -> Table:
+    papers, same = _papers(record), _same_hardware(record)
+    off, off_speed_up = throughput_errors(record), speed_up_errors(record)
+    first = _predicted(record)[0]
+    run = {name: row for name, row in measured.items() if row.throughput is not None}
+    machines = by_value({name: row.machine for name, row in run.items()})
+
+    def error(errors: Mapping[str, float], form: str) -> Column[Result]:
+        """Return the column of errors; what differs between two kinds of hardware is none."""
+        return Column("error", lambda each: form.format(errors[each.row]) if same and each.row in errors else None)
+
+    def predicted(heading: str, cell: Callable[[Result], str]) -> Column[Result]:
+        return Column(heading, lambda each: cell(each) if each.row in off else None)
+
+    columns = [
+        ROW,
+        Column("samples/s\npublished", lambda each: f"{papers[each.row].values['throughput']:.1f}"),
+        Column("predicted", lambda each: f"{each.values['throughput']:.1f}" if each.row in off else each.status),
+        error(off, "{:+.0%}"),
+        predicted("speed-up\npublished", lambda each: f"{_speed_up(papers[each.row], papers[first.row]):.2f}"),
+        predicted("predicted", lambda each: f"{_speed_up(each, first):.2f}"),
+        error(off_speed_up, "{:+.1%}"),
+        Column("measured", lambda each: f"{run[each.row].throughput:.1f}" if each.row in run else "not run"),
+    ]
+    far, apart = ([abs(x) for x in errors.values()] for errors in (off, off_speed_up))
+    epochs = any("last_batch_size" in result.config for result in record.results)
     notes = [
         f"predicted, not measured, from the hardware description {_hardware(record)}",
         f"samples/s: median error {median(far):.1%}, at most {max(far):.1%}; speed-up over {first.row}: median error "
-        f"{median(sizes):.1%}, {sum(x <= 0.1 for x in sizes)} of {len(sizes)} rows within 10%"
+        f"{median(apart):.1%}, {_within(apart)} rows within 10%"
         if same
         else f"speed-up over {first.row}; published on other hardware, so the two are not to be compared",
-        *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
+        *_reasons(record),
+        None if run else NOT_MEASURED,
+        *(f"measured: samples/s of a median step, on {machine}: {names}" for machine, names in machines.items()),
+        "measured is of a full mini-batch; published and predicted are of an epoch, which ends in a smaller one"
+        if run and epochs
+        else None,
     ]
-    if measured is not None:
-        notes += _measured_notes(record, found)
-    return Table(record.title, headings, rows, notes)
+    return table(record.title, columns, record.results, notes)
 
 
-def _measured_notes(record: Record, found: Measured) -> list[str]:
-    """Say on which machine what was measured, and how it differs from the columns beside it."""
-    if not found:
-        return [NOT_MEASURED]
-    machines = dict.fromkeys(row.machine for row in found.values())
+def _memory(record: Record, measured: Measured) -> Table:
+    publication = _published(record)
+    readings = {paper.row: read(Entry(publication, paper), "reserved") for paper in publication.results}
+    reserved = {row: reading.middle for row, reading in readings.items() if reading is not None}
+    peaks = {result.row: result.values["allocated"] for result in record.results if "allocated" in result.values}
+
+    def share(heading: str, without_model: bool) -> Column[Result]:
+        def cell(result: Result) -> str | None:
+            if result.row not in peaks or result.row not in reserved:
+                return None
+            model = result.values["model"] if without_model else 0
+            return f"{(sum(peaks[result.row]) - model) / (reserved[result.row] - model):.0%}"
+
+        return Column(heading, cell)
+
+    def allocated(result: Result) -> str | None:
+        return _gib(sum(peaks[result.row])) if result.row in peaks else result.status if result.reason else "left out"
+
+    def each_device(result: Result) -> str:
+        return in_lines([_gib(peak) for peak in peaks.get(result.row, [])])
+
+    columns = [
+        ROW,
+        Column(
+            "published\nreserved", lambda each: _gib(reserved[each.row]) if each.row in reserved else "out of memory"
+        ),
+        Column("predicted\nallocated", allocated),
+        share("share", without_model=False),
+        Column("of it\nmodel", lambda each: _gib(each.values["model"]) if each.row in peaks else None),
+        share("of the\nrest", without_model=True),
+        Column("each device", each_device),
+    ]
+    left_out = ", ".join(result.row for result in record.results if allocated(result) == "left out")
+    run = [
+        f"measured, allocated: {name} {_gib(row.allocated)} on {row.machine}"
+        for name, row in measured.items()
+        if row.allocated is not None
+    ]
     notes = [
-        f"measured: samples/s of a median step, on {machine}: "
-        f"{', '.join(name for name, row in found.items() if row.machine == machine)}"
-        for machine in machines
+        f"GiB, all devices; predicted, not measured, from the hardware description {_hardware(record)}",
+        "published: what the caching allocator reserved, which is more than what is allocated to tensors, and has "
+        "libraries' workspaces in it; the two kinds are not to be compared, the share only says how far apart they are",
+        "model: parameters, buffers, gradients and optimizer state",
+        "of the rest: the share without the model, on both sides",
+        *_reasons(record),
+        f"{left_out}: without portals a skip is copied through every partition on its way, where each holds it for a "
+        "while; the replay over bytes knows no such copies"
+        if left_out
+        else None,
+        *(run or [NOT_MEASURED]),
     ]
-    if any("last_batch_size" in result.config for result in record.results):
-        notes.append(
-            "measured is of a full mini-batch; published and predicted are of an epoch, which ends in a smaller one"
-        )
-    return notes
+    return table(f"{record.title}: memory", columns, record.results, notes)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GiB:.1f}"
+
+
+def _within(errors: Sequence[float]) -> str:
+    return f"{sum(error <= 0.1 for error in errors)} of {len(errors)}"
 
 
 def _speed_up(result: Result, over: Result) -> float:
     return float(result.values["throughput"] / over.values["throughput"])
 
 
-def same_hardware(record: Record) -> bool:
+def _predicted(record: Record) -> list[Result]:
+    return [result for result in record.results if result.status == "predicted"]
+
+
+def _reasons(record: Record) -> list[str]:
+    return [f"{result.row}: {result.reason}" for result in record.results if result.reason]
+
+
+def _same_hardware(record: Record) -> bool:
     """Return whether the predictions are for the GPU that the published table was taken on."""
     gpu = (_published(record).hardware or {}).get("gpu")
     return gpu is not None and str(gpu) in str((record.hardware or {}).get("title"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from reproduce.error import Error
 from reproduce.predict.older import OLDER
+from reproduce.records.decode import Json, read_json
 from reproduce.records.published import published
 from reproduce.records.record import load
 from reproduce.tables.layout import Table
@@ -27,23 +26,21 @@ def prediction_block(root: Path, name: str) -> str:
     return f"\n{below.strip()}\n\n"
 
 
-def models(root: Path) -> Table:
+def _models(root: Path) -> Table:
     """Return the model and those that it is compared with: errors in rows of older versions, and in today's."""
+    models = _fit(root)["models"]
     headings = ["model", "constants\nfitted"]
-    for rows_of in ("older rows", "today's rows"):
-        headings += [f"{rows_of}:\nsamples/s", "speed-ups", "within 10%"]
+    for which in ("older rows", "today's rows"):
+        headings += [f"{which}:\nsamples/s", "speed-ups", "within 10%"]
     rows = []
-    for name, model in _fit(root)["models"].items():
-        cells = []
-        for table in ("history", "today"):
-            throughput, speed_up = model[table].get("throughput"), model[table]["speed-up"]
-            cells += [
-                "" if throughput is None else f"{throughput['median']:.1%} ({throughput['largest']:.0%})",
-                f"{speed_up['median']:.1%} ({speed_up['largest']:.0%})",
-                f"{speed_up['within 10%']} of {speed_up['rows']}",
-            ]
-        rows.append([name, str(model["fitted"]), *cells])
-    now = _fit(root)["models"]["this model"]["today"]["speed-up"]
+    for name, model in models.items():
+        row = [name, str(model["fitted"])]
+        for which in (model["history"], model["today"]):
+            throughput, speed_up = which.get("throughput"), which["speed-up"]
+            within = f"{speed_up['within 10%']} of {speed_up['rows']}"
+            row += [_sizes(throughput) if throughput else "", _sizes(speed_up), within]
+        rows.append(row)
+    now = models["this model"]["today"]["speed-up"]
     notes = [
         "errors: the median, and in brackets the largest; within 10%: speed-ups over each table's first row",
         f"the targets for today's speed-ups: a median of 3% (reached: {now['median']:.2%}), and nine of ten within 10% "
@@ -54,10 +51,9 @@ def models(root: Path) -> Table:
 
 def _history(root: Path) -> Table:
     rows = []
-    for name in OLDER:
+    for name, older in OLDER.items():
         record = load(root / "results" / "predicted" / f"{name}-p40x8.json")
-        table = (record.results[0].published or "").partition("/")[0]
-        papers = {result.row: result.values["throughput"] for result in published(table).results}
+        papers = {result.row: result.values["throughput"] for result in published(older.table).results}
         off, speed_ups = throughput_errors(record), speed_up_errors(record)
         for result in record.results:
             error = f"{speed_ups[result.row]:+.1%}" if result.row in speed_ups else ""
@@ -70,27 +66,31 @@ def _history(root: Path) -> Table:
 def _timings(root: Path) -> Table:
     rows = []
     for timing in _fit(root)["timings"]:
-        off = " ".join(f"{error:+.0%}" for error in timing["errors"])
-        rows.append([timing["source"], timing["model"], " ".join(f"{ms:g}" for ms in timing["ms"]), off])
+        errors = " ".join(f"{error:+.0%}" for error in timing["errors"])
+        rows.append([timing["source"], timing["model"], " ".join(f"{ms:g}" for ms in timing["ms"]), errors])
     return Table("Timings", ["source", "model", "ms, published", "error"], rows, left=2)
 
 
 def _held_out(root: Path) -> Table:
-    rows = []
-    for name, found in _fit(root)["held out"].items():
-        throughput = found["history"]["throughput"]
-        numbers = f"{found['compute']:.2f}", f"{found['memory']:.2f}", f"{found['timings']:.1%}"
-        rows.append([name, *numbers, f"{throughput['median']:.1%} ({throughput['largest']:.0%})"])
+    rows = [
+        [name, f"{fit['compute']:.2f}", f"{fit['memory']:.2f}", f"{fit['timings']:.1%}",
+         _sizes(fit["history"]["throughput"])]
+        for name, fit in _fit(root)["held out"].items()
+    ]  # fmt: skip
     headings = ["left out", "compute", "memory", "root mean square of its own errors", "older rows: samples/s"]
     return Table("Held out", headings, rows)
 
 
-def _fit(root: Path) -> Any:
-    return json.loads((root / "research" / "p40" / "fit.json").read_text(encoding="utf-8"))
+def _sizes(errors: Json) -> str:
+    return f"{errors['median']:.1%} ({errors['largest']:.0%})"
+
+
+def _fit(root: Path) -> Json:
+    return read_json(root / "research" / "p40" / "fit.json")
 
 
 BLOCKS: dict[str, Callable[[Path], Table]] = {
-    "models": models,
+    "models": _models,
     "history": _history,
     "fit": _timings,
     "held out": _held_out,

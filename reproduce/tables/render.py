@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -33,12 +32,9 @@ from reproduce.records.record import FREED_MEMORY, Record, Run, load
 from reproduce.tables.all import about_run, document, tables
 from reproduce.tables.prediction_docs import prediction_block
 
-__all__ = ["BENCHMARKS", "benchmark_block", "render", "render_blocks", "stale"]
-
 FOLDERS = ("measured", "predicted")
 BENCHMARKS = ROOT / "results" / "benchmarks"
 NOTHING = "Nothing measured is committed yet.\n"
-Maker = Callable[[Path, str], str]  # page, what stands after the slash of the block's name -> Markdown
 MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
@@ -50,29 +46,11 @@ def render(root: Path) -> dict[Path, str]:
     """
     records = {path: load(path) for name in FOLDERS for path in sorted((root / "results" / name).rglob("*.json"))}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
-    makers: dict[str, Maker] = {
+    makers: dict[str, Callable[[Path, str], str]] = {
         **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
         "benchmarks": benchmark_block,
         "predicted": lambda page, name: prediction_block(root, name),
     }
-    for page in sorted([root / "README.md", *(root / "docs").rglob("*.md"), *(root / "research").rglob("*.md")]):
-        text = page.read_text(encoding="utf-8")
-        if MARK.search(text):
-            files[page] = render_blocks(text, page, makers)
-    return files
-
-
-def stale(files: Mapping[Path, str]) -> list[Path]:
-    """Return the files that differ from what they should be."""
-    return [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-
-
-def render_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
-    """Return the text of `page` with every block made anew; the part of its name before a slash says by what.
-
-    Raises:
-        Error: nothing makes blocks of that name.
-    """
 
     def block(match: re.Match[str]) -> str:
         kind, _, name = match["name"].partition("/")
@@ -80,7 +58,16 @@ def render_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
             raise Error(f"{page}: a block is from {match['name']!r}; name one of {', '.join(makers)}")
         return f"{match['begin']}{makers[kind](page, name)}{match['end']}"
 
-    return MARK.sub(block, text)
+    for page in sorted([root / "README.md", *(root / "docs").rglob("*.md"), *(root / "research").rglob("*.md")]):
+        text = page.read_text(encoding="utf-8")
+        if MARK.search(text):
+            files[page] = MARK.sub(block, text)
+    return files
+
+
+def stale(files: Mapping[Path, str]) -> list[Path]:
+    """Return the files that differ from what they should be."""
+    return [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
 def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
@@ -90,14 +77,14 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         Error: the record is broken, or no benchmark makes one of that name.
     """
     path = folder / f"{name}.json"
-    module = f"benchmarks.{name.partition('-')[0]}"
     try:
-        if not path.exists() and importlib.util.find_spec(module) is not None:
+        # By name, for benchmarks are in the checkout only, and import this package.
+        benchmark = importlib.import_module(f"benchmarks.{name.partition('-')[0]}")
+        if not path.exists():
             return NOTHING
         record = load(path)
         assert record.run is not None
-        made = importlib.import_module(module).table(record, "pipe")
-        under = _circumstances(record.run)
+        made, under = benchmark.table(record, "pipe"), _circumstances(record.run)
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
     return f"{made}\n\nMeasured {under}; [every sample]({_link(page, path)})\n\n"
@@ -108,26 +95,24 @@ def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Pat
 
     The part "short" is the rows of its first table that were measured at equal batch size, without notes.
     """
-    runs = [
-        (record.run.started, path)
+    runs = {
+        record.run.started: (path, record, record.run)
         for path, record in records.items()
         if record.run is not None
         and record.run.state == "finished"
         and any(result.experiment == experiment and result.status == "measured" for result in record.results)
-    ]
+    }
     if not runs:
         return NOTHING
-    path = max(runs)[1]
-    record = records[path]
-    assert record.run is not None
-    devices, machine = about_run(record, record.run)[:2]
-    under = f"Measured {record.run.started[:10]} with torch {record.run.versions.get('torch')} on {devices}; {machine}"
+    path, record, run = runs[max(runs)]
     if part == "short":
         rows = [row for row in record.results if row.status == "measured" and row.config.get("equal") == "batch"]
         first = tables(structs.replace(record, results=rows), experiment)[0]
         parts = [replace(first, notes=()).markdown(level=3).strip()]
     else:
         parts = [table.markdown(level=3) for table in tables(record, experiment)]
+    devices, machine = about_run(record, run)[:2]
+    under = f"Measured {run.started[:10]} with torch {run.versions.get('torch')} on {devices}; {machine}"
     return "\n\n".join([*parts, f"{under}; [more of this run]({_link(page, path.with_suffix('.md'))})"]) + "\n\n"
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from reproduce.numbers.metrics import BYTES, Reading
 
-__all__ = ["number", "ratio", "reading_text", "with_quartiles"]
-
 MiB, GiB = BYTES["MiB"], BYTES["GiB"]
 
 

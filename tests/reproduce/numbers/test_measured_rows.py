@@ -87,7 +87,7 @@ def test_tables_say_what_was_measured_and_where(name: str, some: bool) -> None:
 
 
 def test_rows_without_a_memory_model_say_so() -> None:
-    _, memory = predicted_tables(load(PREDICTED / "unet-ablation-p40x8.json"))
+    _, memory = predicted_tables(load(PREDICTED / "unet-ablation-p40x8.json"), {})
     assert [(row[0], row[2]) for row in memory.rows[:3]] == [
         ("baseline", "not run"), ("dep-x-x", "left out"), ("dep-str-x", "left out"),
     ]  # fmt: skip

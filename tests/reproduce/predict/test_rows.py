@@ -66,8 +66,8 @@ def test_every_row_is_labelled(experiment: str) -> None:
     assert record.run is None
     assert (record.hardware or {})["name"] == "p40x8"
     assert {result.status for result in record.results} <= {"predicted", "not run"}
-    assert all("predicted" in table.title for table in predicted_tables(record))
-    assert all(len(line) <= 80 for table in predicted_tables(record) for line in table.text().splitlines())
+    assert all("predicted" in table.title for table in predicted_tables(record, {}))
+    assert all(len(line) <= 80 for table in predicted_tables(record, {}) for line in table.text().splitlines())
 
 
 def test_how_far_rows_are_from_the_publication_that_nothing_was_chosen_by() -> None:
@@ -102,10 +102,10 @@ def test_allocated_is_less_than_was_reserved() -> None:
 
 
 def test_on_other_hardware_a_difference_is_no_error() -> None:
-    (table,) = predicted_tables(predict_table("resnet101-speed", load_hardware("h100x8")))
+    (table,) = predicted_tables(predict_table("resnet101-speed", load_hardware("h100x8")), {})
     assert "error" not in table.headings
     assert "published on other hardware" in table.text()
-    (table,) = predicted_tables(committed("resnet101-speed-p40x8"))
+    (table,) = predicted_tables(committed("resnet101-speed-p40x8"), {})
     assert "error" in table.headings
 
 

@@ -11,24 +11,20 @@ from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.record import Record, Result, Run
 from reproduce.report.page import page
-from reproduce.report.subjects import load_folders
+from reproduce.report.subjects import Subject, find_subjects, load_folders
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
+TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values()}
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
-RUN = Run(
-    state="finished",
-    command=["python", "-m", "reproduce", "run", "amoebanet-speed"],
-    seed=0,
-    started="2020-04-21T10:02:05Z",
-    ended="2020-04-21T10:12:05Z",
-    device="cuda",
-    devices=2,
-    threads_per_device=None,
-    machine=Machine("Linux", "a CPU", 4, 8, 8 << 30, [GPU] * 2),
-    versions={"torch": "2.11.0", "driver": "575.57", "torchvision": None},
-    git=Git("0123456789abcdef", dirty=True),
-    load=[0.5, 0.25, 1.0],
-)
+RUN = Run("finished", ["python", "-m", "reproduce"], 0, "2020-04-21T10:02:05Z", "2020-04-21T10:12:05Z", "cuda", 2, None,
+          Machine("Linux", "a CPU", 4, 8, 8 << 30, [GPU] * 2), {"torch": "2.11.0", "driver": "575.57"},
+          Git("0123456789abcdef", dirty=True), [0.5, 0.25, 1.0])  # fmt: skip
+
+
+def subject(records: list[Record], name: str) -> Subject:
+    """Return the subject of that name."""
+    (subject,) = (each for each in find_subjects(records) if each.name == name)
+    return subject
 
 
 @pytest.fixture(scope="session")
@@ -37,18 +33,17 @@ def paper() -> list[Record]:
     return [record for record in load_folders(RESULTS / "paper") if record.kind == "published"]
 
 
-def measured_from(table: Record, experiment: str, *, upto: int = 4) -> Record:
-    """Pretend that a published table's rows were run, on at most so many devices, at another speed and scale."""
+def measured_from(table: Record, experiment: str) -> Record:
+    """Pretend that a published table's rows were run, on at most four devices, at another speed and scale."""
     draw = random.Random(0)
-    rows = EXPERIMENTS[experiment].scale("paper").rows
-    ours = {row.published: row.config() for row in rows if row.published is not None}
+    ours = {row.published: row.config() for row in EXPERIMENTS[experiment].scale("paper").rows}
     results = []
     for row in table.results:
         config = {**row.config, **ours.get(row.row, {}), "configuration": "as published", "L": 3}
-        link = f"{table.name}/{row.row}"
-        base = Result(experiment, f"our {row.row}", "measured", "small", "cuda", config, published=link)
+        base = Result(experiment, f"our {row.row}", "measured", "small", "cuda", config,
+                      published=f"{table.name}/{row.row}")  # fmt: skip
         devices = row.config.get("partitions") or 1
-        if devices > upto:
+        if devices > 4:
             results.append(replace(base, status="needs devices", reason=f"needs {devices} devices"))
             continue
         if row.values.get("throughput"):
@@ -56,9 +51,8 @@ def measured_from(table: Record, experiment: str, *, upto: int = 4) -> Record:
             steps = [seconds * draw.lognormvariate(0, 0.02) for _ in range(6)]
             base = replace(base, samples={"step_time": steps, "round": [float(i) for i in range(6)]})
         peaks = [1.5e9 + 1e8 * device for device in range(devices)]
-        reserved = [2 * peak for peak in peaks]
-        model = {"model_bytes": 1 << 30, "parameters": 1 << 27}
-        results.append(replace(base, values={**model, "peak_allocated": peaks, "peak_reserved": reserved}))
+        memory = {"peak_allocated": peaks, "peak_reserved": [2 * peak for peak in peaks]}
+        results.append(replace(base, values={"model_bytes": 1 << 30, "parameters": 1 << 27, **memory}))
     return Record(f"{experiment}-run", f"{experiment}, run", "measured", {}, results, scale="small", run=RUN)
 
 
@@ -70,9 +64,6 @@ def predicted_from(table: Record, experiment: str) -> Record:
         throughput = row.values["throughput"] * 1.1
         results.append(replace(result, published=f"{table.name}/{row.row}", values={"throughput": throughput}))
     return Record(f"{experiment}-p", f"{experiment}, predicted", "predicted", {}, results, hardware={"name": "a<b"})
-
-
-TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values()}
 
 
 @pytest.fixture(scope="session")

@@ -23,17 +23,15 @@ def result(row: AccuracyRow, scale: str, given: Given | None) -> Result:
         fields = dict(given)
     elif given is not None:
         fields = {"errors": [[90.0] * (row.recipe.epochs - 1) + [error] for error in given]}
-    errors = fields.pop("errors", [])
+    seeds = fields.pop("errors", [])
     samples = {
-        "epoch": [epoch + 1.0 for series in errors for epoch in range(len(series))],
-        "top1_error": [error for series in errors for error in series],
-        "epoch_time": [2.0 for series in errors for _ in series],
+        "epoch": [epoch + 1.0 for errors in seeds for epoch in range(len(errors))],
+        "top1_error": [error for errors in seeds for error in errors],
+        "epoch_time": [2.0 for errors in seeds for _ in errors],
     }
-    published = row.published and f"{EXPERIMENT.table}/{row.published}"
-    values = {"samples_per_epoch": 1000, **fields.pop("values", {})}
-    return Result(EXPERIMENT.name, row.name, fields.pop("status", "measured"), scale, "cpu",
-                  row.config(), row.over, published=published, values=values,
-                  samples=samples if errors else {}, **fields)  # fmt: skip
+    return Result(EXPERIMENT.name, row.name, fields.pop("status", "measured"), scale, "cpu", row.config(), row.over,
+                  published=row.published and f"{EXPERIMENT.table}/{row.published}", samples=samples if seeds else {},
+                  values={"samples_per_epoch": 1000, **fields.pop("values", {})}, **fields)  # fmt: skip
 
 
 def tables(scale: str, given: Mapping[str, Given]) -> list[Table]:
@@ -45,7 +43,7 @@ def test_small() -> None:
     last = [[90.0] * 5 + [error] for error in (20, 21, 22)]
     differences = {"errors": last, "values": {"running_statistics_difference": [2e-7, 4e-7]}}
     reached, trained = tables("small", {"plain": [10, 12, 14], "GPipe n2m2": [13, 12, 14], "GPipe n2m4": differences})
-    assert [list(cells) for cells in reached.rows] == [
+    assert [list(row) for row in reached.rows] == [
         ["plain", "12.00 +- 2.00", "", "", "", "22.02 +- 0.11"],
         ["GPipe n2m2", "13.00 +- 1.00", "+1.00", "3.00", "same", ""],
         ["GPipe n2m4", "21.00 +- 1.00", "+9.00", "3.00", "differs", ""],
@@ -62,7 +60,7 @@ def test_small() -> None:
 
 def test_paper() -> None:
     reached, trained = tables("paper", {"dataparallel-256": [22.0], "pipeline-256": [22.5]})
-    rows = {cells[0]: list(cells[1:]) for cells in reached.rows}
+    rows = {row[0]: list(row[1:]) for row in reached.rows}
     assert len(rows) == 8
     assert rows["reference-8k"] == ["needs 256 devices", "", "22.36 +- 0.09"]
     assert rows["dataparallel-4k"][-1] == "out of memory"

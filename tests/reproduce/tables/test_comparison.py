@@ -16,12 +16,11 @@ from reproduce.records.record import Record, Result, save
 from reproduce.tables.compare import compared
 from reproduce.tables.layout import WIDTH
 
-Make = Callable[..., Record]
-MakeRow = Callable[..., Result]
-
 
 @pytest.fixture
-def paths(tmp_path: Path, record: Make, row: MakeRow, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def paths(
+    tmp_path: Path, record: Callable[..., Record], row: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """Make three sides of a grid of rows, of which the second is twice as fast with m=4, and the third incomplete."""
     monkeypatch.chdir(tmp_path)
 
@@ -32,12 +31,16 @@ def paths(tmp_path: Path, record: Make, row: MakeRow, monkeypatch: pytest.Monkey
             for m in (1, 4)
         ]
 
-    save(record(*grid(1.0)), Path("a.json"))
-    save(record(*grid(0.5)), Path("b.json"))
-    save(record(*grid(1.0, ns=(10,)), row("new", 1.0, config={"partitions": 4, "chunks": 1})), Path("c.json"))
-    save(record(row("n2m1", [1.0], config={"partitions": 2, "chunks": 1, "k": 2})), Path("few.json"))
-    save(record(), Path("none.json"))
-    return ["a.json", "b.json", "c.json"]
+    sides = {
+        "a.json": grid(1.0),
+        "b.json": grid(0.5),
+        "c.json": [*grid(1.0, ns=(10,)), row("new", 1.0, config={"partitions": 4, "chunks": 1})],
+        "few.json": [row("n2m1", [1.0], config={"partitions": 2, "chunks": 1, "k": 2})],
+        "none.json": [],
+    }
+    for name, rows in sides.items():
+        save(record(*rows), Path(name))
+    return list(sides)[:3]
 
 
 def squeezed(text: str) -> list[str]:
@@ -81,8 +84,8 @@ def test_more_sides(paths: list[str]) -> None:
     ],
 )
 def test_what_does_not_pass(sides: list[str], options: dict[str, Any], complaint: str | None, paths: list[str]) -> None:
-    text, found = compared(sides, **options)
-    assert found == complaint
+    text, why = compared(sides, **options)
+    assert why == complaint
     assert ("needs 5" in text) == ("few.json" in sides)
     assert text.startswith("no row has numbers on two sides") == ("none.json" in sides)
 
@@ -91,13 +94,7 @@ def test_csv_and_json(paths: list[str]) -> None:
     rows = list(csv.DictReader(io.StringIO(compared(paths[:2], style="csv")[0])))
     last = rows[-1]
     assert len(rows) == 8
-    assert [last[name] for name in ("row", "side", "name", "verdict", "samples")] == [
-        "n10m4",
-        "B",
-        "b.json",
-        "better",
-        "8",
-    ]
+    assert {"row": "n10m4", "side": "B", "name": "b.json", "verdict": "better", "samples": "8"}.items() <= last.items()
     assert 1.9 < float(last["low"]) <= float(last["ratio"]) <= float(last["high"]) < 2.1
     data = json.loads(compared(paths, style="json")[0])
     assert data["sides"] == {"A": "a.json", "B": "b.json", "C": "c.json"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from reproduce.numbers.metrics import Reading
-from reproduce.tables.layout import WIDTH, Column, Table, bullets, many, span, table
+from reproduce.tables.layout import WIDTH, Column, Table, bullets, by_value, many, span, table
 from reproduce.tables.text import number, ratio, reading_text, with_quartiles
 
 TABLE = Table("Title " * 30, ("name", "a\nb"), [("x", "1\n2"), ("long name", "0.10")], notes=["note " * 40])
@@ -42,12 +42,11 @@ def test_markdown() -> None:
 def test_a_table_of_columns() -> None:
     columns = [
         Column("word", str, left=True),
-        Column[int]("empty", lambda n: ""),
-        Column[int]("double", lambda n: str(2 * n)),
+        Column[int]("empty", lambda n: None),
+        Column[int]("double", lambda n: 2 * n),
     ]
-    assert table("T", columns, [3, 5], ["note"]) == Table(
-        "T", ["word", "double"], [("3", "6"), ("5", "10")], ["note"], 1
-    )
+    made = Table("T", ["word", "double"], [("3", "6"), ("5", "10")], ["note"], 1)
+    assert table("T", columns, [3, 5], ["note", None]) == made
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,8 @@ def test_a_table_of_columns() -> None:
         (span, [64, 8, 9], "8 to 64"),
         (lambda count: many(count, "row"), 1, "1 row"),
         (lambda count: many(count, "row"), 0, "0 rows"),
+        (by_value, {"a": "x", "b": "y", "c": "x"}, {"x": "a, c", "y": "b"}),
     ],
 )
-def test_how_numbers_are_written(write: Callable[[object], str], value: object, text: str) -> None:
+def test_how_things_are_written(write: Callable[[object], object], value: object, text: object) -> None:
     assert write(value) == text
