@@ -6,9 +6,9 @@ numbers are first divided by those of one of its own rows, and these ratios are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 from typing import Literal
 
 from reproduce.numbers.match import Line, differing, same_work
@@ -51,10 +51,10 @@ class Comparison:
 
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios, as judged where it was, and of how many; None without any."""
-        logs = [math.log(decision.ratio) for row in self.rows if (decision := row.decisions[side])]
-        if not logs:
+        ratios = [decision.ratio for row in self.rows if (decision := row.decisions[side])]
+        if not ratios:
             return None
-        return math.exp(math.fsum(logs) / len(logs)) if self.together is None else self.together.ratio, len(logs)
+        return geometric_mean(ratios) if self.together is None else self.together.ratio, len(ratios)
 
     def verdicts(self) -> Iterator[tuple[ComparedRow, Verdict]]:
         """Yield every verdict in the table, with its row."""

@@ -91,7 +91,7 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 def over(reading: Reading, base: Reading) -> Reading:
     """Return a reading divided by another: round by round where they share rounds, else in order.
 
-    An exact number stands beside every sample of the other.
+    An exact number goes with every sample of the other.
     """
     mine, other = dict(zip(reading.rounds, reading.listed)), dict(zip(base.rounds, base.listed))  # noqa: B905
     shared = sorted(mine.keys() & other.keys())

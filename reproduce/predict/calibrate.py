@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.utils.benchmark import Timer
 
 from reproduce.machine.devices import Devices
 from torchgpipe.plan.here import measure_link
@@ -24,7 +24,6 @@ from torchgpipe.plan.here import measure_link
 __all__ = ["calibrate", "written"]
 
 SOURCE = "measured: python -m reproduce calibrate, {}"
-Measure = Callable[[], object]
 
 AT_ONCE = 1e18
 """Bytes per second, and its inverse seconds, where nothing is copied: figures have to be numbers above 0."""
@@ -35,18 +34,10 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
     device = devices.first(1)[0]
     workspace = _workspace(device)  # before anything else, or the libraries have theirs already
 
-    def time(work: Measure) -> float:
+    def time(work: Callable[[], object]) -> float:
         """Return the seconds of the fastest run."""
-        for _ in range(2):
-            work()
-        devices.synchronize()
-        best, end = float("inf"), perf_counter() + seconds
-        while perf_counter() < end:
-            start = perf_counter()
-            work()
-            devices.synchronize()
-            best = min(best, perf_counter() - start)
-        return best
+        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+        return min(timer.blocked_autorange(min_run_time=seconds).times)
 
     def figure(value: float, how: str) -> dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": SOURCE.format(how)}
@@ -82,15 +73,16 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
     peak = max(rates.values())
     shares = {kind: rate / bandwidth for kind, rate in flow.items()}
     link, how = measure_link(stream)
-    links = {"link_bandwidth": figure(link, how), "link_latency": figure(launch, "as the shortest operator")}
     if math.isinf(link):
         values = {"link_bandwidth": AT_ONCE, "link_latency": 1 / AT_ONCE}
         links = {key: {"value": value, "source": f"none: {how}"} for key, value in values.items()}
+    else:
+        links = {"link_bandwidth": figure(link, how), "link_latency": figure(launch, "as the shortest operator")}
     memory = devices.memory or 1
     return {
         "title": f"this machine: {devices}",
         "devices": {"value": devices.count, "source": SOURCE.format("as found")},
-        "memory": figure(memory / (1 if large else devices.count), "as the system tells; devices share a CPU's"),
+        "memory": figure(memory / (1 if large else devices.count), "as the system says; devices share a CPU's"),
         "memory_bandwidth": figure(bandwidth, "copying a tensor, bytes read and written"),
         **links,
         "launch": figure(launch, f"{count} additions of one number"),
@@ -121,12 +113,12 @@ def _workspace(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"value": 0, "source": "none: the libraries of a CPU allocate beside PyTorch"}
     a = torch.rand(4096, 4096, device=device)
-    kept = _beside(device, lambda: a @ a)[0]
+    kept = _extra_bytes(device, lambda: a @ a)[0]
     x = torch.rand(64, 256, 56, 56, device=device)
     weight = torch.rand(256, 256, 3, 3, device=device)
     y = torch.empty_like(x)
     passing = max(
-        _beside(device, convolution)[1]
+        _extra_bytes(device, convolution)[1]
         for convolution in (
             lambda: F.conv2d(x, weight, padding=1),
             lambda: conv2d_input(x.shape, weight, y, padding=1),
@@ -137,8 +129,8 @@ def _workspace(device: torch.device) -> dict[str, Any]:
     return {"value": max(0, kept) + max(0, passing), "source": SOURCE.format(how)}
 
 
-def _beside(device: torch.device, work: Callable[[], torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes beside the result that work leaves allocated, and the most that it had while it ran."""
+def _extra_bytes(device: torch.device, work: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    """Return how many bytes more than its result work leaves allocated, and how many more it had at most."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = work()
