@@ -180,8 +180,8 @@ def _is_number(value: Json) -> bool:
 
 
 def _sum(value: Json) -> float | None:
-    """Return the sum over devices."""
-    return sum(value) if isinstance(value, list) and value else value if _is_number(value) else None
+    """Return the sum over devices; None where nothing is known of them."""
+    return sum(value) if value else None
 
 
 def _published_memory(result: Result, unit: Mapping[str, str]) -> float | None:

@@ -74,6 +74,7 @@ def test_the_ablation_adds_one_component_at_a_time(scale: str) -> None:
     assert [(row.partitions, row.components) for row in rows] == [
         (n, COMPONENTS[:count]) for n in (4, 2) for count in range(4)
     ]
+    assert [row.over for row in rows] == ["baseline"] * 4 + ["baseline n2"] * 4
     others = [replace(row, name="", over="", published="", components=()) for row in rows[:4]]
     assert all(other == others[0] for other in others)
 

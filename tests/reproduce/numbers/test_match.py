@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.error import Error
 from reproduce.numbers.match import Line, match, pick, same_work, value_text
@@ -46,10 +47,12 @@ PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
         ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # chosen by the run
         ({"L": 6}, {"L": 6, "components": []}, True),  # an older record does not know a field
         ({"checkpoint": None}, {"checkpoint": "always"}, False),
+        ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
     ],
 )
 def test_by_configuration(ours: dict[str, Any], theirs: dict[str, Any], matched: bool) -> None:
-    found = lines([record(row("one", 1.0, config=ours))], [record(row("another name", 1.0, config=theirs))])
+    one, other = replace(row("one"), config=ours), replace(row("another name"), config=theirs)
+    found = lines([record(one)], [record(other)])
     assert [len(line.entries) for line in found] == ([2] if matched else [1, 1])
 
 

@@ -66,7 +66,7 @@ def test_every_row_is_labelled(experiment: str) -> None:
     record = committed(experiment)
     assert (record.kind, record.run, (record.hardware or {})["name"]) == ("predicted", None, "p40x8")
     assert {result.status for result in record.results} <= {"predicted", "not run"}
-    for table in predicted_tables(record):
+    for table in predicted_tables(record, {}):
         assert "predicted" in table.title
         assert all(len(line) <= 80 for line in table.text().splitlines())
 
@@ -99,7 +99,7 @@ def test_allocated_is_less_than_was_reserved() -> None:
 
 
 def test_on_other_hardware_a_difference_is_no_error() -> None:
-    (table,) = predicted_tables(predict_table("resnet101-speed", load_hardware("h100x8")))
+    (table,) = predicted_tables(predict_table("resnet101-speed", load_hardware("h100x8")), {})
     assert "error" not in table.headings and "published on other hardware" in table.text()
-    (table,) = predicted_tables(committed("resnet101-speed"))
+    (table,) = predicted_tables(committed("resnet101-speed"), {})
     assert "error" in table.headings
