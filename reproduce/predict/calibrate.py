@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
-from torch.utils.benchmark import Timer
 
 from reproduce.machine.devices import Devices
 from torchgpipe.plan.here import measure_link
@@ -36,8 +36,16 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
 
     def time(work: Callable[[], object]) -> float:
         """Return the seconds of the fastest run."""
-        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-        return min(timer.blocked_autorange(min_run_time=seconds).times)
+        for _ in range(2):
+            work()
+        devices.synchronize()
+        best, end = float("inf"), perf_counter() + seconds
+        while perf_counter() < end:
+            start = perf_counter()
+            work()
+            devices.synchronize()
+            best = min(best, perf_counter() - start)
+        return best
 
     def figure(value: float, how: str) -> dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": SOURCE.format(how)}

@@ -80,6 +80,20 @@ def test_false_alarms_are_as_rare_as_alpha_says() -> None:
     assert 0 < alarms <= 20  # 10 are expected
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
+    draw = random.Random(5)
+    base, head = ([draw.lognormvariate(0, 0.1) for _ in range(12)] for _ in range(2))
+    decision = compare_samples(base, head, paired=paired)
+    assert decision.low is not None and decision.high is not None
+    for inside, outside in (
+        (decision.low * 1.0001, decision.low / 1.0001),
+        (decision.high / 1.0001, decision.high * 1.0001),
+    ):
+        p = [compare_samples(times(ratio, base), head, paired=paired).p or 0 for ratio in (inside, outside)]
+        assert p[0] > Rule.alpha >= p[1]
+
+
 samples = st.lists(st.floats(1e-6, 1e6), min_size=8, max_size=12)
 
 
