@@ -9,9 +9,9 @@ import pytest
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import GiB
 from reproduce.experiments.scale import choose_scale
 
-GiB = 2**30
 ALL = list(EXPERIMENTS.values())
 
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.error import Error
-from reproduce.numbers.match import Line, match, pick, same_work, value_text
+from reproduce.numbers.match import Line, match, pick
 from reproduce.numbers.sources import side_of
 from reproduce.records.record import Record, Result
 
@@ -62,11 +62,6 @@ def test_order_does_not_matter_and_sides_may_lack_rows() -> None:
     assert shape(found) == [("x", {0: "x", 1: "x"}), ("y", {0: "y", 1: "y"}), ("z", {1: "z", 3: "z"})]
 
 
-def test_other_experiments_do_not_match() -> None:
-    found = lines([record(row("x", 1.0), row("x", 1.0, experiment="f"))], [record(row("x", 1.0))])
-    assert [(line.experiment, len(line.entries)) for line in found] == [("e", 2), ("f", 1)]
-
-
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
     """A label tells apart what only scale and device tell apart."""
     both = [row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")]
@@ -115,27 +110,12 @@ def test_where_a_published_row_goes(sides: list[list[Record]], expected: list[tu
     assert shape(lines(*sides)) == expected
 
 
-def test_the_balance_alone_is_no_other_work() -> None:
-    exact, balanced, small = (lines([reproducing("x", **each)])[0].first for each in ({}, {"balance": 1}, {"L": 6}))
-    assert same_work(exact, balanced) and not same_work(exact, small)
-
-
 def test_a_published_row_without_any_stands_alone_in_its_experiment() -> None:
     found = lines([PUBLISHED, published("a", "another table")], [published("n2m4")])
     assert [(line.experiment, sorted(line.entries)) for line in found] == [
         ("amoebanet-speed", [0, 1]),
         ("another table", [0]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("n", "2"), ("partitions", "2"), ("m", "4"), ("experiment", "e"), ("row", "x"), ("scale", "small"),
-     ("device", "cpu"), ("balance", "[1,2]"), ("parameters_exact", "-")],
-)  # fmt: skip
-def test_values_of_a_line(name: str, expected: str) -> None:
-    (line,) = lines([record(row("x", 1.0, config={"partitions": 2, "chunks": 4, "balance": [1, 2]}))])
-    assert value_text(line, name) == expected
 
 
 GRID = lines([record(*(row(f"n{n}m{m}", 1.0, config={"partitions": n, "chunks": m}) for n in (2, 10) for m in (1, 4)))])
