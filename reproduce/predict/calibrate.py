@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -54,17 +55,17 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
     n = 8192 if large else 768
     a, b = torch.rand(n, n, device=device), torch.rand(n, n, device=device)
     rates = {"matmul": 2 * n**3 / time(lambda: a @ b)}
-    others: dict[str, float] = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        c, d = a.to(dtype), b.to(dtype)
-        others[str(dtype).removeprefix("torch.")] = 2 * n**3 / time(lambda c=c, d=d: c @ d)  # type: ignore[misc]
+    others = {
+        str(dtype).removeprefix("torch."): 2 * n**3 / time(partial(torch.matmul, a.to(dtype), b.to(dtype)))
+        for dtype in (torch.bfloat16, torch.float16)
+    }
 
     batch, channels, size = (64, 256, 56) if large else (4, 64, 28)
     image = torch.rand(batch, channels, size, size, device=device)
     for kind, k in (("conv", 1), ("conv3x3", 3)):
         weight = torch.rand(channels, channels, k, k, device=device)
         flops = 2 * image.numel() * channels * k * k
-        rates[kind] = flops / time(lambda w=weight, k=k: F.conv2d(image, w, padding=k // 2))  # type: ignore[misc]
+        rates[kind] = flops / time(partial(F.conv2d, image, weight, padding=k // 2))
 
     stream = torch.rand((1 << 28) if large else (1 << 23), device=device)
     target = torch.empty_like(stream)
