@@ -5,8 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from reproduce.experiments.controls import PARTITIONS, Balances, controls
-from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Checkpoint, Experiment, GiB, Optimizer, Row, Scale
+from reproduce.experiments.controls import Balances, Sizes, controls, memory_rows
+from reproduce.experiments.row import (
+    AS_PUBLISHED,
+    P40_MEMORY,
+    PAPER_SCALE,
+    SMALL_SCALE,
+    Checkpoint,
+    Experiment,
+    GiB,
+    Optimizer,
+    Row,
+    Scale,
+)
 
 BASE = Row(
     model="AmoebaNet-D",
@@ -37,7 +48,6 @@ PUBLISHED_SPEED: tuple[tuple[str, int, int, int, tuple[int, ...], Checkpoint], .
 )
 
 BALANCES: Balances = {1: (24,), **{n: balance for _, n, _, _, balance, _ in PUBLISHED_SPEED}}
-PROFILED: Balances = {n: None for n in (1, *PARTITIONS)}
 
 
 def as_published() -> tuple[Row, ...]:
@@ -50,7 +60,7 @@ def as_published() -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-def ours(base: Row, micro_batch: int, balances: Balances) -> tuple[Row, ...]:
+def ours(base: Row, micro_batch: int, balances: Balances | None) -> tuple[Row, ...]:
     """List the controls. The published speed-ups are over rows that recompute everything, and so one of ours is."""
     return tuple(
         replace(row, over_published="checkpoint-only m1") if row.equal == "batch" else row
@@ -69,25 +79,8 @@ SPEED = Experiment(
         "GPipe m=1 is the same work as naive: its distance from 1 is the noise of this run",
     ),
     scales=(
-        Scale(
-            name="paper",
-            rows=(*ours(BASE, 4, BALANCES), *as_published()),
-            memory=P40_MEMORY,
-            cuda=True,
-            steps=20,
-            warmup=2,
-            seconds=1800,
-        ),
-        Scale(
-            name="small",
-            rows=ours(replace(BASE, size=(6, 32), batch_size=64), 1, PROFILED),
-            memory=4 * GiB,
-            cuda=False,
-            steps=8,
-            least_steps=3,
-            warmup=2,
-            seconds=270,
-        ),
+        replace(PAPER_SCALE, rows=(*ours(BASE, 4, BALANCES), *as_published())),
+        replace(SMALL_SCALE, rows=ours(replace(BASE, size=(6, 32)), 1, None), steps=8, seconds=270),
     ),
 )
 
@@ -95,29 +88,17 @@ SPEED = Experiment(
 
 RMSPROP = Optimizer(name="RMSprop", options={"foreach": False}, state=1)
 
-# name, (L, D) at the paper's scale and at the small one, balance, as published
-PUBLISHED_MEMORY = (
-    ("baseline", (18, 208), (18, 32), None),
-    ("pipeline-1", (18, 416), (18, 64), (24,)),
-    ("pipeline-2", (18, 544), (18, 80), (16, 8)),
-    ("pipeline-4", (36, 544), (36, 80), (16, 12, 7, 7)),
-    ("pipeline-8", (72, 512), (72, 80), (23, 16, 11, 6, 6, 5, 5, 6)),
+MEMORY_BASE = replace(BASE, batch_size=128, optimizer=RMSPROP)
+MEMORY_SMALL = replace(MEMORY_BASE, batch_size=32)
+
+# name, (L, D) as published and at the small scale, m, balance, as published
+SIZES: Sizes = (
+    ("baseline", (18, 208), (18, 32), None, None),
+    ("pipeline-1", (18, 416), (18, 64), None, (24,)),
+    ("pipeline-2", (18, 544), (18, 80), None, (16, 8)),
+    ("pipeline-4", (36, 544), (36, 80), None, (16, 12, 7, 7)),
+    ("pipeline-8", (72, 512), (72, 80), None, (23, 16, 11, 6, 6, 5, 5, 6)),
 )
-
-
-def memory_rows(batch_size: int, *, small: bool) -> tuple[Row, ...]:
-    """List plain training and pipelines of n partitions, each with a larger model, in micro-batches of one."""
-    base = replace(BASE, batch_size=batch_size, optimizer=RMSPROP, configuration="pipeline")
-    rows = []
-    for name, paper_size, small_size, balance in PUBLISHED_MEMORY:
-        row = replace(base, name=name, size=small_size if small else paper_size, published=name)
-        if balance is None:
-            rows.append(replace(row, configuration="baseline"))
-        else:
-            rows.append(replace(row, partitions=len(balance), chunks=batch_size, checkpoint="except_last",
-                                balance=None if small else balance))  # fmt: skip
-    return tuple(rows)
-
 
 MEMORY = Experiment(
     name="amoebanet-memory",
@@ -125,7 +106,7 @@ MEMORY = Experiment(
     measures="memory",
     table="tg-amoebanetd-memory",
     scales=(
-        Scale(name="paper", rows=memory_rows(128, small=False), memory=P40_MEMORY, cuda=True, steps=2),
-        Scale(name="small", rows=memory_rows(32, small=True), memory=4 * GiB, cuda=False, steps=2),
+        Scale(name="paper", rows=memory_rows(MEMORY_BASE, SIZES), memory=P40_MEMORY, cuda=True, steps=2),
+        Scale(name="small", rows=memory_rows(MEMORY_SMALL, SIZES, small=True), memory=4 * GiB, cuda=False, steps=2),
     ),
 )

@@ -17,10 +17,13 @@ from reproduce.experiments.row import AS_PUBLISHED, LIKE_PUBLISHED, Row
 
 PARTITIONS = (2, 4, 8)
 
-Balances = Mapping[int, tuple[int, ...] | None]  # by the number of partitions; None is profiled on the spot
+Balance = tuple[int, ...]
+Balances = Mapping[int, Balance]  # by the number of partitions
 
 # name, m, batch size as published and at the small scale, balance; the first row is plain training
-Published = Sequence[tuple[str, int | None, int, int, tuple[int, ...] | None]]
+Published = Sequence[tuple[str, int | None, int, int, Balance | None]]
+# name, model's size as published and at the small scale, m (None: micro-batches of one), balance; the first likewise
+Sizes = Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int | None, Balance | None]]
 
 
 def published_rows(base: Row, table: Published, samples: int, *, small: bool = False) -> tuple[Row, ...]:
@@ -34,23 +37,39 @@ def published_rows(base: Row, table: Published, samples: int, *, small: bool = F
         row = replace(base, name=name, published=name, batch_size=small_batch_size if small else batch_size)
         if not small:
             row = replace(row, steps_per_epoch=math.ceil(samples / batch_size), skip_epochs=1)
-        if balance is not None:
-            row = replace(row, partitions=len(balance), chunks=chunks, checkpoint="except_last",
-                          balance=None if small else balance)  # fmt: skip
-        rows.append(row)
+        rows.append(_pipelined(row, chunks, balance, small=small))
     return tuple(rows)
+
+
+def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> tuple[Row, ...]:
+    """List plain training and pipelines of n partitions, each with a larger model."""
+    rows = []
+    for name, size, small_size, chunks, balance in table:
+        configuration = "baseline" if balance is None else "pipeline"
+        row = replace(base, name=name, published=name, configuration=configuration, size=small_size if small else size)
+        rows.append(_pipelined(row, chunks or base.batch_size, balance, small=small))
+    return tuple(rows)
+
+
+def _pipelined(row: Row, chunks: int | None, balance: Balance | None, *, small: bool) -> Row:
+    """Return the row in the partitions of `balance`, which is profiled anew for a small model; None: without any."""
+    if balance is None:
+        return row
+    return replace(
+        row, partitions=len(balance), chunks=chunks, checkpoint="except_last", balance=None if small else balance
+    )
 
 
 def controls(
     base: Row,
     micro_batch: int,
     chunks: Sequence[int],
-    balances: Balances,
+    balances: Balances | None,
     published: Callable[[int, int], str | None] = lambda n, m: None,
 ) -> tuple[Row, ...]:
     """List the controls, first at `base`'s batch size, then in micro-batches of `micro_batch`; those end in `/mb`.
 
-    `published` names the published row that has n and m like one of ours.
+    Where `balances` is None they are profiled. `published` names the published row that has n and m like one of ours.
     """
     equal = _at_equal_batch(replace(base, equal="batch"), chunks, published)
     micro = [
@@ -58,7 +77,7 @@ def controls(
                 batch_size=micro_batch * (row.chunks or 1))
         for row in equal
     ]  # fmt: skip
-    return tuple(replace(row, balance=balances[row.devices]) for row in (*equal, *micro))
+    return tuple(replace(row, balance=None if balances is None else balances[row.devices]) for row in (*equal, *micro))
 
 
 def _at_equal_batch(base: Row, chunks: Sequence[int], published: Callable[[int, int], str | None]) -> list[Row]:

@@ -26,18 +26,14 @@ class Recipe:
 
     def peak(self, batch_size: int) -> float:
         """Return the learning rate after the warm-up."""
-        return self.base_lr * self.scaling(batch_size)
-
-    def scaling(self, batch_size: int) -> float:
-        """Return what the batch size multiplies the learning rate by."""
-        return max(1.0, batch_size / self.base_batch_size)
+        return self.base_lr * max(1.0, batch_size / self.base_batch_size)
 
     def learning_rate(self, batch_size: int, epoch: float) -> float:
         """Return the learning rate after so many epochs; a fraction is a place within an epoch."""
         warmed_up = 1.0 if self.warmup_epochs == 0 else min(1.0, epoch / self.warmup_epochs)
-        scaling = 1.0 + warmed_up * (self.scaling(batch_size) - 1.0)
+        rate = self.base_lr + warmed_up * (self.peak(batch_size) - self.base_lr)
         decays = sum(epoch >= at for at in self.lr_decay_epochs)
-        return self.base_lr * scaling * self.lr_decay**decays
+        return rate * self.lr_decay**decays
 
     def config(self, batch_size: int) -> dict[str, Json]:
         """Return the recipe under the names of the published table."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import PARTITIONS, Balances, Published, controls, published_rows
-from reproduce.experiments.row import P40_MEMORY, Experiment, GiB, Optimizer, Row, Scale
+from reproduce.experiments.controls import Balances, Published, controls, published_rows
+from reproduce.experiments.row import PAPER_SCALE, SMALL_SCALE, Experiment, Optimizer, Row
 
 BASE = Row(
     model="ResNet-101",
@@ -32,8 +32,6 @@ PUBLISHED: Published = (
 )
 
 BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED if balance}
-PROFILED: Balances = {n: None for n in (1, *PARTITIONS)}
-
 
 SPEED = Experiment(
     name="resnet101-speed",
@@ -41,23 +39,10 @@ SPEED = Experiment(
     measures="speed",
     table="tg-resnet101-speed",
     scales=(
-        Scale(
-            name="paper",
-            rows=(*published_rows(BASE, PUBLISHED, SAMPLES), *controls(BASE, 15, CHUNKS, BALANCES)),
-            memory=P40_MEMORY,
-            cuda=True,
-            steps=20,
-            warmup=2,
-            seconds=1800,
-        ),
-        Scale(
-            name="small",
-            rows=(*published_rows(SMALL, PUBLISHED, SAMPLES, small=True), *controls(SMALL, 2, CHUNKS, PROFILED)),
-            memory=4 * GiB,
-            cuda=False,
-            steps=10,
-            least_steps=3,
-            warmup=2,
+        replace(PAPER_SCALE, rows=(*published_rows(BASE, PUBLISHED, SAMPLES), *controls(BASE, 15, CHUNKS, BALANCES))),
+        replace(
+            SMALL_SCALE,
+            rows=(*published_rows(SMALL, PUBLISHED, SAMPLES, small=True), *controls(SMALL, 2, CHUNKS, None)),
             seconds=100,
         ),
     ),

@@ -148,6 +148,11 @@ class Scale:
         return {name: getattr(self, name) for name in ("steps", "warmup", "least_steps", "seconds")}
 
 
+# of experiments that time steps; their rows are filled in
+PAPER_SCALE = Scale(name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800)
+SMALL_SCALE = Scale(name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=2, least_steps=3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Name an experiment: what it measures, which published table it reproduces, its scales, what to note below."""

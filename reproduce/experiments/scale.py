@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from reproduce.error import USAGE, Error
 from reproduce.experiments import Experiment, Scale
+from reproduce.experiments.row import GiB
 from reproduce.machine.devices import Devices
-
-GiB = 2**30
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import PARTITIONS, Balances, Published, controls, published_rows
+from reproduce.experiments.controls import Balances, Published, Sizes, controls, memory_rows, published_rows
 from reproduce.experiments.row import (
     AS_PUBLISHED,
     COMPONENTS,
     LIKE_PUBLISHED,
     P40_MEMORY,
+    PAPER_SCALE,
+    SMALL_SCALE,
     Experiment,
     GiB,
     Optimizer,
@@ -44,8 +46,6 @@ PUBLISHED_SPEED: Published = (
 )
 
 BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED_SPEED if balance}
-PROFILED: Balances = {n: None for n in (1, *PARTITIONS)}
-
 
 SPEED = Experiment(
     name="unet-speed",
@@ -53,23 +53,12 @@ SPEED = Experiment(
     measures="speed",
     table="tg-unet-speed",
     scales=(
-        Scale(
-            name="paper",
-            rows=(*published_rows(BASE, PUBLISHED_SPEED, SAMPLES), *controls(BASE, 8, CHUNKS, BALANCES)),
-            memory=P40_MEMORY,
-            cuda=True,
-            steps=20,
-            warmup=2,
-            seconds=1800,
+        replace(
+            PAPER_SCALE, rows=(*published_rows(BASE, PUBLISHED_SPEED, SAMPLES), *controls(BASE, 8, CHUNKS, BALANCES))
         ),
-        Scale(
-            name="small",
-            rows=(*published_rows(SMALL, PUBLISHED_SPEED, SAMPLES, small=True), *controls(SMALL, 1, CHUNKS, PROFILED)),
-            memory=4 * GiB,
-            cuda=False,
-            steps=10,
-            least_steps=3,
-            warmup=2,
+        replace(
+            SMALL_SCALE,
+            rows=(*published_rows(SMALL, PUBLISHED_SPEED, SAMPLES, small=True), *controls(SMALL, 1, CHUNKS, None)),
             seconds=120,
         ),
     ),
@@ -77,8 +66,10 @@ SPEED = Experiment(
 
 # --- memory ----------------------------------------------------------------------------------------------------
 
-# name, (B, C) at the paper's scale and at the small one, m, balance, as published
-PUBLISHED_MEMORY = (
+MEMORY_BASE, MEMORY_SMALL = replace(BASE, batch_size=32), replace(SMALL, batch_size=32)
+
+# name, (B, C) as published and at the small scale, m, balance, as published
+SIZES: Sizes = (
     ("baseline", (6, 72), (6, 4), None, None),
     ("pipeline-1", (11, 128), (11, 8), 32, (505,)),
     ("pipeline-2", (24, 128), (24, 8), 32, (526, 551)),
@@ -86,28 +77,14 @@ PUBLISHED_MEMORY = (
     ("pipeline-8", (48, 160), (48, 10), 128, (800, 140, 62, 36, 36, 36, 36, 987)),
 )
 
-
-def memory_rows(base: Row, *, small: bool) -> tuple[Row, ...]:
-    """List plain training and pipelines of n partitions, each with a larger model, in micro-batches of one."""
-    rows = []
-    for name, paper_size, small_size, chunks, balance in PUBLISHED_MEMORY:
-        row = replace(base, name=name, published=name, size=small_size if small else paper_size, batch_size=32)
-        if balance is None:
-            rows.append(replace(row, configuration="baseline"))
-        else:
-            rows.append(replace(row, configuration="pipeline", partitions=len(balance), chunks=chunks,
-                                checkpoint="except_last", balance=None if small else balance))  # fmt: skip
-    return tuple(rows)
-
-
 MEMORY = Experiment(
     name="unet-memory",
     title="U-Net: parameters and memory over model size",
     measures="memory",
     table="tg-unet-memory",
     scales=(
-        Scale(name="paper", rows=memory_rows(BASE, small=False), memory=P40_MEMORY, cuda=True, steps=2),
-        Scale(name="small", rows=memory_rows(SMALL, small=True), memory=4 * GiB, cuda=False, steps=2),
+        Scale(name="paper", rows=memory_rows(MEMORY_BASE, SIZES), memory=P40_MEMORY, cuda=True, steps=2),
+        Scale(name="small", rows=memory_rows(MEMORY_SMALL, SIZES, small=True), memory=4 * GiB, cuda=False, steps=2),
     ),
 )
 
@@ -138,24 +115,7 @@ ABLATION = Experiment(
     measures="ablation",
     table="tg-unet-ablation",
     scales=(
-        Scale(
-            name="paper",
-            rows=ablation_rows(replace(BASE, batch_size=128), small=False),
-            memory=P40_MEMORY,
-            cuda=True,
-            steps=20,
-            warmup=2,
-            seconds=1800,
-        ),
-        Scale(
-            name="small",
-            rows=ablation_rows(replace(SMALL, batch_size=128), small=True),
-            memory=4 * GiB,
-            cuda=False,
-            steps=10,
-            least_steps=3,
-            warmup=2,
-            seconds=80,
-        ),
+        replace(PAPER_SCALE, rows=ablation_rows(replace(BASE, batch_size=128), small=False)),
+        replace(SMALL_SCALE, rows=ablation_rows(replace(SMALL, batch_size=128), small=True), seconds=80),
     ),
 )

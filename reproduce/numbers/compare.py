@@ -6,9 +6,9 @@ numbers are first divided by those of one of its own rows, and these ratios are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 from typing import Literal
 
 from reproduce.numbers.match import Line, differing, same_work
@@ -51,10 +51,10 @@ class Comparison:
 
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios, as judged where it was, and of how many; None without any."""
-        logs = [math.log(decision.ratio) for row in self.rows if (decision := row.decisions[side])]
-        if not logs:
+        ratios = [decision.ratio for row in self.rows if (decision := row.decisions[side])]
+        if not ratios:
             return None
-        return math.exp(math.fsum(logs) / len(logs)) if self.together is None else self.together.ratio, len(logs)
+        return geometric_mean(ratios) if self.together is None else self.together.ratio, len(ratios)
 
     def verdicts(self) -> Iterator[tuple[ComparedRow, Verdict]]:
         """Yield every verdict in the table, with its row."""
@@ -201,7 +201,7 @@ def _other_differences(lines: Sequence[Line]) -> list[str]:
 
 def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings]) -> list[str]:
     """Say which rows a side lacks, and which have no number, and why."""
-    labels: dict[tuple[str, str], list[str]] = {}
+    labels: dict[str, list[str]] = {}
     for line, own in zip(lines, readings, strict=True):
         letters: dict[str, list[str]] = {}
         for number, side in enumerate(sides):
@@ -212,8 +212,8 @@ def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Re
                 why = "" if result.status in ("measured", "published", "predicted") else f" ({outcome(result)})"
                 letters.setdefault(f"no number{why}", []).append(side.letter)
         for what, where in letters.items():
-            labels.setdefault((what, " and ".join(where)), []).append(line.label)
-    return [f"{what} in {where}: {_once(rows)}" for (what, where), rows in labels.items()]
+            labels.setdefault(f"{what} in {' and '.join(where)}", []).append(line.label)
+    return [f"{what}: {_once(rows)}" for what, rows in labels.items()]
 
 
 def _nothing_shared(sides: Sequence[Side], lines: Sequence[Line], metric: str | None) -> str:
@@ -221,10 +221,11 @@ def _nothing_shared(sides: Sequence[Side], lines: Sequence[Line], metric: str | 
     experiment = lines[0].experiment
     if metric is not None:
         return f"{experiment}: {metric} is not on two sides of any row"
-    entries = {
-        number: [line.entries[number] for line in lines if number in line.entries] for number in range(len(sides))
-    }
-    has = [f"{sides[i].letter} has {', '.join(available(each)) or 'no number'}" for i, each in entries.items() if each]
+    has = []
+    for number, side in enumerate(sides):
+        entries = [line.entries[number] for line in lines if number in line.entries]
+        if entries:
+            has.append(f"{side.letter} has {', '.join(available(entries)) or 'no number'}")
     return f"{experiment}: no row has the same metric on two sides: {'; '.join(has)}"
 
 

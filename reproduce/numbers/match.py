@@ -2,7 +2,7 @@
 
 Two rows have the same configuration if no field that both record differs, but for what a run chooses by itself, such
 as a profiled balance. A published row is also matched with the rows that are marked as reproducing it: with those of
-its own configuration where a side has any, else with all, at whatever scale; what then differs is told.
+its own configuration where a side has any, else with all, at whatever scale; a note then says what differs.
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ def _same(one: Entry, other: Entry) -> bool:
     both = (one.result, other.result)
     if not same_work(one, other):
         return False
-    # Rows that record nothing in common, or were published both, are told apart by their names.
+    # Rows that record nothing in common, or were published both, differ where their names do.
     named = all(result.status == "published" for result in both) or not (both[0].config.keys() & both[1].config.keys())
     return not named or both[0].row == both[1].row
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Name the lines after their rows, and after what else it takes to tell them apart."""
+    """Name the lines after their rows; add scale, device or hardware where lines would have the same name."""
     for line in lines:
         line.label = line.first.result.row
     for k in range(3):

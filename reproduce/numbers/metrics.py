@@ -91,7 +91,7 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 def over(reading: Reading, base: Reading) -> Reading:
     """Return a reading divided by another: round by round where they share rounds, else in order.
 
-    An exact number stands beside every sample of the other.
+    An exact number goes with every sample of the other.
     """
     mine, other = dict(zip(reading.rounds, reading.listed)), dict(zip(base.rounds, base.listed))  # noqa: B905
     shared = sorted(mine.keys() & other.keys())
@@ -180,8 +180,8 @@ def _is_number(value: Json) -> bool:
 
 
 def _sum(value: Json) -> float | None:
-    """Return the sum over devices."""
-    return sum(value) if isinstance(value, list) and value else value if _is_number(value) else None
+    """Return the sum over devices; None where nothing is known of them."""
+    return sum(value) if value else None
 
 
 def _published_memory(result: Result, unit: Mapping[str, str]) -> float | None:

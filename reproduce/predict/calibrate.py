@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +25,6 @@ from torchgpipe.plan.here import measure_link
 __all__ = ["calibrate", "written"]
 
 SOURCE = "measured: python -m reproduce calibrate, {}"
-Measure = Callable[[], object]
 
 AT_ONCE = 1e18
 """Bytes per second, and its inverse seconds, where nothing is copied: figures have to be numbers above 0."""
@@ -35,7 +35,7 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
     device = devices.first(1)[0]
     workspace = _workspace(device)  # before anything else, or the libraries have theirs already
 
-    def time(work: Measure) -> float:
+    def time(work: Callable[[], object]) -> float:
         """Return the seconds of the fastest run."""
         for _ in range(2):
             work()
@@ -55,17 +55,17 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
     n = 8192 if large else 768
     a, b = torch.rand(n, n, device=device), torch.rand(n, n, device=device)
     rates = {"matmul": 2 * n**3 / time(lambda: a @ b)}
-    others: dict[str, float] = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        c, d = a.to(dtype), b.to(dtype)
-        others[str(dtype).removeprefix("torch.")] = 2 * n**3 / time(lambda c=c, d=d: c @ d)  # type: ignore[misc]
+    others = {
+        str(dtype).removeprefix("torch."): 2 * n**3 / time(partial(torch.matmul, a.to(dtype), b.to(dtype)))
+        for dtype in (torch.bfloat16, torch.float16)
+    }
 
     batch, channels, size = (64, 256, 56) if large else (4, 64, 28)
     image = torch.rand(batch, channels, size, size, device=device)
     for kind, k in (("conv", 1), ("conv3x3", 3)):
         weight = torch.rand(channels, channels, k, k, device=device)
         flops = 2 * image.numel() * channels * k * k
-        rates[kind] = flops / time(lambda w=weight, k=k: F.conv2d(image, w, padding=k // 2))  # type: ignore[misc]
+        rates[kind] = flops / time(partial(F.conv2d, image, weight, padding=k // 2))
 
     stream = torch.rand((1 << 28) if large else (1 << 23), device=device)
     target = torch.empty_like(stream)
@@ -82,15 +82,16 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.5) -> dict[str,
     peak = max(rates.values())
     shares = {kind: rate / bandwidth for kind, rate in flow.items()}
     link, how = measure_link(stream)
-    links = {"link_bandwidth": figure(link, how), "link_latency": figure(launch, "as the shortest operator")}
     if math.isinf(link):
         values = {"link_bandwidth": AT_ONCE, "link_latency": 1 / AT_ONCE}
         links = {key: {"value": value, "source": f"none: {how}"} for key, value in values.items()}
+    else:
+        links = {"link_bandwidth": figure(link, how), "link_latency": figure(launch, "as the shortest operator")}
     memory = devices.memory or 1
     return {
         "title": f"this machine: {devices}",
         "devices": {"value": devices.count, "source": SOURCE.format("as found")},
-        "memory": figure(memory / (1 if large else devices.count), "as the system tells; devices share a CPU's"),
+        "memory": figure(memory / (1 if large else devices.count), "as the system says; devices share a CPU's"),
         "memory_bandwidth": figure(bandwidth, "copying a tensor, bytes read and written"),
         **links,
         "launch": figure(launch, f"{count} additions of one number"),
@@ -121,12 +122,12 @@ def _workspace(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"value": 0, "source": "none: the libraries of a CPU allocate beside PyTorch"}
     a = torch.rand(4096, 4096, device=device)
-    kept = _beside(device, lambda: a @ a)[0]
+    kept = _extra_bytes(device, lambda: a @ a)[0]
     x = torch.rand(64, 256, 56, 56, device=device)
     weight = torch.rand(256, 256, 3, 3, device=device)
     y = torch.empty_like(x)
     passing = max(
-        _beside(device, convolution)[1]
+        _extra_bytes(device, convolution)[1]
         for convolution in (
             lambda: F.conv2d(x, weight, padding=1),
             lambda: conv2d_input(x.shape, weight, y, padding=1),
@@ -137,8 +138,8 @@ def _workspace(device: torch.device) -> dict[str, Any]:
     return {"value": max(0, kept) + max(0, passing), "source": SOURCE.format(how)}
 
 
-def _beside(device: torch.device, work: Callable[[], torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes beside the result that work leaves allocated, and the most that it had while it ran."""
+def _extra_bytes(device: torch.device, work: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    """Return how many bytes more than its result work leaves allocated, and how many more it had at most."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = work()

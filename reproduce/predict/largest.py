@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from reproduce import models
+from reproduce.predict.rows import counted
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan import Hardware, Impossible
-from torchgpipe.plan.count import Counts, count
+from torchgpipe.plan.count import Counts
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.search import search
@@ -55,7 +53,7 @@ class Largest:
 
 
 def largest(asked: Asked, how: str, axis: int, notice: Callable[[tuple[int, ...]], None]) -> Largest:
-    """Double one size from the one that was asked for until it does not fit, then bisect; `notice` is told each."""
+    """Double one size from the one that was asked for until it does not fit, then bisect; `notice` gets each try."""
     step, most = STEPS[asked.model][axis], MOST[asked.model][axis]
 
     def sizes(steps: int) -> tuple[int, ...]:
@@ -99,9 +97,6 @@ def _parameters(asked: Asked, sizes: tuple[int, ...]) -> int:
     return sum(layer.parameters for layer in _counts(asked.model, sizes).low) // 4
 
 
-@functools.cache
-def _counts(model: str, sizes: Sequence[int]) -> Counts:
-    built = models.MODELS[MODELS[model][0]]
-    with torch.device("meta"):
-        module, sample = built.build(*sizes), torch.empty(1, *built.input_shape)
-    return count(module, sample)
+def _counts(model: str, sizes: tuple[int, ...]) -> Counts:
+    name, *_ = MODELS[model]
+    return counted(name, sizes, models.MODELS[name].input_shape)

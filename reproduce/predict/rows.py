@@ -27,16 +27,7 @@ from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
 
-__all__ = [
-    "SPEED_TABLES",
-    "UNITS",
-    "predict_row",
-    "predict_table",
-    "predictable",
-    "predictor_of",
-    "setup_of",
-    "speed",
-]
+__all__ = ["SPEED_TABLES", "counted", "predict_row", "predict_table", "predictable"]
 
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 """Those whose speed-ups the targets are about."""
@@ -71,12 +62,12 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
         kind="predicted",
         unit=UNITS,
         scale="paper",
-        hardware=describe(hardware),
+        hardware=_described(hardware),
         results=[predict_row(experiment, table.name, row, hardware) for row in table.results],
     )
 
 
-def describe(hardware: Hardware) -> dict[str, Json]:
+def _described(hardware: Hardware) -> dict[str, Json]:
     """Return the description's figures, as a record keeps them."""
     figures: dict[str, Json] = {key: getattr(hardware, key) for key in ("name", "title", "devices")}
     for key in hardware.sources:
@@ -101,22 +92,18 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     components = config.get("components")
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
-    holds = any(name in row.values for name in RESERVED)
-    predictor = predictor_of(config, hardware, memory=holds)
+    with_memory = any(name in row.values for name in RESERVED)
+    sizes = tuple(config[name] for name in ("L", "D", "F", "B", "C") if name in config)
+    counts = counted(config["model"], sizes, tuple(config["input_shape"]), memory=with_memory)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
-        values.update(speed(predictor, config))
-    if holds:
-        values.update(_memory(predictor.counts, config))
+        values.update(_speed(Predictor(counts, hardware), config))
+    if with_memory:
+        values.update(_memory(counts, config))
     return structs.replace(result, values={name: _rounded(value) for name, value in values.items()})
 
 
-def predictor_of(config: dict[str, Json], hardware: Hardware, *, memory: bool = False) -> Predictor:
-    """Return what predicts a published row's model on `hardware`; its layers' memory only if asked for."""
-    return Predictor(_counts(*_model(config), memory), hardware)
-
-
-def setup_of(config: dict[str, Json], layers: int) -> Setup:
+def _setup(config: dict[str, Json], layers: int) -> Setup:
     """Return a published row's setup; a row without a pipeline is one partition and one micro-batch."""
     components = config.get("components")
     name = config["optimizer"].lower()
@@ -133,9 +120,9 @@ def setup_of(config: dict[str, Json], layers: int) -> Setup:
     )
 
 
-def speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
+def _speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
     """Predict one step, and the throughput of an epoch as the papers took it: with its last, smaller mini-batch."""
-    setup = setup_of(config, len(predictor.counts))
+    setup = _setup(config, len(predictor.counts))
     step = predictor.step(setup)
     samples, seconds = float(setup.batch_size), step.seconds
     if "last_batch_size" in config:
@@ -147,18 +134,12 @@ def speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
 
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak, with PyTorch of today; without portals, nothing."""
-    setup = replace(setup_of(config, len(counts)), zeroed=False)
+    setup = replace(_setup(config, len(counts)), zeroed=False)
     if not setup.portals:
         return {}
     devices = setup_memory(counts, setup)
     kept = round(sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low))
     return {"allocated": [round(device.peak) for device in devices], "model": kept}
-
-
-def _model(config: dict[str, Json]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return what says which model a row trains: its name, its sizes and the shape of a sample."""
-    sizes = tuple(config[name] for name in ("L", "D", "F", "B", "C") if name in config)
-    return config["model"], sizes, tuple(config["input_shape"])
 
 
 BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
@@ -168,10 +149,11 @@ BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
 }
 
 
-@functools.lru_cache(maxsize=16)
-def _counts(model: str, sizes: tuple[int, ...], shape: tuple[int, ...], memory: bool) -> Counts:
+@functools.cache
+def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
+    """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for."""
     with torch.device("meta"):
-        module, sample = BUILDERS[model](*sizes), torch.empty(1, *shape)
+        module, sample = BUILDERS[model](*sizes), torch.empty(1, *input_shape)
     return count(module, sample, memory=memory)
 
 

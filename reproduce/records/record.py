@@ -58,7 +58,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     state: Literal["running", "finished", "interrupted"]
     command: list[str]
-    seed: int | None  # None where another program ran, which does not tell
+    seed: int | None  # None where another program ran, which does not say
     started: str
     ended: str | None
     device: str

@@ -108,14 +108,14 @@ def test_what_is_finished_is_kept(
         assert capsys.readouterr().out == "1 results\n"
 
 
-def test_without_a_result_no_file_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_result_no_file_is_touched(tmp_path: Path) -> None:
     def found() -> Found:
         raise Error("what it is")
         yield []
 
     with pytest.raises(SystemExit):
         keep(begun(tmp_path / "one.json"), tmp_path / "one.json", found(), 1, str)
-    assert not list(tmp_path.iterdir()) and "one: what it is" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_child_says_why_it_has_no_answer_and_goes_on() -> None:

@@ -89,7 +89,7 @@ def test_what_it_refuses(
 
 
 class Answers:
-    """A measuring process that answers what it is told to, or cannot."""
+    """A measuring process with prepared answers; a text is why it has none."""
 
     def __init__(self, version: str, **answers: list[Any]) -> None:
         self.version, self.answers = version, answers

@@ -15,8 +15,7 @@ from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment
 
 PROFILE_SECONDS = 0.05
 CORES = 2  # whatever this machine has: tests run small things, and two threads run anywhere
-
-
+EPOCHS = int(os.environ.get("TINY_EPOCHS", "2"))
 SIZES: dict[str, dict[str, Any]] = {
     "AmoebaNet-D": {"size": (3, 16), "batch_size": 4},
     "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
@@ -49,16 +48,10 @@ def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
     return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
 
 
-EPOCHS = int(os.environ.get("TINY_EPOCHS", "2"))
 TINY = {
-    **{
-        name: tiny(EXPERIMENTS[original], name)
-        for name, original in (
-            ("tiny-speed", "amoebanet-speed"),
-            ("tiny-memory", "amoebanet-memory"),
-            ("tiny-ablation", "unet-ablation"),
-        )
-    },
+    "tiny-speed": tiny(EXPERIMENTS["amoebanet-speed"], "tiny-speed"),
+    "tiny-memory": tiny(EXPERIMENTS["amoebanet-memory"], "tiny-memory"),
+    "tiny-ablation": tiny(EXPERIMENTS["unet-ablation"], "tiny-ablation"),
     "tiny-accuracy": tiny_accuracy(EXPERIMENTS["resnet101-accuracy"], "tiny-accuracy"),
 }
 

@@ -1,23 +1,19 @@
-"""Compare: what is fair to compare is, what is not becomes ratios, and what is missing is told."""
+"""Compare: what is fair to compare is, what is not becomes ratios, and what is missing is named."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from reproduce.machine.description import Machine
 from reproduce.numbers.compare import Comparison, compare, verdict
 from reproduce.numbers.match import match
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import side_of
-from reproduce.records.record import Record, Result
+from reproduce.records.record import Record
 
-Make = Callable[..., Record]
-MakeRow = Callable[..., Result]
+from ..made import record, row
 
 
 def compared(*sides: Record, **options: Any) -> tuple[list[Comparison], list[str]]:
@@ -26,52 +22,44 @@ def compared(*sides: Record, **options: Any) -> tuple[list[Comparison], list[str
 
 
 def only(*sides: Record, **options: Any) -> Comparison:
-    (found,), notes = compared(*sides, **options)
+    (comparison,), notes = compared(*sides, **options)
     assert not notes
-    return found
+    return comparison
 
 
-def said(comparison: Comparison, side: int = 1) -> dict[str, str | None]:
-    """Return the verdict on each row."""
+def ratios(comparison: Comparison, side: int = 1) -> dict[str, tuple[float, str] | None]:
+    """Return each row's ratio and verdict."""
     decisions = {row.line.label: row.decisions[side] for row in comparison.rows}
-    return {label: None if each is None else verdict(each, comparison.metric) for label, each in decisions.items()}
-
-
-def ratios(comparison: Comparison, side: int = 1) -> dict[str, float]:
-    decisions = {row.line.label: row.decisions[side] for row in comparison.rows}
-    return {label: round(each.ratio, 3) for label, each in decisions.items() if each is not None}
+    return {
+        label: each and (round(each.ratio, 3), verdict(each, comparison.metric)) for label, each in decisions.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "verdict"),
+    ("new", "ratio", "verdict"),
     [
-        (1.0, 0.8, "better"),
-        (1.0, 1.25, "worse"),
-        (1.0, 1.001, "~"),
-        (1.0, 1.03, "~"),  # significant, but a trifle
-        ([1.0, 2.0, 3.0, 4.0, 5.0], [1.1, 2.2, 3.3, 4.4, 5.5], "~"),  # large, but not significant
-        ([1.0] * 4, [2.0] * 4, "too few"),
+        ([0.8] * 8, 1.25, "better"),
+        ([1.25] * 8, 0.8, "worse"),
+        ([1.03] * 8, 0.971, "~"),  # significant, but a trifle
+        ([0.25, 0.5, 1.0, 2.0, 4.0], 1.0, "~"),
+        ([2.0] * 4, 0.5, "too few"),
     ],
 )
-def test_verdicts(
-    old: float | Sequence[float], new: float | Sequence[float], verdict: str, record: Make, row: MakeRow
-) -> None:
-    found = only(record(row("x", old)), record(row("x", new)))
-    assert (found.metric, found.relative, said(found)) == ("throughput", False, {"x": verdict})
-    found = only(record(row("x", old)), record(row("x", new)), metric="time")
-    assert said(found) == {"x": verdict}, "less time is better as more throughput is"
+def test_less_time_is_better_as_more_throughput_is(new: list[float], ratio: float, verdict: str) -> None:
+    sides = record(row("x", [1.0] * len(new))), record(row("x", new))
+    comparison = only(*sides)
+    assert (comparison.metric, comparison.unit, comparison.relative) == ("throughput", "samples/s", False)
+    assert ratios(comparison) == {"x": (ratio, verdict)}
+    assert ratios(only(*sides, metric="time")) == {"x": (pytest.approx(1 / ratio, abs=1e-3), verdict)}
 
 
 @pytest.mark.parametrize(
     ("outcome", "metric", "expected"),
     [
         ("higher", "throughput", "better"),
-        ("lower", "throughput", "worse"),
         ("higher", "memory", "worse"),
         ("lower", "top1_error", "better"),
         ("higher", "parameters", "differs"),
-        ("~", "memory", "~"),
-        ("too few", "time", "too few"),
         ("untested", "time", "untested"),
     ],
 )
@@ -79,41 +67,35 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
     assert verdict(Decision(outcome, 1.0), metric) == expected
 
 
-def test_the_geometric_mean(record: Make, row: MakeRow) -> None:
-    found = only(record(row("x", 1.0), row("y", 1.0)), record(row("x", 0.5), row("y", 0.125)))
-    mean, count = found.mean(1) or (0, 0)
-    assert math.isclose(mean, 4) and count == 2
-    assert found.mean(0) is None
+def test_several_sides_are_each_compared_with_the_first() -> None:
+    comparison = only(*(record(row("x", seconds), row("y", 1.0)) for seconds in (1.0, 0.25, 4.0)))
+    assert ratios(comparison, 0) == {"x": None, "y": None} and comparison.mean(0) is None
+    assert ratios(comparison, 1) == {"x": (4.0, "better"), "y": (1.0, "~")}
+    assert [comparison.mean(side) for side in (1, 2)] == [(pytest.approx(2), 2), (pytest.approx(0.5), 2)]
 
 
-def test_several_sides_are_each_compared_with_the_first(record: Make, row: MakeRow) -> None:
-    found = only(record(row("x", 1.0)), record(row("x", 0.5)), record(row("x", 2.0)))
-    assert [ratios(found, side) for side in (0, 1, 2)] == [{}, {"x": 2.0}, {"x": 0.5}]
+# The second machine is twice as fast, and `y` lags behind on it: 3 times as fast as x, then 2 times.
+TWO_MACHINES = (
+    record(row("x", 3.0, over="x"), row("y", 1.0, over="x")),
+    record(row("x", 1.5, over="x"), row("y", 0.75, over="x"), cpu="another CPU"),
+)
 
 
-def sides_on_two_machines(record: Make, row: MakeRow) -> list[Record]:
-    """Let the second machine be twice as fast, and `y` lag behind on it: 3 times faster than x, then 2 times."""
-    x, y = (row(name, 3.0, over="x") for name in ("x", "y"))
-    old = record(x, replace(y, samples=row("y", 1.0).samples))
-    new = record(row("x", 1.5, over="x"), row("y", 0.75, over="x"), cpu="another CPU")
-    return [old, new]
-
-
-def test_absolute_times_of_different_machines_are_not_compared(record: Make, row: MakeRow) -> None:
-    found = only(*sides_on_two_machines(record, row))
-    assert found.relative and said(found) == {"x": None, "y": "worse"} and ratios(found) == {"y": 0.667}
-    assert [row.base for row in found.rows] == [True, False]
-    assert found.notes[:2] == [
+def test_absolute_times_of_different_machines_are_not_compared() -> None:
+    comparison = only(*TWO_MACHINES)
+    assert comparison.relative and ratios(comparison) == {"x": None, "y": (0.667, "worse")}
+    assert [row.base for row in comparison.rows] == [True, False]
+    assert comparison.notes == [
         "each side's throughput is divided by its own x",
         "absolute numbers are not compared: the sides ran on different machines",
     ]
-    assert found.mean(1) == (pytest.approx(2 / 3), 1), "the row divided by is 1 by construction, and does not count"
+    assert comparison.mean(1) == (pytest.approx(2 / 3), 1), "the row divided by is 1 by construction, and left out"
 
 
-def test_force_compares_them_and_says_so(record: Make, row: MakeRow) -> None:
-    found = only(*sides_on_two_machines(record, row), force=True)
-    assert not found.relative and ratios(found) == {"x": 2.0, "y": 1.333}
-    assert found.notes[0] == ("FORCED: absolute numbers are compared although the sides ran on different machines")
+def test_force_compares_them_and_says_so() -> None:
+    comparison = only(*TWO_MACHINES, force=True)
+    assert not comparison.relative and ratios(comparison) == {"x": (2.0, "better"), "y": (1.333, "better")}
+    assert comparison.notes == ["FORCED: absolute numbers are compared although the sides ran on different machines"]
 
 
 @pytest.mark.parametrize(
@@ -128,10 +110,10 @@ def test_force_compares_them_and_says_so(record: Make, row: MakeRow) -> None:
         ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False),
     ],
 )
-def test_what_makes_a_machine_another(change: dict[str, Any], relative: bool, record: Make, row: MakeRow) -> None:
-    found = only(record(row("x", 1.0)), record(row("x", 1.0), **change))
-    assert found.relative == relative
-    assert ("torch differs: 2.11.0 / 2.12.0" in found.notes) == ("torch" in change)
+def test_what_makes_a_machine_another(change: dict[str, Any], relative: bool) -> None:
+    comparison = only(record(row("x", 1.0)), record(row("x", 1.0), **change))
+    assert comparison.relative == relative
+    assert ("torch differs: 2.11.0 / 2.12.0" in comparison.notes) == ("torch" in change)
 
 
 @pytest.mark.parametrize(
@@ -141,69 +123,67 @@ def test_what_makes_a_machine_another(change: dict[str, Any], relative: bool, re
         ("xy", {"x": "x", "y": "x", "z": "z"}),  # the third side lacks z, so the first row that all have
     ],
 )
-def test_what_rows_are_divided_by(rows: str, bases: dict[str, str], record: Make, row: MakeRow) -> None:
+def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
     seconds = {"x": 2.0, "y": 3.0, "z": 4.0}
     old, new = ([row(name, seconds[name], over="z") for name in names] for names in ("xyz", rows))
-    found = only(record(*old), record(*old), record(*new), metric="speedup")
-    for each in found.rows:
+    for each in only(record(*old), record(*old), record(*new), metric="speedup").rows:
         label = each.line.label
         readings = [reading.middle for reading in each.readings if reading is not None]
         assert readings == pytest.approx([seconds[bases[label]] / seconds[label]] * len(each.line.entries))
 
 
-def test_speed_up_is_taken_within_sides_and_rounds(record: Make, row: MakeRow) -> None:
+def test_speed_up_is_taken_within_sides_and_rounds() -> None:
     """A drift that slows whole rounds down leaves their ratios alone."""
     drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     sides = [
         record(row("x", drift, over="x"), row("y", [step / factor for step in drift], over="x")) for factor in (2, 1.5)
     ]
-    found = only(*sides, metric="speedup")
-    assert found.relative and ratios(found) == {"y": 0.75} and said(found)["y"] == "worse"
-    assert said(only(*sides, metric="throughput"))["y"] == "~", "which absolute numbers cannot show"
+    assert ratios(only(*sides, metric="speedup")) == {"x": None, "y": (0.75, "worse")}
+    assert ratios(only(*sides))["y"] == (0.75, "~"), "which absolute numbers cannot show"
 
 
-def test_memory_does_not_depend_on_the_machine(record: Make, row: MakeRow) -> None:
+def test_memory_does_not_depend_on_the_machine() -> None:
     sides = [record(row("x", values={"peak_allocated": peak}), cpu=cpu) for cpu, peak in (("a", [1, 3]), ("b", [4, 4]))]
-    found = only(*sides)
-    assert (found.metric, found.unit, found.relative, ratios(found)) == ("memory", "bytes", False, {"x": 2.0})
-    assert said(found) == {"x": "untested"}, "a single number each proves nothing"
+    comparison = only(*sides)
+    assert (comparison.metric, comparison.unit, comparison.relative) == ("memory", "bytes", False)
+    assert ratios(comparison) == {"x": (2.0, "untested")}, "a single number each proves nothing"
 
 
-def test_samples_against_a_published_number(record: Make, row: MakeRow) -> None:
-    """The published number is taken as exact; whether ours differ from it is for the samples to say."""
-    ours = record(row("x", 1.0, experiment="t"), row("y", 0.5, experiment="t", over="x"))
-    results = [
-        Result("t", name, "published", config={"row": name}, values={"throughput": number})
-        for name, number in (("x", 10.0), ("y", 30.0))
+@pytest.mark.parametrize(
+    ("units", "sizes"), [(("GB", "GiB"), (1.0, 1.0)), (("GB", "GB"), (0.0, 1.0))], ids=["another unit", "zero"]
+)
+def test_what_has_no_ratio(units: tuple[str, str], sizes: tuple[float, float]) -> None:
+    sides = [
+        Record("r", "T", "measured", {"size": unit}, [row("x", values={"size": size})])
+        for unit, size in zip(units, sizes, strict=True)
     ]
-    found = only(Record("t", "T", "published", {}, results), ours)
-    assert found.relative and ratios(found) == {"y": 0.667} and said(found) == {"x": None, "y": "worse"}
+    assert ratios(only(*sides, metric="size")) == {"x": None}
 
 
-def test_what_is_missing_is_told(record: Make, row: MakeRow) -> None:
+def test_what_is_missing_is_named() -> None:
     lacking = row("z", status="needs devices", reason="needs 8 devices")
-    found = only(
+    comparison = only(
         record(row("x", 1.0), row("y", 1.0), lacking),
         record(row("x", 1.0), row("w", 1.0), lacking, row("y", status="out of memory")),
     )
-    assert found.notes == [
+    assert comparison.notes == [
         "no number (out of memory) in B: y",
         "no number (needs 8 devices) in A and B: z",
         "missing in A: w",
     ]
-    assert list(said(found)) == ["x"]
+    assert list(ratios(comparison)) == ["x"]
 
 
-def test_experiments_of_one_side_are_named_together(record: Make, row: MakeRow) -> None:
-    _, notes = compared(record(row("x", 1.0), row("y", 1.0), row("x", 1.0, experiment="f")), record())
-    assert notes == ["only in A: e (2 rows), f (1 row)"]
-
-
-def test_zeros_have_no_ratio(record: Make, row: MakeRow) -> None:
-    sides = [record(row("x", values={"top1_error": error})) for error in (0.0, 1.0)]
-    assert said(only(*sides)) == {"x": None}
-
-
-def test_different_units_are_not_compared(row: MakeRow) -> None:
-    sides = [Record("r", "T", "measured", {"size": unit}, [row("x", values={"size": 1.0})]) for unit in ("GB", "GiB")]
-    assert said(only(*sides, metric="size")) == {"x": None}
+@pytest.mark.parametrize(
+    ("rows", "metric", "notes"),
+    [
+        ([], None, ["only in A: e (2 rows), f (1 row)"]),
+        ([row("x", values={"loss": 1.0})], None,
+         ["e: no row has the same metric on two sides: A has throughput, time, speedup, step_time, round; B has loss",
+          "only in A: f (1 row)"]),
+        ([row("x", 1.0)], "loss", ["e: loss is not on two sides of any row", "only in A: f (1 row)"]),
+    ],
+)  # fmt: skip
+def test_experiments_without_a_table(rows: list[Any], metric: str | None, notes: list[str]) -> None:
+    first = record(row("x", 1.0), row("y", 1.0), row("x", 1.0, experiment="f"))
+    assert compared(first, record(*rows), metric=metric) == ([], notes)

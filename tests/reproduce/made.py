@@ -1,0 +1,42 @@
+"""Make records of rows that were measured on some machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from reproduce.machine.description import Machine
+from reproduce.records.record import Record, Result, Run
+
+RUN = Run(
+    state="finished",
+    command=["python", "-m", "reproduce"],
+    seed=0,
+    started="2020-04-21T10:02:05Z",
+    ended=None,
+    device="cpu",
+    devices=2,
+    threads_per_device=1,
+    machine=Machine("Linux", "a CPU", 2, 2, 8 << 30),
+    versions={"torch": "2.11.0"},
+    git=None,
+    load=None,
+)
+STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
+
+
+def row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
+    """Make a measured row of eight steady steps of so many seconds, or of the steps given."""
+    config = {"model": "AmoebaNet-D", "batch_size": 8, **changes.pop("config", {"row": name})}
+    steps = [seconds * step for step in STEADY] if isinstance(seconds, float) else list(seconds or [])
+    samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
+    base = Result("e", name, "measured", "small", "cpu", config, samples=samples)
+    return replace(base, **changes)
+
+
+def record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: Any) -> Record:
+    """Make a record of rows that were measured on a machine with that CPU."""
+    run = replace(RUN, machine=replace(RUN.machine, cpu=cpu), versions={"torch": torch})
+    return Record("name", "Title", "measured", {"loss": "1"}, list(rows), run=replace(run, **changes))
