@@ -11,10 +11,7 @@ import pytest
 import reproduce.machine.devices
 import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, Experiment
-from reproduce.records.record import Record, Result
 
-from .made import record as make_record
-from .made import row as make_row
 from .tiny import CORES, PROFILE_SECONDS, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,13 +71,3 @@ def broken_modules(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
-
-
-@pytest.fixture
-def row() -> Callable[..., Result]:
-    return make_row
-
-
-@pytest.fixture
-def record() -> Callable[..., Record]:
-    return make_record

@@ -5,22 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reproduce.error import Error
-from reproduce.records.record import Record, Result, save
+from reproduce.records.record import Result, save
 from reproduce.tables.compare import compared
 from reproduce.tables.layout import WIDTH
 
+from ..made import record, row
+
 
 @pytest.fixture
-def paths(
-    tmp_path: Path, record: Callable[..., Record], row: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Make three sides of a grid of rows, of which the second is twice as fast with m=4, and the third incomplete."""
     monkeypatch.chdir(tmp_path)
 
