@@ -21,12 +21,10 @@ from msgspec.structs import replace
 from reproduce.cli.interrupt import interruptible
 from reproduce.error import Error
 from reproduce.machine.allocator import kept
-from reproduce.machine.description import load_average, machine, versions
-from reproduce.machine.git import checkout
-from reproduce.records.record import FREED_MEMORY, Record, Result, Run, save
-from reproduce.regression.interleave import folder_with_torchgpipe
+from reproduce.machine.devices import Devices
+from reproduce.records.record import FREED_MEMORY, Record, Result, save
 from reproduce.run.progress import Progress
-from reproduce.run.recorder import now, prepare_folder
+from reproduce.run.recorder import new_run, now, prepare_folder
 
 T = TypeVar("T")
 Found = Generator[Sequence[Result], None, None]
@@ -53,6 +51,15 @@ def command(
     return parser
 
 
+def folder_with_torchgpipe(text: str) -> Path:
+    """Read a folder from a command line; refuse one in which no torchgpipe was installed."""
+    if not (Path(text) / "torchgpipe").is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no torchgpipe in {text}; pip install --no-deps --target {text} torchgpipe==0.0.7"
+        )
+    return Path(text)
+
+
 def positive(text: str) -> int:
     """Read a whole number of at least 1 from a command line."""
     if not text.isdecimal() or int(text) < 1:
@@ -70,19 +77,10 @@ def start(
         except Error as error:
             raise SystemExit(str(error)) from None
     given = {key: value for key, value in vars(options).items() if not isinstance(value, Path) and value is not None}
-    run = Run(
-        state="running",
-        command=["python", "-m", f"benchmarks.{name}"],  # without the paths of a machine; the rest is in the settings
+    run = new_run(
+        Devices(device, devices, 1 if device == "cpu" else None),
         seed=0,
-        started=now(),
-        ended=None,
-        device=device,
-        devices=devices,
-        threads_per_device=1 if device == "cpu" else None,
-        machine=machine(),
-        versions=versions(),
-        git=checkout(),
-        load=load_average(),
+        command=["python", "-m", f"benchmarks.{name}"],  # without the paths of a machine; the rest is in the settings
         settings={**given, FREED_MEMORY: "kept" if kept() else "as the C library does"},
     )
     torch.set_num_threads(1)

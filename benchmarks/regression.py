@@ -46,19 +46,19 @@ def prove(measured: Measure, delays: Sequence[float], settings: Settings, finish
         began = time.perf_counter()
         judged = measured(replace(settings, slow_down=delay, seed=number))
         cases = {
-            one.case: {**_judged(one.decision), "base": _digits(one.samples.base), "head": _digits(one.samples.head)}
-            for one in judged.cases
+            case: {**_judged(judged.decisions[case]), "base": _digits(samples.base), "head": _digits(samples.head)}
+            for case, samples in judged.samples.items()
         }
         values = {
             "seconds": round(time.perf_counter() - began, 1),
             "worse": judged.worse,
-            "cases": {**cases, TOGETHER: _judged(judged.together)},
+            "cases": {**cases, TOGETHER: _judged(judged.decisions[TOGETHER])},
         }
         yield [Result("regression", f"run {number + 1}", "measured", config={"planted": delay}, values=values)]
 
 
-def _judged(decision: Decision | None) -> dict[str, float]:
-    assert decision is not None and decision.low is not None and decision.high is not None and decision.p is not None
+def _judged(decision: Decision) -> dict[str, float]:
+    assert decision.low is not None and decision.high is not None and decision.p is not None
     numbers = {"ratio": decision.ratio, "low": decision.low, "high": decision.high}
     return {**{name: round(x, 4) for name, x in numbers.items()}, "p": decision.p}
 

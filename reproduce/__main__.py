@@ -1,4 +1,4 @@
-"""Start `python -m reproduce`; what the program cannot do without is looked for first, and told in one line."""
+"""Start `python -m reproduce`. What the program needs is looked for first; what is missing is told in one line."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ def missing() -> str | None:
     for package in ("torch", "click", "msgspec", "tabulate"):
         try:
             importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name == package:
-                return f"{package} is not installed: run 'make', or 'pip install {package}'"
-            return f"{package} is broken (no module {error.name}): install it anew"
         except (ImportError, OSError, RuntimeError) as error:
-            return f"{package} is broken ({' '.join(str(error).split())}): install it anew"
+            if isinstance(error, ModuleNotFoundError) and error.name == package:
+                return f"{package} is not installed: run 'make', or 'pip install {package}'"
+            return f"{package} is broken ({' '.join(str(error).split())}): reinstall it"
 
     version = sys.modules["torch"].__version__
     if tuple(int(part) for part in version.split(".")[:2]) < LEAST_TORCH:
-        least = ".".join(map(str, LEAST_TORCH))
-        return f"torch {version} is too old: install torch {least} or newer"
+        return f"torch {version} is too old: install torch {'.'.join(map(str, LEAST_TORCH))} or newer"
     return None
 
 
@@ -54,14 +51,5 @@ def leave(signum: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
-def run() -> None:
-    """Run the program, as the command `reproduce`."""
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("reproduce: interrupted", file=sys.stderr)
-        sys.exit(130)
-
-
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import click
 
-from reproduce.cli.shared import shown
+from reproduce.cli.shared import PATH, shown
 from reproduce.records.published import PAPER, import_tables
 from reproduce.run.recorder import prepare_folder
 
 
 @click.command("import-paper")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), default=PAPER, metavar="DIR", help="Default: results/paper.")
+@click.argument("source", type=PATH)
+@click.option("--out", type=PATH, default=PAPER, metavar="DIR", help="Where to put them. Default: results/paper.")
 def import_paper(source: Path, out: Path) -> None:
-    """Make the records of published numbers from the JSON file SOURCE, which holds the papers' tables."""
+    """Make the records of published numbers.
+
+    SOURCE is the JSON file that holds the papers' tables.
+    """
     prepare_folder(out)
     for path in import_tables(source, out):
         click.echo(shown(path))

@@ -10,24 +10,18 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises `KeyboardInterrupt` if there was a Ctrl-C since; to be called now and then.
-
-    Outside the main thread, which alone receives signals, it does nothing.
-    """
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
+    """Yield a function that raises `KeyboardInterrupt` if there was a Ctrl-C since; to be called now and then."""
+    asked = False
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        asked.set()
+        nonlocal asked
+        asked = True
         raise KeyboardInterrupt
 
     def be_silent(unraisable: sys.UnraisableHookArgs) -> None:
@@ -35,7 +29,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
             hook(unraisable)
 
     def check() -> None:
-        if asked.is_set():
+        if asked:
             raise KeyboardInterrupt
 
     handler, hook = signal.signal(signal.SIGINT, interrupt), sys.unraisablehook

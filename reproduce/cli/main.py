@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -22,42 +21,34 @@ from reproduce.cli.run import INTERRUPTED, run
 from reproduce.cli.show import show
 from reproduce.error import Error
 
+COMMANDS = [list_experiments, run, show, publish, compare, report, render_command, predict, plan, calibrate,
+            regression, import_paper]  # fmt: skip
 
-@click.group()
+
+@click.group(commands=COMMANDS)
 def cli() -> None:
-    """Run the papers' experiments on this machine and compare with what was published."""
+    """Run the papers' experiments on this machine and compare with what was published.
 
-
-for command in (
-    list_experiments,
-    run,
-    show,
-    publish,
-    compare,
-    report,
-    render_command,
-    predict,
-    plan,
-    calibrate,
-    regression,
-    import_paper,
-):
-    cli.add_command(command)
+    COMMAND --help says more about a command.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; an error is one line on stderr."""
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False)
     except click.ClickException as error:
-        return _complain(error.format_message(), error.exit_code)
+        message = error.format_message()
+        if isinstance(error, click.MissingParameter) and error.ctx is not None:
+            message += f" See '{error.ctx.command_path} --help'."
+        return _complain(message, error.exit_code)
     except Error as error:
         return _complain(str(error), error.exit_code)
+    except ModuleNotFoundError as error:  # a package that only some commands need
+        return _complain(f"{error.name} is not installed: run 'make setup', or 'pip install {error.name}'", 1)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # who read the output, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return code if isinstance(code, int) else 0
 
 

@@ -1,69 +1,44 @@
-"""`python -m reproduce plan MODEL`: the best setup for a model on a node, and the largest model that fits one."""
+"""Offer `python -m reproduce plan`: the best setup for a model on a node, and the largest model that fits one."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import click
 import torch
 
 from reproduce import models
-from reproduce.cli.predict import hardware_by_name
+from reproduce.cli.shared import COUNT, parsed
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.predict.largest import MODELS, Asked, largest
-from torchgpipe.plan import Hardware, hardware_names
+from torchgpipe.plan import Hardware, hardware_names, load_hardware
 from torchgpipe.plan import plan as make_plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.optimizer import OPTIMIZERS
 from torchgpipe.plan.planner import HERE
 
+PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
 PROFILED = 4
 """Samples of the largest micro-batch that layers are timed with, unless told otherwise."""
 
 
-def memory_amount(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
-    """Return bytes."""
-    try:
-        return None if text is None else parse_amount(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def hardware_or_here(context: click.Context, parameter: click.Parameter, name: str) -> Hardware | None:
-    """Return the description of that name, or nothing for a profile on the present device."""
-    return None if name == HERE else hardware_by_name(context, parameter, name)
-
-
 @click.command()
-@click.argument("model", type=click.Choice(list(MODELS)))
-@click.option("--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet.")
-@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Default: as many as the hardware has.")
-@click.option("--memory", callback=memory_amount, metavar="24GiB", help="Of each device. Default: the hardware's.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Default: the papers' in their memory tables.")
+@click.argument("model", type=click.Choice(list(MODELS)), metavar="MODEL")
+@click.option(
+    "--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet. Default: 18 256, and 5 64."
+)
+@click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
+@click.option("--memory", callback=parsed(parse_amount), metavar="24GiB", help="Of each device. Default: the "
+              "hardware's.")  # fmt: skip
+@click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', as in their memory tables.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the papers'.")
-@click.option(
-    "--hardware",
-    default="p40x8",
-    show_default=True,
-    callback=hardware_or_here,
-    metavar="NAME|FILE|here",
-    help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time the layers "
-    "on a device of this machine.",
-)
-@click.option(
-    "--profile",
-    "profiled",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help=f"With --hardware {HERE}: samples of the largest micro-batch to time layers with, at most the batch size; the "
-    f"more, the less is drawn out to larger ones, and the longer it takes. Default: {PROFILED}.",
-)
-@click.option(
-    "--largest",
-    "find_largest",
-    type=click.Choice(["depth", "width"]),
-    help="Instead: the largest model that fits, naive and pipelined, growing its first or its second size.",
-)
+@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
+              callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
+              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time "
+              "the layers on a device of this machine.")  # fmt: skip
+@click.option("--profile", "profiled", type=click.IntRange(min=2), metavar="N",
+              help=f"With --hardware {HERE}: time the layers with micro-batches of at most N samples. More take "
+              f"longer; fewer leave more to extrapolation. Default: {PROFILED}.")  # fmt: skip
+@click.option("--largest", "grows", type=click.Choice(["depth", "width"]), help="Find the largest model that fits "
+              "instead, naive and pipelined, by growing its first or its second size.")  # fmt: skip
 def plan(
     model: str,
     size: tuple[int, int] | None,
@@ -73,56 +48,57 @@ def plan(
     optimizer: str | None,
     hardware: Hardware | None,
     profiled: int | None,
-    find_largest: str | None,
+    grows: str | None,
 ) -> None:
-    """Plan MODEL for a node: balance, micro-batches, checkpointing; predicted, on any machine."""
+    """Find the best setup for MODEL on a node, by prediction.
+
+    MODEL is amoebanet, unet or resnet101. A setup is a balance, a number of micro-batches and a checkpoint mode. No GPU
+    is needed.
+    """
     name, papers_batch, papers_optimizer = MODELS[model]
     built = models.MODELS[name]
-    names = built.sizes
-    if bool(names) < (size is not None):
+    sizes = size or PAPERS_SIZES.get(model, ())
+    batch_size, optimizer = batch_size or papers_batch, optimizer or papers_optimizer
+    if size and model not in PAPERS_SIZES:
         raise click.BadParameter(f"{model} has one size only; leave --size out", param_hint="--size")
-    if profiled is not None and hardware is not None:
+    if grows and model not in PAPERS_SIZES:
+        raise click.BadParameter(f"{model} has one size only, there is no largest", param_hint="--largest")
+    if profiled and hardware:
         raise click.BadParameter(
             f"nothing is timed with a description; leave it out, or say --hardware {HERE}", param_hint="--profile"
         )
-    if find_largest is not None and hardware is None:
-        raise click.BadParameter(
-            "the largest model is a question of memory alone, nothing is timed for it: name a description",
-            param_hint="--hardware here",
-        )
-    if find_largest is not None and not names:
-        raise click.BadParameter(f"{model} has one size only, there is no largest", param_hint="--largest")
-    papers_sizes: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
-    sizes: tuple[int, ...] = size or papers_sizes.get(model, ())
-    batch_size = batch_size or papers_batch
-    optimizer = optimizer or papers_optimizer
     try:
-        if find_largest is None:
+        if grows is None:
+            click.echo(f"{_named(name, sizes)}, batch size {batch_size}, {optimizer}")
             with torch.device("meta"):
                 module = built.build(*sizes)
-            click.echo(f"{_named(name, sizes)}, batch size {batch_size}, {optimizer}")
-            here = find_devices(None, None) if hardware is None else Devices("meta", devices or 1)
-            with here.in_use():
-                found = make_plan(
+            found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
+            with found.in_use():
+                samples = min(batch_size, profiled or PROFILED)
+                planned = make_plan(
                     module,
-                    torch.rand(min(batch_size, profiled or PROFILED), *built.input_shape, device=here.first(1)[0]),
-                    batch_size=batch_size, devices=devices or (here.count if hardware is None else None),
-                    memory=memory, hardware=hardware or HERE, optimizer=optimizer,
-                )  # fmt: skip
-            click.echo(f"\n{found}")
+                    torch.rand(samples, *built.input_shape, device=found.first(1)[0]),
+                    batch_size=batch_size,
+                    devices=devices or (None if hardware else found.count),
+                    memory=memory,
+                    hardware=hardware or HERE,
+                    optimizer=optimizer,
+                )
+            click.echo(f"\n{planned}")
+        elif hardware is None:
+            raise click.BadParameter(
+                "the largest model is a question of memory alone, nothing is timed for it: name a description",
+                param_hint=f"--hardware {HERE}",
+            )
         else:
-            assert hardware is not None
-            _tell_largest(
-                Asked(model, sizes, batch_size, devices or hardware.devices,
-                      memory or hardware.memory, optimizer, hardware),
-                ("depth", "width").index(find_largest),
-            )  # fmt: skip
+            devices, memory = devices or hardware.devices, memory or hardware.memory
+            asked = Asked(model, sizes, batch_size, devices, memory, optimizer, hardware)
+            _tell_largest(name, asked, ("depth", "width").index(grows))
     except (TypeError, ValueError) as error:  # a size that the model cannot have, or a plan that is impossible
         raise click.ClickException(str(error)) from None
 
 
-def _tell_largest(asked: Asked, axis: int) -> None:
-    name = MODELS[asked.model][0]
+def _tell_largest(name: str, asked: Asked, axis: int) -> None:
     click.echo(
         f"largest {name} on {asked.devices} device(s) of {amount(asked.memory)}, batch size {asked.batch_size}, "
         f"{asked.optimizer}:"
@@ -142,5 +118,5 @@ def _tell_largest(asked: Asked, axis: int) -> None:
     )
 
 
-def _named(name: str, sizes: Sequence[int]) -> str:
+def _named(name: str, sizes: tuple[int, ...]) -> str:
     return f"{name} ({', '.join(map(str, sizes))})" if sizes else name

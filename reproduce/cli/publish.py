@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce publish`: a run that is good enough to be committed goes into results/measured."""
+"""Offer `python -m reproduce publish`."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from reproduce.tables.all import document
 
 @click.command()
 @click.argument("record")
-@click.option("--force", is_flag=True, help="Publish it also where one of the reasons against it holds.")
+@click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
-    """Copy RECORD, a file or the name of a run, with its tables into results/measured, to be committed.
+    """Copy a run into results/measured, to be committed.
 
-    Its name there is made of its experiments, scale, devices and date. A run is refused that was not finished, that ran
-    changed or unknown source code, or that would replace another of the same name.
+    RECORD is a file or the name of a run; its tables are copied, too. Its name there is made of its experiments, scale,
+    devices and date. A run is refused if it was not finished, if it ran changed or unknown source code, or if it would
+    replace another of the same name.
     """
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
         raise click.UsageError(f"{record}: was not measured by this program, so it is not to be published as measured")
     path = MEASURED / f"{published_name(found, found.run)}.json"
-    against = {
-        f"the run was not finished ({found.run.state})": found.run.state != "finished",
-        "it is not known which git revision ran": found.run.git is None,
-        "the source code had changes that are in no commit": found.run.git is not None and found.run.git.dirty,
-        f"{shown(path)} is there already": path.exists(),
-    }
-    reasons = "; ".join(reason for reason, holds in against.items() if holds)
-    if reasons and not force:
-        raise click.ClickException(f"{record}: {reasons}; run it again, or use --force")
+    against = []
+    if found.run.state != "finished":
+        against.append(f"the run was not finished ({found.run.state})")
+    if found.run.git is None:
+        against.append("it is not known which git revision ran")
+    elif found.run.git.dirty:
+        against.append("the source code had changes that are in no commit")
+    if path.exists():
+        against.append(f"{shown(path)} is there already")
+    if against and not force:
+        raise click.ClickException(f"{record}: {'; '.join(against)}; run it again, or use --force")
     renamed = replace(found, name=path.stem)
     save(renamed, path)
     write_atomically(path.with_suffix(".md"), document(renamed))
-    click.echo(f"published: {shown(path)}; 'make results' renews the tables that show it")
+    click.echo(f"published: {shown(path)}; 'make results' updates the tables that show it")
 
 
 def published_name(record: Record, run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Write anew everything that is made from records: `python -m reproduce render`."""
+"""Offer `python -m reproduce render`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from reproduce.tables.render import render, stale
 
 
 @click.command("render")
-@click.option("--check", is_flag=True, help="Write nothing; fail where something is stale.")
+@click.option("--check", is_flag=True, help="Write nothing; fail if anything is stale.")
 def render_command(check: bool) -> None:
-    """Write anew what is made from records: the pages in results/, and the marked blocks of README.md and docs/."""
+    """Rewrite the tables that are made from records.
+
+    These are the pages in results/, and the marked blocks of README.md and docs/.
+    """
     files = render(ROOT)
     changed = stale(files)
     if check and changed:

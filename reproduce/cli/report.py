@@ -6,22 +6,23 @@ from pathlib import Path
 
 import click
 
-from reproduce.cli.shared import need
+from reproduce.cli.shared import FILE, PATH
 from reproduce.records.places import RESULTS, RUNS
 from reproduce.records.record import write_atomically
 
 
 @click.command()
-@click.option("--results", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR", help="Folder "
-              "that holds the folders paper, predicted and measured. Default: results, and all in runs.")  # fmt: skip
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Default: DIR/report.html."
-)
-@click.option("--trace", "traces", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Timeline of a "
-              "measured step to draw, as run --trace writes it. May be given again.")  # fmt: skip
+@click.option("--results", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+              help="Folder that holds the folders paper, predicted and measured. Default: results, and all runs in "
+              "runs.")  # fmt: skip
+@click.option("--out", type=FILE, metavar="FILE", help="Where to write it. Default: DIR/report.html.")
+@click.option("--trace", "traces", type=PATH, multiple=True, metavar="FILE", help="Timeline of a measured step to "
+              "draw, as run --trace writes it. May be given more than once.")  # fmt: skip
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
-    """Write one page to look at: published, predicted and measured numbers, figures and machines."""
-    need("scipy", "matplotlib", "jinja2")
+    """Write a page with all numbers, figures and machines.
+
+    It shows published, predicted and measured numbers beside each other.
+    """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS, load_folders
     from reproduce.report.trace import read_trace

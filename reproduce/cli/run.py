@@ -9,9 +9,9 @@ from typing import Literal
 import click
 
 from reproduce.cli.interrupt import interruptible
-from reproduce.cli.shared import shown
+from reproduce.cli.shared import COUNT, FILE, PATH, devices, known, on, shown
 from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
-from reproduce.experiments.choose import choose_rows, suggestion
+from reproduce.experiments.choose import choose_rows
 from reproduce.experiments.scale import choose_scale
 from reproduce.machine.allocator import kept as freed_memory_kept
 from reproduce.machine.devices import Devices, cores, find_devices
@@ -23,7 +23,7 @@ from reproduce.run.accuracy.checkpoints import Checkpoints
 from reproduce.run.accuracy.needs import AccuracyNeeds, prepare_data
 from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress
-from reproduce.run.recorder import Recorder, new_recorder, prepare_folder
+from reproduce.run.recorder import new_recorder, prepare_folder
 from reproduce.run.session import UNITS, Session
 from reproduce.run.training import Balancer
 from reproduce.tables.all import document, tables
@@ -34,69 +34,61 @@ INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 Chosen = list[tuple[Experiment, Scale]]
 
 
-def experiments_by_name(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[Experiment]:
-    """Return the experiments that are called so, each once."""
-    for name in names:
-        if name not in EXPERIMENTS:
-            raise click.BadParameter(f"no experiment is called {name!r}; {suggestion(name, EXPERIMENTS)}")
-    return [EXPERIMENTS[name] for name in dict.fromkeys(names)]
-
-
 @click.command()
-@click.argument("experiments", nargs=-1, required=True, callback=experiments_by_name)
+@click.argument("experiments", nargs=-1, required=True, callback=known("experiment", lambda: EXPERIMENTS))
 @click.option("--scale", type=click.Choice(["paper", "small"]), help="Default: the largest that this machine holds.")
-@click.option("--on", type=click.Choice(["cpu", "cuda", "meta"]), help="Kind of devices. Default: CUDA if there is "
-              "any. Meta devices hold no data: they are for memory experiments, which count on them what the published "
-              "sizes take.")  # fmt: skip
-@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many devices. A CPU device is an equal "
-              "share of the cores. Default: all.")  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), metavar="K", help="Timed steps of each row. Default: the scale's, "
+@click.option("--row", "rows", multiple=True, metavar="NAME", help="Run only this row. May be given more than once.")
+@on("cpu", "cuda", "meta")
+@devices
+@click.option("--steps", type=COUNT, metavar="K", help="Timed steps of each row. Default: as many as the scale says, "
               "within its time limit.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), default=RUNS, metavar="DIR", help="Where to put the record and "
-              "the tables. Default: runs, which git ignores.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of parameters, data and the rows' order.")
-@click.option("--row", "rows", multiple=True, metavar="NAME", help="Run this row only; may be given again.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Run one more step of every speed row, "
-              "and write when each of its tasks ran: as FILE.json for Perfetto, and as a picture, FILE.svg "
-              "or .png.")  # fmt: skip
-@click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="ImageNet, for accuracy: "
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N",
+              help="Seed of parameters, data and the rows' order.")  # fmt: skip
+@click.option("--out", type=PATH, default=RUNS, metavar="DIR", help="Where to put the record and the tables. Default: "
+              "runs, which git ignores.")  # fmt: skip
+@click.option("--trace", type=FILE, metavar="FILE", help="Run one more step of every speed row, and write when each of "
+              "its tasks ran: as FILE.json for Perfetto, and as a picture, FILE.svg or .png.")  # fmt: skip
+@click.option("--data", type=PATH, metavar="DIR", help="Accuracy only: the folder of ImageNet, with "
               "train/<class>/*.JPEG and val/<class>/*.JPEG.")  # fmt: skip
-@click.option("--seeds", type=click.IntRange(min=1), metavar="K", help="How often to train each row, for accuracy. "
-              "Default: the scale's.")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Start trainings anew, instead of going on from checkpoints.")
+@click.option("--seeds", type=COUNT, metavar="K", help="Accuracy only: train each row from K seeds. Default: as many "
+              "as the scale says.")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Accuracy only: start trainings anew instead of from their checkpoints.")
 def run(
-    experiments: list[Experiment],
+    experiments: list[str],
     scale: str | None,
+    rows: tuple[str, ...],
     on: str | None,
     devices: int | None,
     steps: int | None,
-    out: Path,
     seed: int,
-    rows: tuple[str, ...],
+    out: Path,
     trace: Path | None,
     data: Path | None,
     seeds: int | None,
     fresh: bool,
 ) -> None:
-    """Run EXPERIMENTS, print their tables and keep a record of them."""
-    experiments = choose_rows(experiments, rows)
-    for experiment in experiments:
+    """Run experiments, print their tables and keep a record.
+
+    The command list says which EXPERIMENTS there are, and which rows they have.
+    """
+    asked = choose_rows([EXPERIMENTS[name] for name in experiments], rows)
+    for experiment in asked:
         published(experiment.table)  # a broken checkout should be noticed now
     found = find_devices(on, devices)
-    if found.kind == "meta" and any(experiment.measures != "memory" for experiment in experiments):
+    measured = {experiment.measures for experiment in asked}
+    if found.kind == "meta" and measured != {"memory"}:
         on_memory = [each.name for each in EXPERIMENTS.values() if each.measures == "memory"]
         raise click.UsageError(f"--on meta is for experiments on memory: {', '.join(on_memory)}")
-    trained = any(experiment.measures == "accuracy" for experiment in experiments)
-    if not trained and (data is not None or seeds is not None or fresh):
+    if "accuracy" in measured:
+        scale = scale or ("small" if data is None else "paper")
+    elif data is not None or seeds is not None or fresh:
         raise click.UsageError("--data, --seeds and --fresh are for experiments on accuracy: run resnet101-accuracy")
-    if trained and scale is None:
-        scale = "small" if data is None else "paper"
-    scale = choose_scale(experiments, found, scale)
-    chosen = [(experiment, experiment.scale(scale)) for experiment in experiments]
+    scale = choose_scale(asked, found, scale)
+    chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
     prepare_folder(out)
     tracer = None if trace is None else make_tracer(trace, chosen, found)
     accuracy: dict[str, AccuracyNeeds] = {}
-    if trained:
+    if "accuracy" in measured:
         checkpoints = Checkpoints(out / "checkpoints", fresh=fresh)
         for experiment, at in chosen:
             if isinstance(at, AccuracyScale):
@@ -105,8 +97,8 @@ def run(
 
     recorder = new_recorder(
         out,
-        [experiment.name for experiment in experiments],
-        title="; ".join(experiment.title for experiment in experiments),
+        experiments,
+        title="; ".join(experiment.title for experiment in asked),
         scale=scale,
         unit=UNITS,
         devices=found,
@@ -125,6 +117,7 @@ def run(
         if advice is not None:
             progress.say(advice)
     progress.say(f"scale {scale} on {found}; what is finished is kept in\n{shown(recorder.path)}")
+    state: Literal["finished", "interrupted"] = "interrupted"
     try:
         with interruptible() as check:
             sessions = [
@@ -151,42 +144,36 @@ def run(
                 progress.clear()
                 for table in tables(recorder.record, session.experiment.name):
                     click.echo(f"\n{table.text()}")
+        state = "finished"
     except KeyboardInterrupt:
         progress.clear()
-        finish(recorder, "interrupted")
-        kept = sum(result.status == "measured" for result in recorder.results.values())
-        click.echo(f"interrupted; {many(kept, 'measured row')} kept in {shown(recorder.path)}", err=True)
-        raise click.exceptions.Exit(INTERRUPTED) from None
 
-    finish(recorder, "finished")
-    written = [recorder.path, recorder.path.with_suffix(".md"), *(tracer.written if tracer else [])]
+    recorder.end(state)
+    page = recorder.path.with_suffix(".md")
+    write_atomically(page, document(recorder.record))
+    results = recorder.record.results
+    if state == "interrupted":
+        kept = many(sum(result.status == "measured" for result in results), "measured row")
+        click.echo(f"interrupted; {kept} kept in {shown(recorder.path)}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
+    written = [recorder.path, page, *(tracer.written if tracer else [])]
     click.echo("\n".join(["\nwritten:", *map(shown, written)]))
-    failed = [result for result in recorder.results.values() if result.status == "failed"]
+    failed = [f"{result.row}: {result.reason}" for result in results if result.status == "failed"]
     if failed:
-        raise click.ClickException(
-            f"{many(len(failed), 'row')} failed, the first being {failed[0].row}: {failed[0].reason}"
-        )
+        raise click.ClickException(f"{many(len(failed), 'row')} failed, the first being {failed[0]}")
     if tracer is not None and tracer.problems:
         raise click.ClickException(f"--trace: {tracer.problems[0]}")
 
 
 def make_tracer(trace: Path, chosen: Chosen, devices: Devices) -> Tracer:
     """Return what writes timelines; refuse now what could not be written later."""
-    timed = [(experiment, at) for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
+    timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
     if not timed:
         measures = chosen[0][0].measures
         raise click.UsageError(f"--trace: {measures} experiments time no step; name a speed experiment")
-    if trace.is_dir():
-        raise click.UsageError(f"--trace {trace}: is a folder; name a file, such as {trace / 'trace.json'}")
     prepare_folder(trace.absolute().parent, "--trace")
-    several = sum(row.devices <= devices.count for _, at in timed for row in at.rows) > 1
+    several = sum(row.devices <= devices.count for at in timed for row in at.rows) > 1
     return Tracer(trace, several=several, experiments=len(timed) > 1, draw=matplotlib_problem() is None)
-
-
-def finish(recorder: Recorder, state: Literal["finished", "interrupted"]) -> None:
-    """Write the record and its tables for the last time."""
-    recorder.end(state)
-    write_atomically(recorder.path.with_suffix(".md"), document(recorder.record))
 
 
 def one_gpu_advice(devices: Devices) -> str | None:

@@ -1,22 +1,68 @@
-"""Hold what several commands need."""
+"""Hold the options that several commands have, and what they do with paths and names."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
+from reproduce.experiments.choose import suggestion
 
-def need(*packages: str) -> None:
-    """Refuse in one line to go on without a package.
+T = TypeVar("T")
+Option = Callable[[Callable[..., None]], Callable[..., None]]
 
-    Raises:
-        ClickException: it is not installed.
-    """
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise click.ClickException(f"{package} is not installed: run 'make setup', or 'pip install {package}'")
+COUNT = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+devices = click.option(
+    "--devices", type=COUNT, metavar="N", help="How many devices. Default: all. A CPU device is a share of the cores."
+)
+threshold = click.option("--threshold", type=click.FloatRange(min=0), metavar="SHARE", default=0.05, show_default=True,
+                         help="Smallest relative difference that matters.")  # fmt: skip
+style = click.option("--format", "style", type=click.Choice(["text", "markdown", "csv", "json"]), default="text",
+                     show_default=True, help="How to write the table.")  # fmt: skip
+
+
+def on(*kinds: str) -> Option:
+    """Return the option `--on`."""
+    meta = " meta: devices that hold no data; memory experiments count on them what the published sizes take."
+    text = "Kind of devices. Default: cuda if there is any, else cpu." + meta * ("meta" in kinds)
+    return click.option("--on", type=click.Choice(kinds), help=text)
+
+
+def alpha(where: str) -> Option:
+    """Return the option `--alpha`."""
+    return click.option("--alpha", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="RISK",
+                        default=0.01, show_default=True,
+                        help=f"Accepted risk of calling noise significant, {where}.")  # fmt: skip
+
+
+def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
+    """Return a callback that parses an option's text, and says what is wrong where that raises `ValueError`."""
+
+    def callback(_: click.Context, __: click.Parameter, text: str | None) -> T | None:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
+def known(what: str, offered: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """Return a callback that refuses names which are not offered, and lets each be there once."""
+
+    def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
+        for name in names:
+            if name not in offered():
+                raise click.BadParameter(f"no {what} is called {name!r}; {suggestion(name, offered())}")
+        return list(dict.fromkeys(names))
+
+    return callback
 
 
 def shown(path: Path) -> str:

@@ -13,7 +13,10 @@ from reproduce.tables.all import document, tables
 @click.argument("records", nargs=-1, required=True)
 @click.option("--markdown", is_flag=True, help="Write Markdown, with the circumstances of the run.")
 def show(records: tuple[str, ...], markdown: bool) -> None:
-    """Print the tables of RECORDS: files, or names of runs in runs or results/measured."""
+    """Print the tables of records.
+
+    RECORDS are files, or names of runs in runs or results/measured.
+    """
     for name in records:
         record = load(find_record(name))
         if markdown:

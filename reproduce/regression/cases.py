@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-__all__ = ["CASES", "MACHINERY", "TRAINING", "Case", "Step", "prepare"]
 
 Model = Literal["linear", "AmoebaNet-D", "U-Net"]
 Step = Callable[[], Tensor]
@@ -65,8 +64,9 @@ def prepare(case: Case) -> Step:
     from torchgpipe import GPipe
 
     torch.manual_seed(0)
-    layers, x, loss = _MODELS[case.model](case)
-    model = GPipe(layers, case.balance, devices=["cpu"] * case.n, chunks=case.m, checkpoint=case.checkpoint)  # type: ignore[arg-type]
+    layers, x, loss = _build(case)
+    devices = ["cpu"] * case.n
+    model = GPipe(layers, case.balance, devices=devices, chunks=case.m, checkpoint=case.checkpoint)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> Tensor:
@@ -79,29 +79,16 @@ def prepare(case: Case) -> Step:
     return step
 
 
-Made = tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor]]  # layers, input, loss of the output
+def _build(case: Case) -> tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor]]:
+    """Return the layers, an input, and the loss of the output."""
+    if case.model == "linear":  # does next to nothing, so that nearly all of the step is the pipeline's own
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(case.n))), torch.randn(case.batch, 8), Tensor.sum
+    from reproduce.models import amoebanetd, unet
 
-
-def _linear(case: Case) -> Made:
-    """Layers that do next to nothing, so that nearly all of the step is the pipeline's own."""
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(case.n))), torch.randn(case.batch, 8), Tensor.sum
-
-
-def _amoebanetd(case: Case) -> Made:
-    """AmoebaNet-D (3, 8), the smallest there is, on images of the papers' size."""
-    from reproduce.models import amoebanetd
-
-    classes = torch.randint(1000, (case.batch,))
-    return amoebanetd(3, 8), torch.rand(case.batch, 3, 224, 224), lambda y: nn.functional.cross_entropy(y, classes)
-
-
-def _unet(case: Case) -> Made:
-    """U-Net (1, 8) of three levels on images of 32 x 32; its skips cross the partitions."""
-    from reproduce.models import unet
-
+    if case.model == "AmoebaNet-D":  # (3, 8), the smallest there is, on images of the papers' size
+        classes = torch.randint(1000, (case.batch,))
+        return amoebanetd(3, 8), torch.rand(case.batch, 3, 224, 224), lambda y: F.cross_entropy(y, classes)
+    # U-Net (1, 8) of three levels on images of 32 x 32; its skips cross the partitions
     mask = torch.randint(2, (case.batch, 1, 32, 32)).float()
-    loss = nn.functional.binary_cross_entropy_with_logits
-    return unet(3, 1, 8), torch.rand(case.batch, 3, 32, 32), lambda y: loss(y, mask)
-
-
-_MODELS: dict[Model, Callable[[Case], Made]] = {"linear": _linear, "AmoebaNet-D": _amoebanetd, "U-Net": _unet}
+    images = torch.rand(case.batch, 3, 32, 32)
+    return unet(3, 1, 8), images, lambda y: F.binary_cross_entropy_with_logits(y, mask)

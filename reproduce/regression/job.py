@@ -20,10 +20,7 @@ from typing import Any
 from reproduce.error import Error
 from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT
-from reproduce.regression.signals import undivided
 from reproduce.regression.trees import Tree
-
-__all__ = ["Samples", "Settings", "collect", "interleaved"]
 
 RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
@@ -53,43 +50,46 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
     """Yield each line of the job. However this ends, the job's processes end with it.
 
     Raises:
-        Error: it ended before it was done, or said something else.
+        Error: it ended before it was done.
     """
     cases = list(settings.cases)
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
-        if cases:
-            with contextlib.closing(_of_a_parent(base, head, settings, cases, first)) as lines:
-                for line in lines:
-                    if "unable" in line:
-                        cases.remove(line["case"])
-                    yield line
+        if not cases:
+            return
+        job = {
+            **vars(settings),
+            "folders": [str(base.folder), str(head.folder)],
+            "cases": cases,
+            "first": first,
+            "restarts": min(RESTARTS_OF_A_PARENT, settings.restarts - first),
+        }
+        with contextlib.closing(_of_a_parent(job)) as lines:
+            for line in lines:
+                if "unable" in line:
+                    cases.remove(line["case"])
+                yield line
 
 
-def _of_a_parent(
-    base: Tree, head: Tree, settings: Settings, cases: Sequence[str], first: int
-) -> Generator[dict[str, Any], None, None]:
-    """Yield the lines of the restarts from `first` on that are forked off one process."""
-    restarts = min(RESTARTS_OF_A_PARENT, settings.restarts - first)
-    command = [sys.executable, "-W", "ignore", "-m", "reproduce.regression.interleave",
-               str(base.folder), str(head.folder),
-               f"--restarts={restarts}", f"--first={first}", f"--rounds={settings.rounds}", f"--seed={settings.seed}",
-               f"--slow-down={settings.slow_down}", *(f"--case={case}" for case in cases)]  # fmt: skip
-    with tempfile.TemporaryFile("w+") as errors, contextlib.ExitStack() as ending:
-        with undivided():
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **ONE_THREAD, **KEEP_FREED, "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for this process, which ends the job and its forks as a group
-            )
-            ending.callback(_end, process)
+def _of_a_parent(job: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+    """Yield the lines of the restarts that are forked off one process."""
+    command = [sys.executable, "-W", "ignore", "-m", "reproduce.regression.interleave", json.dumps(job)]
+    environment = {**os.environ, **ONE_THREAD, **KEEP_FREED, "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the job and its forks as a group
+        )
         assert process.stdout is not None
-        for line in process.stdout:
-            yield _read(line, cases)
-        code = process.wait()
+        try:
+            yield from map(json.loads, process.stdout)
+            code = process.wait()
+        finally:
+            _end(process)
         if code:
             errors.seek(0)
             said = errors.read().strip().splitlines()
@@ -107,19 +107,10 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def _read(line: str, cases: Sequence[str]) -> dict[str, Any]:
-    """Return the line's content; a version of torchgpipe may print, and what it prints comes the same way."""
-    with contextlib.suppress(ValueError):
-        read = json.loads(line)
-        if isinstance(read, dict) and read.get("case") in cases:
-            return read
-    raise Error(f"the measuring job printed {line.strip()[:60]!r}, which is no sample; torchgpipe must not print")
-
-
 def collect(
-    lines: Iterable[dict[str, Any]], cases: Sequence[str], told: Callable[[int], None] = lambda restart: None
+    lines: Iterable[dict[str, Any]], cases: Sequence[str], progress: Callable[[int], None]
 ) -> dict[str, Samples]:
-    """Return the samples of each case; `told` is told how many restarts are finished."""
+    """Return the samples of each case; `progress` is told how many restarts are done."""
     found = {case: Samples() for case in cases}
     for line in lines:
         samples = found[line["case"]]
@@ -128,5 +119,5 @@ def collect(
             continue
         samples.base.append(line["base"])
         samples.head.append(line["head"])
-        told(line["restart"] + 1)
+        progress(line["restart"] + 1)
     return found

@@ -9,7 +9,7 @@ an equal share of alpha (Bonferroni).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scipy import stats
@@ -19,64 +19,48 @@ from reproduce.numbers.metrics import median_ratio
 from reproduce.numbers.significance import Decision, Rule, compare_samples, needed
 from reproduce.regression.job import Samples
 
-__all__ = ["METRIC", "TOGETHER", "Judged", "Judgement", "judge", "least_restarts", "ratios", "shared"]
-
 METRIC = "time"
 TOGETHER = "all together"
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Hold a case, its samples, and how the head compares; no decision where a side cannot run it."""
-
-    case: str
-    samples: Samples
-    decision: Decision | None
-
-
-@dataclass(frozen=True)
 class Judgement:
-    """Hold every case, and how the head compares in all of them together; None where that is one case or none."""
+    """Hold the samples of every case, and how the head compares under the rule for each test.
 
-    cases: Sequence[Judged]
-    together: Decision | None
+    `decisions` has the cases that both sides ran, and, where these are several, all of them `TOGETHER`.
+    """
 
-    @property
-    def able(self) -> int:
-        """Count the cases that both sides ran."""
-        return sum(each.decision is not None for each in self.cases)
+    samples: Mapping[str, Samples]
+    decisions: Mapping[str, Decision]
+    rule: Rule
 
     @property
     def worse(self) -> list[str]:
         """Name what the head made slower for real."""
-        decisions = {**{each.case: each.decision for each in self.cases}, TOGETHER: self.together}
-        return [name for name, found in decisions.items() if found is not None and verdict(found, METRIC) == "worse"]
+        return [name for name, decision in self.decisions.items() if verdict(decision, METRIC) == "worse"]
 
 
-def shared(rule: Rule, cases: int) -> Rule:
-    """Return the rule for each test where there are so many cases, so that `rule.alpha` is the risk of all tests."""
-    return Rule(rule.alpha / (cases + 1 if cases > 1 else 1), rule.threshold)
+def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
+    """Return how the head compares in every case, and in all of them; `rule.alpha` is the risk of all tests."""
+    ratios = {
+        case: [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
+        for case, samples in found.items()
+        if not samples.unable
+    }
+    if len(ratios) > 1:
+        ratios[TOGETHER] = stats.gmean(list(ratios.values()), axis=0).tolist()
+    rule = _share(rule, len(ratios))
+    decisions = {
+        name: compare_samples([1.0] * len(of_restarts), of_restarts, rule, paired=True)
+        for name, of_restarts in ratios.items()
+    }
+    return Judgement(found, decisions, rule)
 
 
 def least_restarts(rule: Rule, cases: int) -> int:
     """Return with how many restarts anything can be significant at all."""
-    return needed(shared(rule, cases).alpha, paired=True)
+    return needed(_share(rule, cases + (cases > 1)).alpha, paired=True)
 
 
-def ratios(samples: Samples) -> list[float]:
-    """Return each restart's ratio, head by base."""
-    return [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
-
-
-def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
-    """Return how the head compares in every case, and in all of them."""
-    able = {case: ratios(samples) for case, samples in found.items() if not samples.unable}
-    each = shared(rule, len(able))
-
-    def decided(of_restarts: Sequence[float]) -> Decision:
-        return compare_samples([1.0] * len(of_restarts), of_restarts, each, paired=True)
-
-    decisions = {case: decided(of_restarts) for case, of_restarts in able.items()}
-    cases = [Judged(case, samples, decisions.get(case)) for case, samples in found.items()]
-    means = [float(mean) for mean in stats.gmean(list(able.values()), axis=0)] if len(able) > 1 else []
-    return Judgement(cases, decided(means) if means else None)
+def _share(rule: Rule, tests: int) -> Rule:
+    return Rule(rule.alpha / max(1, tests), rule.threshold)

@@ -1,4 +1,4 @@
-"""Answer what `python -m reproduce regression` was asked: check out, measure, judge, render."""
+"""Answer what `python -m reproduce regression` was asked: copy both sides, measure, judge, render."""
 
 from __future__ import annotations
 
@@ -10,57 +10,38 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from reproduce.error import USAGE, Error
-from reproduce.machine.description import load_average, machine, versions
+from reproduce.machine.devices import Devices
 from reproduce.machine.git import Git
+from reproduce.numbers.compare import Comparison
 from reproduce.numbers.significance import Rule
-from reproduce.records.record import Run
+from reproduce.numbers.sources import Side
 from reproduce.regression.cases import CASES
 from reproduce.regression.job import Settings, collect, interleaved
-from reproduce.regression.judge import Judgement, judge, least_restarts, shared
-from reproduce.regression.show import comparison, sides
+from reproduce.regression.judge import Judgement, judge, least_restarts
+from reproduce.regression.show import comparison, side
 from reproduce.regression.trees import Tree, trees
-from reproduce.run.recorder import now
+from reproduce.run.recorder import new_run, now
 from reproduce.tables.comparison import write_comparisons
 from reproduce.tables.layout import many
 
-__all__ = ["Answer", "Settings", "answer", "choose_cases", "measure"]
-
-Told = Callable[[int], None]
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold what was found, rendered in any style, and why it does not pass, None where it does."""
+    """Hold the table of what was found, under a rule for each test, and why it does not pass, None where it does."""
 
-    judged: Judgement
-    base: tuple[str, Run]
-    head: tuple[str, Run]
-    settings: Settings
+    table: Comparison
+    sides: list[Side]
     rule: Rule
-
-    @property
-    def complaint(self) -> str | None:
-        """Say what is slower or does not run any more, or that nothing was compared."""
-        slower = self.judged.worse
-        broken = [each.case for each in self.judged.cases if "head" in each.samples.unable]
-        if slower:
-            return f"slower than {self.base[0]}: {', '.join(slower)}"
-        if broken:
-            why = next(each.samples.unable["head"] for each in self.judged.cases if each.case == broken[0])
-            return f"{many(len(broken), 'case')} cannot run in {self.head[0]}: {', '.join(broken)}: {why}"
-        if not self.judged.able:
-            return f"no case runs in {self.base[0]}, so nothing shows that there is no regression"
-        return None
+    complaint: str | None
 
     def text(self, style: str) -> str:
         """Return the table as 'text', 'markdown', 'csv' or 'json'."""
-        both = sides(self.judged, self.base, self.head)
-        content = comparison(self.judged, both, self.settings, self.rule)
-        each = shared(self.rule, self.judged.able)
-        return write_comparisons([content], both, each, [], style)
+        return write_comparisons([self.table], self.sides, self.rule, [], style)
 
 
-def answer(base: str, head: str | None, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Answer:
+def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress: Progress) -> Answer:
     """Compare `head`, a revision or None for the working tree as it is, with the revision `base`.
 
     Raises:
@@ -70,37 +51,28 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, told: To
     least = least_restarts(rule, len(settings.cases))
     if settings.restarts < least:
         raise Error(
-            f"--restarts {settings.restarts}: of {many(len(settings.cases), 'case')} at --alpha {rule.alpha:g}, "
+            f"--restarts {settings.restarts}: with {many(len(settings.cases), 'case')} and --alpha {rule.alpha:g}, "
             f"nothing could be called significant; give at least {least}",
             USAGE,
         )
-    with trees(base, head) as (old, new):
-        under = Run(
-            state="finished",  # it is shown only if it was
-            command=["python", "-m", "reproduce", *sys.argv[1:]],
-            seed=settings.seed,
-            started=now(),
-            ended=None,
-            device="cpu",
-            devices=2,
-            threads_per_device=1,
-            machine=machine(),
-            versions=versions(),
-            git=None,
-            load=load_average(),
-        )
-        judged = measure(old, new, settings, rule, told)
-    both = [
-        (tree.name, replace(under, ended=now(), git=None if tree.commit is None else Git(tree.commit, tree.dirty)))
-        for tree in (old, new)
+    run = new_run(Devices("cpu", 2, 1), settings.seed, ["python", "-m", "reproduce", *sys.argv[1:]])
+    with trees(base, head) as both:
+        judged = measure(*both, settings, rule, progress)
+    run = replace(run, state="finished", ended=now())
+    sides = [
+        side(letter, tree.name, replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty)))
+        for letter, tree in zip("AB", both, strict=True)
     ]
-    return Answer(judged, both[0], both[1], settings, rule)
+    complaint = _complaint(judged, both[0].name, both[1].name)
+    return Answer(comparison(judged, settings, rule.alpha), sides, judged.rule, complaint)
 
 
-def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, told: Told = lambda restart: None) -> Judgement:
-    """Run the job on two trees and judge every case."""
+def measure(
+    base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Progress = lambda restarts: None
+) -> Judgement:
+    """Run the job on two trees and judge every case; `progress` is told how many restarts are done."""
     with contextlib.closing(interleaved(base, head, settings)) as lines:
-        return judge(collect(lines, settings.cases, told), rule)
+        return judge(collect(lines, settings.cases, progress), rule)
 
 
 def choose_cases(wanted: Sequence[str]) -> list[str]:
@@ -114,3 +86,15 @@ def choose_cases(wanted: Sequence[str]) -> list[str]:
         if not any(text.lower() in name.lower() for name in names):
             raise Error(f"--case {text}: no case's name contains it; there are {', '.join(names)}", USAGE)
     return [name for name in names if not wanted or any(text.lower() in name.lower() for text in wanted)]
+
+
+def _complaint(judged: Judgement, base: str, head: str) -> str | None:
+    """Say what is slower or does not run any more, or that nothing was compared."""
+    broken = {case: samples.unable["head"] for case, samples in judged.samples.items() if "head" in samples.unable}
+    if judged.worse:
+        return f"slower than {base}: {', '.join(judged.worse)}"
+    if broken:
+        return f"{many(len(broken), 'case')} cannot run in {head}: {', '.join(broken)}: {next(iter(broken.values()))}"
+    if not judged.decisions:
+        return f"no case runs in {base}, so nothing shows that there is no regression"
+    return None

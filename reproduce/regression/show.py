@@ -2,71 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 
 from reproduce.numbers.compare import ComparedRow, Comparison
 from reproduce.numbers.match import Line
 from reproduce.numbers.metrics import Reading
-from reproduce.numbers.significance import Rule
-from reproduce.numbers.sources import Entry, Side, side_of
-from reproduce.records.record import Record, Result, Run
+from reproduce.numbers.significance import Decision
+from reproduce.numbers.sources import Side
+from reproduce.records.record import Record, Run
 from reproduce.regression.job import Samples, Settings
-from reproduce.regression.judge import METRIC, Judgement
+from reproduce.regression.judge import METRIC, TOGETHER, Judgement
 from reproduce.tables.layout import many
 
-__all__ = ["comparison", "sides"]
+
+def side(letter: str, name: str, run: Run) -> Side:
+    """Return a side as `compare` has it; its times are in the comparison."""
+    return Side(letter, name, [], [Record(name, name, "measured", {}, [], run=run)])
 
 
-def sides(judged: Judgement, base: tuple[str, Run], head: tuple[str, Run]) -> list[Side]:
-    """Return the two sides as `compare` has them: their names, and a record each."""
-    found = []
-    for letter, which, (name, run) in (("A", "base", base), ("B", "head", head)):
-        results = [
-            Result("regression", each.case, "measured", device="cpu", samples={"step_time": _flat(each.samples, which)})
-            for each in judged.cases
-            if not each.samples.unable
-        ]
-        found.append(side_of(letter, name, [Record(name, name, "measured", {"step_time": "s"}, results, run=run)]))
-    return found
-
-
-def comparison(judged: Judgement, both: Sequence[Side], settings: Settings, rule: Rule) -> Comparison:
+def comparison(judged: Judgement, settings: Settings, alpha: float) -> Comparison:
     """Return the table's content, with what its reader has to know."""
-    rows = []
-    for each in judged.cases:
-        line = Line("regression", label=each.case)
-        readings: list[Reading | None] = [None, None]
-        for i, side in enumerate(both):
-            entry = next((entry for entry in side.entries if entry.result.row == each.case), None)
-            if entry is not None:
-                line.entries[i] = entry
-                readings[i] = Reading([1000 * seconds for seconds in _samples(entry)], "ms")
-        rows.append(ComparedRow(line, readings, [None, each.decision]))
     planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
-    return Comparison(
-        f"regression{planted}", METRIC, "ms", False, rows, _notes(judged, settings, rule), judged.together
-    )
-
-
-def _notes(judged: Judgement, settings: Settings, rule: Rule) -> list[str]:
-    tests = judged.able + (judged.together is not None)
+    rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in judged.samples.items()]
     notes = [
-        f"{many(settings.restarts, 'restart')} of both sides, and in each {many(settings.rounds, 'pair')} of samples "
-        "of a case, in turn; what is judged is a restart's median ratio",
-        f"{many(tests, 'test')} share the risk of calling noise significant, {rule.alpha:g}",
+        f"{many(settings.restarts, 'restart')} of both sides; in each, {many(settings.rounds, 'pair')} of samples of "
+        "every case, in turn; a restart counts as one number, the median ratio of its pairs",
+        f"the risk of calling noise significant, {alpha:g}, is shared by {many(len(judged.decisions), 'test')}",
+        *_unable(judged.samples),
     ]
-    for which, where in (("base", "A"), ("head", "B")):
-        unable = {each.case: each.samples.unable[which] for each in judged.cases if which in each.samples.unable}
-        for why in dict.fromkeys(unable.values()):
-            named = ", ".join(case for case, said in unable.items() if said == why)
-            notes.append(f"not in {which} ({where}): {named}: {why}")
-    return notes
+    return Comparison(f"regression{planted}", METRIC, "ms", False, rows, notes, judged.decisions.get(TOGETHER))
 
 
-def _samples(entry: Entry) -> list[float]:
-    return entry.result.samples["step_time"]
+def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
+    readings: list[Reading | None] = [None, None]
+    if decision is not None:
+        for i, restarts in enumerate((samples.base, samples.head)):
+            readings[i] = Reading([1000 * seconds for restart in restarts for seconds in restart], "ms")
+    return ComparedRow(Line("regression", label=case), readings, [None, decision])
 
 
-def _flat(samples: Samples, which: str) -> list[float]:
-    restarts: list[list[float]] = getattr(samples, which)
-    return [seconds for restart in restarts for seconds in restart]
+def _unable(found: Mapping[str, Samples]) -> Iterator[str]:
+    """Say which cases a side cannot run, and why."""
+    for which, letter in (("base", "A"), ("head", "B")):
+        reasons = {case: samples.unable[which] for case, samples in found.items() if which in samples.unable}
+        for reason in dict.fromkeys(reasons.values()):
+            cases = ", ".join(case for case, why in reasons.items() if why == reason)
+            yield f"not in {which} ({letter}): {cases}: {reason}"

@@ -1,20 +1,20 @@
-"""Put the torchgpipe of a revision, or of the working tree, into a folder of its own."""
+"""Copy the torchgpipe of a revision, or of the working tree, into a folder of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from reproduce.error import USAGE, Error
 from reproduce.machine.description import ROOT
 from reproduce.machine.git import commit_of, git
-from reproduce.regression.signals import terminable, undivided
-
-__all__ = ["Tree", "checked_out", "snapshot", "trees"]
 
 PACKAGE = "torchgpipe"
 
@@ -31,38 +31,28 @@ class Tree:
 
 @contextlib.contextmanager
 def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree, Tree]]:
-    """Check both sides out into a temporary folder, which is gone afterwards, also where this program is ended."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(terminable())
-        with undivided():
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="regression-")))
-        old = stack.enter_context(checked_out(root, base, folder / "base"))
-        if head is None:
-            yield old, snapshot(root, folder / "head")
-        else:
-            yield old, stack.enter_context(checked_out(root, head, folder / "head"))
+    """Copy both sides into a temporary folder. It is removed at the end, also when a signal ends this program."""
+    with _terminable(), tempfile.TemporaryDirectory(prefix="regression-") as name:
+        folder = Path(name)
+        old = committed(root, base, folder / "base")
+        new = snapshot(root, folder / "head") if head is None else committed(root, head, folder / "head")
+        yield old, new
 
 
-@contextlib.contextmanager
-def checked_out(root: Path, revision: str, folder: Path) -> Iterator[Tree]:
-    """Check torchgpipe of a revision out into `folder`, a git worktree that is there for as long as the context.
+def committed(root: Path, revision: str, folder: Path) -> Tree:
+    """Copy torchgpipe of a revision into `folder`.
 
     Raises:
         Error: there is no git, no such revision, or no torchgpipe in it.
     """
     commit = commit_of(root, revision)
+    archive = folder.with_suffix(".zip")
     try:
-        git(root, "worktree", "add", "--detach", "--no-checkout", str(folder), commit)
-        try:
-            git(folder, "checkout", "--quiet", commit, "--", PACKAGE)
-        except Error:
-            raise Error(f"{revision}: that revision holds no folder {PACKAGE}", USAGE) from None
-        yield Tree(folder, revision, commit)
-    finally:
-        # Once more forced, as git locks a worktree until it is whole; without its folder, as half of one is refused.
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(Error):
-            git(root, "worktree", "remove", "--force", "--force", str(folder))
+        git(root, "archive", f"--output={archive}", commit, "--", PACKAGE)
+    except Error:
+        raise Error(f"{revision}: that revision holds no folder {PACKAGE}", USAGE) from None
+    shutil.unpack_archive(archive, folder)
+    return Tree(folder, revision, commit)
 
 
 def snapshot(root: Path, folder: Path) -> Tree:
@@ -74,3 +64,21 @@ def snapshot(root: Path, folder: Path) -> Tree:
     except Error:
         return Tree(folder, "the working tree", None)
     return Tree(folder, "the working tree", commit, dirty)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM, such as `timeout` sends, and SIGHUP, of a terminal that was closed, raise `SystemExit`."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as under `nohup`
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)

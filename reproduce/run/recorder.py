@@ -59,18 +59,23 @@ def new_recorder(
     settings: dict[str, Json] | None = None,
 ) -> Recorder:
     """Start a record in `folder` that knows the machine, and whose name no other file has."""
-    started = now()
-    name = f"{'_'.join(experiments)}-{scale}-{started.replace(':', '').replace('-', '')}"
+    run = new_run(devices, seed, command, settings)
+    name = f"{'_'.join(experiments)}-{scale}-{run.started.replace(':', '').replace('-', '')}"
     path = folder / f"{name}.json"
     for again in range(2, 1000):
         if not path.exists():
             break
         path = folder / f"{name}-{again}.json"
-    run = Run(
+    return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
+
+
+def new_run(devices: Devices, seed: int, command: Sequence[str], settings: dict[str, Json] | None = None) -> Run:
+    """Describe a run that starts now, on this machine."""
+    return Run(
         state="running",
         command=list(command),
         seed=seed,
-        started=started,
+        started=now(),
         ended=None,
         device=devices.kind,
         devices=devices.count,
@@ -81,7 +86,6 @@ def new_recorder(
         load=load_average(),
         settings=settings or {},
     )
-    return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:

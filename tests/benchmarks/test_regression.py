@@ -43,7 +43,7 @@ class Machine:
         self.ends_at: dict[int, BaseException] = {}
         self.revisions: list[Git] = []
         self.head = Tree(Path("head"), "the working tree", "1")
-        monkeypatch.setattr("benchmarks.harness.checkout", lambda: CLEAN)
+        monkeypatch.setattr("reproduce.run.recorder.checkout", lambda: CLEAN)
         monkeypatch.setattr(experiment, "checkout", lambda: self.revisions.pop(0) if self.revisions else CLEAN)
         monkeypatch.setattr(experiment, "trees", self.trees)
         monkeypatch.setattr(experiment, "measure", self.measure)
@@ -101,7 +101,7 @@ def test_a_tree_with_changes_is_refused(machine: Machine, monkeypatch: pytest.Mo
     machine.head = Tree(Path("head"), "the working tree", "1", dirty=True)
     with pytest.raises(SystemExit) as of_new_files:
         experiment.main(machine.command)
-    monkeypatch.setattr("benchmarks.harness.checkout", lambda: Git(CLEAN.revision, dirty=True))
+    monkeypatch.setattr("reproduce.run.recorder.checkout", lambda: Git(CLEAN.revision, dirty=True))
     with pytest.raises(SystemExit) as of_known_files:
         experiment.main(machine.command)
     assert of_new_files.value.code == of_known_files.value.code == 2 and not machine.runs

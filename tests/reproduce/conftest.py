@@ -32,18 +32,18 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python on a script or `-m module`, in the checkout, with some folders searched for modules first.
+    """Start Python on a script or `-m module`, in the checkout or a copy, with a folder searched for modules first.
 
     What a test that failed has left running is killed.
     """
     started: list[subprocess.Popen[str]] = []
 
-    def popen(*arguments: str, first: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder)
+    def popen(*arguments: str, root: Path = ROOT, first: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(first), str(root)])
         started.append(
             subprocess.Popen(
                 [sys.executable, *arguments],
-                cwd=ROOT,
+                cwd=root,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
