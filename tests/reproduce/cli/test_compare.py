@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from reproduce.cli.main import main
-from reproduce.records.record import Record, Result, save
+from reproduce.records.record import save
+
+from ..made import record, row
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 PAPER, MEASURED = str(RESULTS / "paper"), str(RESULTS / "measured")
@@ -29,9 +30,8 @@ def test_paper_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     ("seconds", "code", "said"), [(0.5, 0, ""), (1.0, 1, "1 row worse than in A: GPipe (amoebanet")]
 )
 def test_fail_on_regression(
-    seconds: float, code: int, said: str, record: Callable[..., Record], row: Callable[..., Result], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    seconds: float, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The published speed-up of n2m4 is 1.54."""
     rows = [
         row(name, time, experiment="amoebanet-speed", over="naive", published=f"tg-amoebanetd-speed/{link}")
