@@ -104,7 +104,7 @@ class Route:
         self.streams = self._outbound or current_stream(self.source), self._inbound or current_stream(self.target)
 
     def copy(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, tie: Tensor | None = None) -> Flat:
-        """Copy `tensors`, of micro-batch `i`, to the target. Whoever made `tie` goes backward after the copy."""
+        """Copy `tensors`, of micro-batch `i`, to the target. In backward, the task that made `tie` comes after it."""
         if not self.elsewhere:
             return tensors
         with using(*self.streams):
@@ -145,7 +145,7 @@ class _Copy(torch.autograd.Function):
 
 
 def _keep(tensors: Flat, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of `tensors` until `stream` has done what it was given. A task may also have some on the host."""
+    """Keep the memory of `tensors` until `stream` has done what it was given. CPU tensors are skipped."""
     for x in tensors:
         if x is not None and x.device.type == stream.device.type:
             x.record_stream(stream)
@@ -176,4 +176,4 @@ def _using(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
 
 
 NOWHERE = Dock(torch.device("cpu"))
-"""Where tasks are in one place, nothing leaves or arrives."""
+"""The dock of tasks that exchange nothing between devices."""

@@ -12,8 +12,8 @@ Autograd has a thread for each CUDA device, and the threads run on their own. So
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)        micro-batch i goes backward after i + 1
                                ╰────────▶ copy to j + 1          and is recomputed when its gradient is on its way
 
-Ties live on the CPU whatever the device of the data, as autograd lets streams wait for the tensors that it passes on;
-and ties have no gradient but `None`. What only orders work must not make a stream wait.
+Ties are CPU tensors on every device, and their gradient is always `None`. For a CUDA gradient autograd would make a
+stream wait, and a tie must only order the nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GraphEngine:
         self.stages = stages
         self.copies = CopyStreams(devices, enabled=copy_streams)
         self.docked = [self.copies.needed and current_stream(device) is not None for device in devices]
-        # Otherwise no gradient is waited for, and the latest node first is the order that is wanted.
+        # Without CUDA copies, one thread runs the nodes, latest first. That is the right order, so no ties are needed.
         self.tied = any(self.docked)
         self.dependency = dependency
 
@@ -84,7 +84,7 @@ class _MiniBatch:
         self._latest: list[Tensor | None] = [None] * len(self._stages)
 
     def task(self, i: int, j: int) -> None:
-        # Only now: what this partition did before must not wait for what this task needs.
+        # As late as possible, so that the earlier tasks of this partition do not wait for this one's inputs.
         item = self._take(i, j)
         stage, dock = self._stages[j], self._dock(j)
         tie: Tensor | None = None
@@ -103,7 +103,7 @@ class _MiniBatch:
             with observed(self._observer, "forward", i, j), in_turn((), (), recomputed=False).first():
                 outputs, atomic = stage.run(item.flat, item.atomic, item.shared)
             dock.leave()
-        # One graph takes care of shared memory by itself: a task may change a skip of its own micro-batch there.
+        # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.
         shared = (False,) * len(outputs) if self._one_graph else shared_by(outputs, item.flat, item.shared, held)
         for skip in self._waiting(i) if self._one_graph else ():
             skip.versions = versions(skip.flat)

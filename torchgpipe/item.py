@@ -31,7 +31,7 @@ class Item:
         atomic: whether the micro-batch is one tensor, rather than a tuple of them.
         shared: which of them must not be changed in place.
         versions: how often each had been changed in place when it was handed on.
-        dock, tie: where they left or arrive, and what orders backward, in the graph engine.
+        dock, tie: for the graph engine, the streams to wait for, and the tensor that orders backward.
     """
 
     flat: Flat

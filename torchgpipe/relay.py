@@ -71,7 +71,7 @@ class Relay:
         with self._lock:
             if not self.stopped:
                 self.stopped, self.error = True, error
-        # Also when stopped already: an interrupt may have ended an earlier call before it got here.
+        # Also if stopped already: Ctrl-C may have ended an earlier `stop` halfway.
         for queue in (*self._links, *self._tickets):
             queue.put(_STOP)
 
@@ -132,7 +132,7 @@ class Workers:
                 wake.put(None)
 
         def wait() -> None:
-            # An interrupt may come right after `get`, so what `get` returned must not be what is counted.
+            # Count `ended`, not what `get` returned: Ctrl-C can come right after `get`.
             while len(ended) < posted:
                 wake.get()
 
