@@ -217,7 +217,7 @@ def in_turn(defaults: Sequence[torch.Generator], own: Sequence[torch.Generator],
         return Randomness([*defaults, *own] if recomputed else ())
     # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
     # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     return Randomness(own if recomputed else (), lambda: PrivateGenerator(seed, lambda: None))
 
 

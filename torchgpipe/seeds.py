@@ -58,11 +58,11 @@ class Seeds:
             self._state = torch.default_generator.get_state()
             if PrivateGenerator.in_use():
                 # The layers of an outer pipeline: the seed is one of the outer task's numbers.
-                self._base = int(torch.randint(2**62, ()))
+                self._base = int(torch.randint(2**62, (), device="cpu"))
             else:
                 generator = torch.Generator()
                 generator.set_state(self._state)
-                self._base = int(torch.randint(2**62, (), generator=generator)) + _under_way * APART
+                self._base = int(torch.randint(2**62, (), device="cpu", generator=generator)) + _under_way * APART
             _under_way += 1
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +71,7 @@ class Seeds:
             _under_way -= 1
             self._watched = not torch.equal(self._state, torch.default_generator.get_state())
             if any(self._drew) and not PrivateGenerator.in_use():
-                torch.randint(2**62, ())
+                torch.randint(2**62, (), device="cpu")
 
     def _note(self, j: int) -> None:
         self._drew[j] = True

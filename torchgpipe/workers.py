@@ -163,7 +163,8 @@ class _MiniBatch:
 
     def _run(self, relay: Relay, program: Callable[[int], None], *, backward: bool = False) -> None:
         if overlaps(self._m, self._n):
-            self._workers.run(relay, [partial(program, j) for j in range(self._n)])
+            threads = torch.get_num_threads()
+            self._workers.run(relay, [partial(_with_threads, threads, program, j) for j in range(self._n)])
         else:
             for j in reversed(range(self._n)) if backward else range(self._n):
                 program(j)
@@ -192,6 +193,13 @@ class _MiniBatch:
         if not overlaps(self._m, self._n):
             return in_turn(default_generators(self._stages[j].device), own, recomputed=recomputed)
         return self._seeds.of(i, j, own if self._checkpointed else ())
+
+
+def _with_threads(threads: int, program: Callable[[int], None], j: int) -> None:
+    # PyTorch keeps this number for each thread apart. Another one would change the bits, and crowd the cores.
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    program(j)
 
 
 class _Pipeline(torch.autograd.Function):
