@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from torchgpipe import is_checkpointing, is_recomputing
 
 from ..plain import piped
-from .compare import alike, transparent
+from .compare import assert_same_use, assert_transparent
 
 BALANCE = [2, 1, 2]
 both_chunks = pytest.mark.parametrize("chunks", [1, 3])
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 8), nn.Linear(8, 4))
+    last = parametrizations.weight_norm(nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 8), last)
 
 
 def given() -> Tensor:
     return torch.randn(8, 6).requires_grad_()
-
-
-def bf16() -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 class Report(nn.Module):
@@ -37,8 +37,9 @@ class Report(nn.Module):
         self.seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
+        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), is_checkpointing()
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        self.seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, is_recomputing()))
+        self.seen.add((*grad, autocast, is_recomputing()))
         return x
 
 
@@ -47,13 +48,39 @@ def reporting() -> tuple[nn.Sequential, set[Any]]:
     return nn.Sequential(Report(seen), nn.Linear(6, 6), Report(seen), nn.Linear(6, 6), Report(seen)), seen
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@contextmanager
+def cached() -> Iterator[None]:
+    with torch.no_grad(), parametrize.cached():
+        yield
+
+
+@contextmanager
+def enabled_again() -> Iterator[None]:
+    with torch.no_grad(), torch.enable_grad():
+        yield
+
+
+# What surrounds the forward, the type of the output, and whether it takes a gradient.
+AROUND: dict[str, tuple[Callable[[], Any], torch.dtype, bool]] = {
+    "no_grad": (torch.no_grad, torch.float32, False),
+    "inference_mode": (torch.inference_mode, torch.float32, False),
+    "enable_grad within no_grad": (enabled_again, torch.float32, True),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.bfloat16, True),
+    "cached parametrizations": (cached, torch.float32, False),
+}
+
+
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("balance", [[5], BALANCE], ids=lambda b: f"n{len(b)}")
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @both_chunks
-def test_without_gradients(mode: Any, training: bool, chunks: int, way: dict[str, Any]) -> None:
-    module = layers().train(training)
-    outcome = transparent(module, given(), BALANCE, chunks=chunks, backward=None, within=mode, **way)
-    assert outcome.takes_grad == [False]
+def test_around_forward(around: Any, balance: list[int], training: bool, chunks: int, way: dict[str, Any]) -> None:
+    within, dtype, grad = around
+    outcome = assert_transparent(
+        layers().train(training), given(), balance, chunks=chunks, within=within, steps=2, **way
+    )
+    assert outcome.outputs[0].dtype == dtype
+    assert outcome.takes_grad == [grad]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -63,39 +90,15 @@ def test_grad_and_inference_mode_reach_every_layer(mode: Any, chunks: int, way: 
     inference = mode is torch.inference_mode
     with mode():
         y = piped(module, BALANCE, chunks, **way)(torch.randn(6, 6))
-    assert seen == {(False, inference, False, False)}
+    assert seen == {(False, inference, False, False, False)}
     assert y.is_inference() == inference
-
-
-def test_nothing_is_checkpointed_where_nothing_goes_backward(way: dict[str, Any]) -> None:
-    seen: list[bool] = []
-    layer = nn.Linear(3, 3)
-    layer.register_forward_hook(lambda *_: seen.append(is_checkpointing()))
-    with torch.no_grad():
-        piped(nn.Sequential(layer, nn.Tanh()), [1, 1], 2, **way)(torch.randn(4, 3))
-    assert seen == [False, False]
 
 
 def test_training_goes_on_after_inference(way: dict[str, Any]) -> None:
     module = layers()
     with torch.inference_mode():
         piped(module, BALANCE, **way).eval()(torch.randn(8, 6))
-    transparent(module.train(), given(), BALANCE, **way)
-
-
-def test_an_enabled_gradient_within_no_grad(way: dict[str, Any]) -> None:
-    model = piped(layers(), BALANCE, **way)
-    with torch.no_grad(), torch.enable_grad():
-        y = model(torch.randn(8, 6))
-    y.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("balance", [[5], BALANCE], ids=lambda b: f"n{len(b)}")
-@both_chunks
-def test_autocast(balance: list[int], chunks: int, way: dict[str, Any]) -> None:
-    outcome = transparent(layers(), given(), balance, chunks=chunks, within=bf16, steps=2, **way)
-    assert outcome.outputs[0].dtype == torch.bfloat16
+    assert_transparent(module.train(), given(), BALANCE, **way)
 
 
 # The type of autocast in forward, and in backward.
@@ -116,32 +119,25 @@ def test_a_recomputation_has_the_autocast_of_its_forward(forward: Any, backward:
         with torch.autocast("cpu", dtype=backward, enabled=backward is not None):
             y.backward(torch.ones_like(y))
 
-    alike(use, module, BALANCE, **way)
-    assert {autocast for _, _, autocast, _ in seen} == {forward or False}
+    assert_same_use(use, module, BALANCE, **way)
+    assert {autocast for *_, autocast, _ in seen} == {forward or False}
     assert {recomputing for *_, recomputing in seen} == {False, way["checkpoint"] != "never"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
-@pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=lambda b: f"n{len(b)}")
-def test_types(dtype: torch.dtype, balance: list[int], way: dict[str, Any]) -> None:
-    module = nn.Sequential(nn.Linear(6, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 4, dtype=dtype))
-    outcome = transparent(module, torch.randn(8, 6, dtype=dtype).requires_grad_(), balance, **way)
-    assert outcome.outputs[0].dtype == dtype
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.real if x.is_complex() and not self.dtype.is_complex else x).to(self.dtype)
 
 
-def test_types_change_on_the_way(way: dict[str, Any]) -> None:
-    class View(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.view_as_real(x).flatten(1) if x.is_complex() else torch.complex(x.double(), x.double())
-
-    middle, last = nn.Linear(6, 6, dtype=torch.complex128), nn.Linear(12, 2, dtype=torch.float64)
-    transparent(nn.Sequential(nn.Linear(6, 6), View(), middle, View(), last), given(), [1, 1, 1, 2], **way)
+TYPES = [[torch.float16], [torch.bfloat16], [torch.complex64], [torch.float32, torch.complex128, torch.float64]]
 
 
-def test_the_type_of_a_pipeline_changes_like_a_modules(way: dict[str, Any]) -> None:
-    def use(run: nn.Module) -> Tensor:
-        y: Tensor = run.to(torch.float64)(torch.randn(8, 6, dtype=torch.float64))
-        return y
-
-    model = alike(use, nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), [1, 2], **way)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_types(types: list[torch.dtype], way: dict[str, Any]) -> None:
+    module = nn.Sequential(*(layer for d in types for layer in (Cast(d), nn.Linear(6, 6, dtype=d), nn.Tanh())))
+    outcome = assert_transparent(module, torch.randn(8, 6, dtype=types[0]).requires_grad_(), [1] * len(module), **way)
+    assert outcome.outputs[0].dtype == types[-1]
