@@ -74,8 +74,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.journal.task("recompute" if is_recomputing() else "forward", self.j)
-        y: Tensor = Noted.apply(self, self.linear(x))
-        return y
+        return Noted.apply(self, self.linear(x))
 
 
 class Noted(torch.autograd.Function):

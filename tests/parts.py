@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,14 +12,14 @@ from torchgpipe.skip import pop, skippable, stash
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
+    def forward(self, x: Tensor) -> Any:
         yield stash("skip", x.sin())
         return x.cos()
 
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
+    def forward(self, x: Tensor) -> Any:
         skip = yield pop("skip")
         return x * skip.to(x.device)
 

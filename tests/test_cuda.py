@@ -14,6 +14,7 @@ from torchgpipe import GPipe
 
 from .cuda import DEVICES, balance, everywhere, layers, needs_cuda
 from .parts import Fails
+from .transparency.compare import state
 from .transparency.draw import Draw
 
 pytestmark = needs_cuda
@@ -52,8 +53,7 @@ def test_equals_plain(devices: list[str], checkpoint: Any, chunks: int, origin: 
         assert torch.equal(found, expected)
         expected.square().sum().backward()
         found.square().sum().backward()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(state(model), state(plain))
     torch.testing.assert_close(x_model.grad, x_plain.grad)
 
 
@@ -111,7 +111,7 @@ def test_dropping_frees_the_device(devices: list[str]) -> None:
 def test_by_default_all_cuda_devices_are_taken() -> None:
     model = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(DEVICES))), [1] * DEVICES)
     assert model.devices == [torch.device("cuda", index) for index in range(DEVICES)]
-    assert [partition[0].weight.device for partition in model.partitions] == model.devices
+    assert [next(partition.parameters()).device for partition in model.partitions] == model.devices
 
 
 @everywhere

@@ -24,8 +24,7 @@ class Late(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Late.apply(x * self.scale)
-        return y
+        return _Late.apply(x * self.scale)
 
 
 class _Late(torch.autograd.Function):

@@ -199,7 +199,7 @@ RETURNED = {
 @pytest.mark.parametrize("more", [0, 1])
 def test_an_output_that_cannot_be_passed_on(engine: str, more: int, value: object, error: Any, message: str) -> None:
     layers = nn.Sequential(nn.Linear(1, 1), *(nn.Identity() for _ in range(1 + more)))
-    layers[1].forward = lambda x: value  # type: ignore[method-assign,assignment]
+    layers[1].forward = lambda x: value
     model = piped(layers, [1] * (2 + more), 2, engine=engine)
     with pytest.raises(error, match=message):
         model(torch.rand(4, 1))

@@ -20,9 +20,10 @@ from torchgpipe import GPipe
 
 from ..plain import Plain, Tensors, piped
 
-EXACT = {"rtol": 0.0, "atol": 0.0}
+Tolerance = dict[str, Any]
+EXACT: Tolerance = {"rtol": 0.0, "atol": 0.0}
 # A sum of gradients that is added up in another order: float32 has 24 bits, and the terms are of order 100 at most.
-REORDERED = {"rtol": 1e-5, "atol": 1e-4}
+REORDERED: Tolerance = {"rtol": 1e-5, "atol": 1e-4}
 
 
 def both(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> tuple[Plain, GPipe]:
@@ -35,7 +36,7 @@ def assert_same_use(
     layers: nn.Sequential,
     balance: Sequence[int],
     *,
-    tolerance: dict[str, float] | None = None,
+    tolerance: Tolerance = EXACT,
     **options: Any,
 ) -> None:
     """Assert that `use` returns the same, and leaves the same state, of the plain model and of the pipeline.
@@ -47,7 +48,7 @@ def assert_same_use(
         torch.manual_seed(1)
         found.append([use(run), state(run)])
     plain, ours = found
-    assert_close(ours, plain, **(tolerance or EXACT))
+    assert_close(ours, plain, **tolerance)
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -105,10 +106,10 @@ def observe(
     return Outcome(shown, takes_grad, gradients, {name: b.clone() for name, b in model.named_buffers()})
 
 
-def assert_same_outcome(ours: Outcome, plain: Outcome, tolerance: dict[str, float] | None = None) -> None:
-    """Assert that two outcomes are the same, bit by bit where no tolerance is given."""
+def assert_same_outcome(ours: Outcome, plain: Outcome, tolerance: Tolerance = EXACT) -> None:
+    """Assert that two outcomes are the same, bit by bit unless a tolerance is given."""
     found = [{key: x for key, x in vars(outcome).items() if key != "takes_grad"} for outcome in (ours, plain)]
-    assert_close(*found, **(tolerance or EXACT))
+    assert_close(*found, **tolerance)
     assert all(takes or not needed for takes, needed in zip(ours.takes_grad, plain.takes_grad, strict=True))
 
 
@@ -118,7 +119,7 @@ def assert_transparent(
     balance: Sequence[int],
     *,
     backward: Callable[[Any], None] = go_backward,
-    tolerance: dict[str, float] | None = None,
+    tolerance: Tolerance = EXACT,
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
     steps: int = 1,
     **options: Any,

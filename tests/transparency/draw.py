@@ -22,6 +22,8 @@ class Draw(nn.Module):
     of that kind.
     """
 
+    generator: torch.Generator | None = None
+
     def __init__(
         self,
         draw: Callable[[Tensor], Tensor] = dropout,

@@ -21,6 +21,8 @@ BALANCE = [2, 2]
 class Scale(nn.Module):
     """Scale by a constant buffer of `size` elements."""
 
+    by: Tensor
+
     def __init__(self, size: int = 1) -> None:
         super().__init__()
         self.register_buffer("by", torch.full((size,), 2.0))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..plain import Plain, piped
-from .compare import Outcome, assert_same_outcome, tensors, total
+from .compare import EXACT, Outcome, assert_same_outcome, tensors, total
 from .draw import drawing, forget, replay
 from .models import INPUTS, Case, Step, cases
 
@@ -191,7 +191,7 @@ def assert_equals_plain(case: Case) -> None:
         theirs.gradients = backward(plain, step, plain_inputs, plain_outputs)
         for run, outcome in ((model, ours), (plain, theirs)):
             outcome.buffers = dict(run.named_buffers()) | {n: p.detach() for n, p in leaves(run).items()}
-        assert_same_outcome(ours, theirs, REORDERED if case.reorders else None)
+        assert_same_outcome(ours, theirs, REORDERED if case.reorders else EXACT)
 
         for layer in drawing(model):
             assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from torchgpipe import GPipe
 
 from ..plain import piped
-from .compare import REORDERED, assert_same_use, assert_transparent
+from .compare import EXACT, REORDERED, Tolerance, assert_same_use, assert_transparent
 
 BALANCE = [2, 1, 2]
 both_chunks = pytest.mark.parametrize("chunks", [1, 3])
@@ -118,10 +120,10 @@ def hooked_layers(run: Any) -> None:
 
 # What is done with a model. A plain parameter adds up all micro-batches' gradients before .grad, a pipeline those of
 # each mini-batch and each backward: so some sums are only up to rounding.
-USES: dict[str, tuple[Callable[[Any], Any], dict[str, float] | None]] = {
-    "thawed between steps": (thawed_between_steps, None),
+USES: dict[str, tuple[Callable[[Any], Any], Tolerance]] = {
+    "thawed between steps": (thawed_between_steps, EXACT),
     "gradients given by the caller": (
-        lambda run: run(torch.randn(7, 5)).backward(torch.tensor(2.0).expand(7, 5)), None
+        lambda run: run(torch.randn(7, 5)).backward(torch.tensor(2.0).expand(7, 5)), EXACT
     ),
     "retain_graph, twice": (
         lambda run: [loss.backward(retain_graph=r) for loss in [loss_of(run)] for r in (True, True, False)], REORDERED
@@ -135,21 +137,21 @@ USES: dict[str, tuple[Callable[[Any], Any], dict[str, float] | None]] = {
         lambda run: [loss.backward() for loss in [loss_of(run), loss_of(run)][::-1]], REORDERED
     ),
     "one after itself": (lambda run: loss_of(run, run(torch.randn(7, 5))).backward(), REORDERED),
-    "hooks of layers": (hooked_layers, None),
-    "grad of one parameter": (asked(lambda loss, x, parameters: torch.autograd.grad(loss, parameters[1])), None),
+    "hooks of layers": (hooked_layers, EXACT),
+    "grad of one parameter": (asked(lambda loss, x, parameters: torch.autograd.grad(loss, parameters[1])), EXACT),
     "grad twice": (asked(lambda loss, x, parameters: [
         torch.autograd.grad(loss, [x, *parameters], retain_graph=retain) for retain in (True, False)
-    ]), None),
+    ]), EXACT),
     "grad of the input, then backward": (asked(lambda loss, x, parameters: (
         torch.autograd.grad(loss, x, retain_graph=True), loss.backward()
-    )), None),
-    "backward of one parameter": (asked(lambda loss, x, parameters: loss.backward(inputs=[parameters[2]])), None),
+    )), EXACT),
+    "backward of one parameter": (asked(lambda loss, x, parameters: loss.backward(inputs=[parameters[2]])), EXACT),
 }  # fmt: skip
 
 
 @both_chunks
 @pytest.mark.parametrize("use, tolerance", USES.values(), ids=USES)
-def test_uses(use: Any, tolerance: dict[str, float] | None, chunks: int, way: dict[str, Any]) -> None:
+def test_uses(use: Any, tolerance: Tolerance, chunks: int, way: dict[str, Any]) -> None:
     assert_same_use(use, layers(), BALANCE, chunks=chunks, tolerance=tolerance, **way)
 
 
@@ -158,11 +160,11 @@ def test_twice_without_retain_graph(chunks: int, way: dict[str, Any]) -> None:
     model = piped(layers(), BALANCE, chunks, **way)
     loss = model(torch.randn(7, 5)).sum()  # sums keep nothing, so that the pipeline itself must refuse
     loss.backward()
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    before = copy.deepcopy([p.grad for p in model.parameters()])
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         loss.backward()
     if way["engine"] == "workers":
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+        assert_close([p.grad for p in model.parameters()], before, **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")

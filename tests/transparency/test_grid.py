@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe import GPipe
 
@@ -33,19 +33,19 @@ def test_every_schedule(balance: list[int], chunks: int, batch: int, way: dict[s
 @pytest.mark.parametrize("switch", ["dependency", "portals", "copy_streams"])
 @balances
 def test_every_component_can_be_switched_off(switch: str, balance: list[int], way: dict[str, Any]) -> None:
-    assert_transparent(layers(), torch.randn(13, 5).requires_grad_(), balance, chunks=8, **{switch: False}, **way)
+    assert_transparent(layers(), torch.randn(13, 5).requires_grad_(), balance, chunks=8, **way | {switch: False})
 
 
 @pytest.mark.parametrize("engine", ["auto", "graph", "workers"])
 def test_mini_batches_of_different_sizes(way: dict[str, Any]) -> None:
     # With a single sample there is nothing to overlap, for which "auto" has another engine.
-    def use(run: nn.Module) -> list[Tensor]:
-        found = []
+    def use(run: nn.Module) -> list[Any]:
+        found: list[Any] = []
         for size in (9, 1, 4, 1, 1, 9):
             run.zero_grad()
-            found.append(run(torch.randn(size, 5)))
-            total(found[-1]).backward()
-            found += [p.grad.clone() for p in run.parameters()]
+            y = run(torch.randn(size, 5))
+            total(y).backward()
+            found += [y, *(p.grad for p in run.parameters())]
         return found
 
     assert_same_use(use, layers(), [2, 2, 2], **way)

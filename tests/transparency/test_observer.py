@@ -77,7 +77,8 @@ def test_every_task_once_and_in_order(
     n = len(balance)
     model, log = observed(build(), balance, chunks, way)
     for _ in range(2):
-        log.started.clear(), log.ended.clear()
+        log.started.clear()
+        log.ended.clear()
         y = model(torch.randn(batch, 4))
         assert set(log.started) == set(log.ended) == tasks("forward", m, n)
         y.sum().backward()

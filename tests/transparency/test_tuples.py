@@ -63,17 +63,14 @@ CASES: dict[str, tuple[Callable[[], list[Any]], Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-def build(layers: list[Any]) -> nn.Sequential:
-    return nn.Sequential(*(
-        layer if isinstance(layer, nn.Module) else Do(lambda _, value, run=layer: run(*tensors(value)))
-        for layer in layers
-    ))  # fmt: skip
+def layer(given: Any) -> nn.Module:
+    return given if isinstance(given, nn.Module) else Do(lambda _, value: given(*tensors(value)))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("whole", [False, True], ids=["", "one partition"])
 @pytest.mark.parametrize("layers, given", CASES.values(), ids=CASES)
 def test_tuples(layers: Any, given: Any, whole: bool, chunks: int, way: dict[str, Any]) -> None:
-    module = build(layers())
+    module = nn.Sequential(*map(layer, layers()))
     n = len(module)
     assert_transparent(module, given(), [n] if whole else [n - 2, 1, 1], chunks=chunks, **way)
