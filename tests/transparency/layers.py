@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from .draw import Draw, draw_from
-from .wiring import merge
+from .wiring import merge, with_skips
 
 WIDTH = 4
 
@@ -211,3 +211,10 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
 }
 TO_SEVERAL = {kind for kind in KINDS if kind.startswith("and ")} | {"twice", "lstm cell"}
 OF_SEVERAL = {"sum", "sum in place", "swap"}
+
+
+def only_a_skip() -> nn.Sequential:
+    """Return two layers, and a third, which gets nothing from them that takes a gradient but a skip."""
+    constant = Do(lambda _, x: torch.ones_like(x, requires_grad=False))
+    stashing = with_skips(constant, {"skip": lambda x, y: x.tanh()}, {})
+    return nn.Sequential(linear(), stashing, with_skips(nn.Sigmoid(), {}, {"skip": torch.mul}))
