@@ -106,7 +106,10 @@ def test_the_seed_alone_decides_the_draws(engine: str) -> None:
     assert len({tuple(x.flatten().tolist()) for x in first_layer}) == 3, "two steps drew the same"
 
 
-def test_one_partition_draws_what_a_plain_run_draws(checkpoint: str) -> None:
+@pytest.mark.parametrize("balance, chunks", [([3], 3), ([1, 1, 1], 1)], ids=["one partition", "one micro-batch"])
+def test_what_does_not_overlap_draws_what_a_plain_run_draws(
+    balance: list[int], chunks: int, way: dict[str, Any]
+) -> None:
     def use(run: nn.Module) -> list[Tensor]:
         outputs = []
         for _ in range(2):
@@ -115,7 +118,8 @@ def test_one_partition_draws_what_a_plain_run_draws(checkpoint: str) -> None:
             outputs[-1].square().sum().backward()
         return outputs
 
-    assert_same_use(use, nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6)), [3], checkpoint=checkpoint)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6))
+    assert_same_use(use, module, balance, chunks=chunks, **way)
 
 
 def test_backward_leaves_the_callers_numbers_alone(way: dict[str, Any]) -> None:
