@@ -116,33 +116,43 @@ def _needs(task: Task, failed: Task) -> bool:
     return i <= failed_i and j <= failed_j
 
 
+# What is under way, what fails meanwhile, and all that the partition of the former has started in the end.
+MEANWHILE: dict[str, tuple[Task, Task, list[tuple[Kind, int]]]] = {
+    "forward": (Task("forward", 1, 0), Task("forward", 0, 1), [("forward", 0), ("forward", 1)]),
+    # The last partition waits for nobody's gradient.
+    "backward": (
+        Task("recompute", M - 2, 1),
+        Task("backward", M - 1, 0),
+        [*(("forward", i) for i in range(M)), ("recompute", M - 1), ("backward", M - 1), ("recompute", M - 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("under_way, failing, expected", MEANWHILE.values(), ids=MEANWHILE)
 @pytest.mark.parametrize("engine, checkpoint", [("workers", "always")])
-def test_a_recomputation_under_way_is_not_followed_by_its_backward(way: dict[str, Any], journal: Journal) -> None:
-    """The last partition waits for nobody's gradient, and has to ask before it goes on."""
+def test_what_is_under_way_is_the_last_task_of_its_partition(
+    under_way: Task, failing: Task, expected: list[tuple[Kind, int]], way: dict[str, Any], journal: Journal
+) -> None:
     model = pipeline(journal, way, n=2)
-    under_way = threading.Event()
+    begun = threading.Event()
     started: list[Task] = []
 
     @contextmanager
     def observer(task: Task) -> Iterator[None]:
         started.append(task)
-        if task == ("recompute", M - 2, 1):
-            under_way.set()
+        if task == under_way:
+            begun.set()
             assert journal.known.wait(PATIENCE)
-        if task == ("backward", M - 1, 0):
-            assert under_way.wait(PATIENCE)
+        if task == failing:
+            assert begun.wait(PATIENCE)
             raise Boom(1, reason="meanwhile")
         yield
 
     model.observer = observer
-    loss = model(torch.rand(M, 3)).sum()
-    started.clear()
     with pytest.raises(Boom, match="meanwhile"):
-        loss.backward()
+        model(torch.rand(M, 3)).sum().backward()
 
-    assert [(kind, i) for kind, i, j in started if j == 1] == [
-        ("recompute", M - 1), ("backward", M - 1), ("recompute", M - 2),
-    ]  # fmt: skip
+    assert [(kind, i) for kind, i, j in started if j == under_way.partition] == expected
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
