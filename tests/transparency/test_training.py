@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from ..plain import piped
 from .compare import EXACT, REORDERED, assert_transparent, both, state, total
+from .layers import KINDS, WIDTH
 
 BALANCE = [2, 2, 2]
 
@@ -144,3 +145,10 @@ def test_in_place_at_the_models_start(balance: list[int], way: dict[str, Any]) -
     y.square().sum().backward()
     plain(x).square().sum().backward()
     assert_close(state(model), state(plain), **EXACT)
+
+
+@pytest.mark.parametrize("engine", ["graph"])  # when workers use it again is left to chance
+def test_an_output_whose_memory_is_used_again_is_refused(way: dict[str, Any]) -> None:
+    module = nn.Sequential(KINDS["and its buffer in place"](None), KINDS["sum"](None))
+    with pytest.raises(RuntimeError, match="was changed in place before the partition took it"):
+        piped(module, [1, 1], **way)(torch.randn(9, WIDTH))
