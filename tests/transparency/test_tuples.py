@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ..plain import piped
 from .compare import assert_transparent, tensors
 from .layers import WIDTH, Do, linear
 from .wiring import OnFirst
@@ -75,16 +74,3 @@ def test_tuples(layers: Any, given: Any, whole: bool, chunks: int, way: dict[str
     module = nn.Sequential(*map(layer, layers()))
     n = len(module)
     assert_transparent(module, given(), [n] if whole else [n - 2, 1, 1], chunks=chunks, **way)
-
-
-@pytest.mark.parametrize("engine, checkpoint", [("graph", "always"), ("workers", "always"), ("workers", "never")])
-def test_an_output_changed_in_place_changes_nothing_else(way: dict[str, Any]) -> None:
-    """Also where there is one micro-batch, whose outputs are not concatenated."""
-    x = real()
-    one, other = piped(nn.Sequential(nn.Identity(), layer(lambda a: (a, a))), [1, 1], 1, **way)(x)
-    before = x.detach().clone()
-    one.add_(1)
-    other.mul_(2)
-    assert torch.equal(one, before + 1)
-    assert torch.equal(other, before * 2)
-    assert torch.equal(x, before)

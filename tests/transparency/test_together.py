@@ -1,4 +1,4 @@
-"""Training: several pipelines, several threads, layers that work in place."""
+"""Several pipelines in one loss, one in another, and threads that use one or two at once."""
 
 from __future__ import annotations
 
@@ -13,26 +13,12 @@ from torch.testing import assert_close
 
 from ..plain import piped
 from .compare import EXACT, REORDERED, assert_transparent, both, state, total
-from .layers import KINDS, WIDTH
 
 BALANCE = [2, 2, 2]
 
 
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 4))
-
-
-def test_gradients_stay_where_they_are(way: dict[str, Any]) -> None:
-    model = piped(layers(), BALANCE, **way)
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-    views = flat.split([p.numel() for p in model.parameters()])
-    for p, view in zip(model.parameters(), views, strict=True):
-        p.grad = view.view_as(p)
-    before = [p.grad for p in model.parameters()]
-    for _ in range(2):
-        model(torch.randn(9, 5)).square().sum().backward()
-    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
-    assert all(bool(view.any()) for view in views[2:])
 
 
 def test_two_pipelines_in_one_loss(way: dict[str, Any]) -> None:
@@ -106,49 +92,3 @@ def test_threads_that_draw_random_numbers(way: dict[str, Any]) -> None:
     drawing = piped(nn.Sequential(*layers()[:5], nn.Dropout()), BALANCE, **way)
     quiet = piped(layers(), BALANCE, **way)
     assert not in_threads(*(steps_of(model, torch.randn(10, 9, 5), []) for model in (drawing, quiet, drawing)))
-
-
-class AddOne(nn.Module):
-    """Work in place, and not say so."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1)
-
-
-IN_PLACE: dict[str, Callable[[], nn.Module]] = {"relu": lambda: nn.ReLU(inplace=True), "add": AddOne}
-
-
-@pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]], ids=["within a partition", "at a partition's start"])
-@pytest.mark.parametrize("kind", IN_PLACE)
-def test_in_place(kind: str, balance: list[int], way: dict[str, Any]) -> None:
-    make = IN_PLACE[kind]
-    module = nn.Sequential(nn.Linear(5, 5), make(), nn.Linear(5, 5), make(), nn.Linear(5, 4))
-    x = torch.randn(7, 5).requires_grad_()
-    # A layer that says so (`inplace`) gets a copy to work on.
-    if len(balance) == 2 or way["checkpoint"] == "never" or kind == "relu":
-        assert_transparent(module, x, balance, steps=3, **way)
-    else:
-        with pytest.raises(RuntimeError, match=r"partition 1 changed its input in place.*checkpoint='never'"):
-            assert_transparent(module, x, balance, **way)
-
-
-@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]], ids=str)
-def test_in_place_at_the_models_start(balance: list[int], way: dict[str, Any]) -> None:
-    # The plain layers get a ReLU that is not in place: micro-batches are views of one tensor, and PyTorch refuses to
-    # change a view of a tensor that is split.
-    plain, model = both(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5), nn.Tanh()), balance, **way)
-    plain[0] = nn.ReLU()
-    x = torch.randn(7, 5)
-    before = x.clone()
-    y = model(x)
-    assert torch.equal(x, before)
-    y.square().sum().backward()
-    plain(x).square().sum().backward()
-    assert_close(state(model), state(plain), **EXACT)
-
-
-@pytest.mark.parametrize("engine", ["graph"])  # when workers use it again is left to chance
-def test_an_output_whose_memory_is_used_again_is_refused(way: dict[str, Any]) -> None:
-    module = nn.Sequential(KINDS["and its buffer in place"](None), KINDS["sum"](None))
-    with pytest.raises(RuntimeError, match="was changed in place before the partition took it"):
-        piped(module, [1, 1], **way)(torch.randn(9, WIDTH))
