@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import GPipe
 from torchgpipe.checkpoint import checkpointed
 
 from ..plain import piped
@@ -178,19 +177,6 @@ def test_a_first_draw_in_a_later_micro_batch(way: dict[str, Any]) -> None:
     else:
         y.sum().backward()
         assert_recomputed_alike(module)
-
-
-def test_another_thread_that_draws_disturbs_nothing(way: dict[str, Any]) -> None:
-    def draw(x: Tensor) -> Tensor:
-        if not is_recomputing():
-            thread = threading.Thread(target=torch.rand, args=(3,))
-            thread.start()
-            thread.join()
-        return torch.ones_like(x)
-
-    model = pipeline(alone(Draw(draw)), **way)
-    step(model)
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_generator_of_a_layers_own(way: dict[str, Any]) -> None:
