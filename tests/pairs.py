@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from random import Random
+from typing import Any
 
 
-def covering(rows: Sequence[Mapping[str, Hashable]]) -> set[int]:
+def covering(rows: Sequence[Mapping[Any, Hashable]]) -> set[int]:
     """Return the indices of some rows in which all pairs of values are that any row has.
 
     The most new pairs come first. Ties are drawn, the same in every run, or whatever varies slowest would always be

@@ -16,10 +16,10 @@ from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.predict import Setup
 
+from .cuda import needs_cuda, needs_two
+
 WIDTH = 2048
-DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = pytest.mark.skipif(DEVICES < 1, reason="needs a CUDA device")
-needs_two = pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=needs_two)])

@@ -10,128 +10,43 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import extract_tb
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import GPipe
 from torchgpipe.checkpoint import checkpointed
+from torchgpipe.observe import Kind, Task
 from torchgpipe.relay import Relay
-from torchgpipe.skip import pop, skippable, stash
 
+from .journal import PATIENCE, Boom, Journal, Layer
+from .ledger import assert_no_thread_more
+from .parts import Fails, Pop, Stash
 from .plain import piped
 
-PATIENCE = 300  # seconds; only a hang takes as long
 M, N = 4, 3
-
-
-class Boom(Exception):
-    """An error that cannot be made from its message alone, as many a library's."""
-
-    def __init__(self, code: int, *, reason: str) -> None:
-        super().__init__(f"{reason} ({code})")
-
-
-class Task(NamedTuple):
-    kind: str
-    i: int
-    j: int
-
-
-class Journal:
-    """Write down each task that starts, and fail at one of them.
-
-    Tasks that start while another one is failing wait until the engine knows, so that they are as many as there
-    can be, whatever the threads' timing: one per partition.
-    """
-
-    def __init__(self, checkpoint: Any) -> None:
-        self.last = {"forward": -1, "recompute": checkpointed(checkpoint, M), "backward": M}
-        self.fail_at: Task | None = None
-        self.error: BaseException = Boom(1, reason="unset")
-        self.known = threading.Event()
-        self._lock = threading.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        self.started: list[Task] = []
-        self.late: list[Task] = []
-        self._next: dict[tuple[str, int], int] = {}
-        self._failing = False
-        self.known.clear()
-
-    def task(self, kind: str, j: int) -> None:
-        with self._lock:
-            step = 1 if kind == "forward" else -1
-            i = self._next[kind, j] = self._next.get((kind, j), self.last[kind]) + step
-            task = Task(kind, i, j)
-            self.started.append(task)
-            late = self._failing
-            if late:
-                self.late.append(task)
-            self._failing = self._failing or task == self.fail_at
-        if task == self.fail_at:
-            explode(self.error)
-        if late:
-            assert self.known.wait(PATIENCE)
-
-
-def explode(error: BaseException) -> None:
-    raise error
-
-
-class Layer(nn.Module):
-    """A partition's only layer: linear, with an entry in the journal for every task."""
-
-    def __init__(self, journal: Journal, j: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.journal, self.j = journal, j
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.journal.task("recompute" if is_recomputing() else "forward", self.j)
-        y: Tensor = Noted.apply(self, self.linear(x))
-        return y
-
-
-class Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layer: Layer, y: Tensor) -> Tensor:
-        ctx.layer = layer
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.layer.journal.task("backward", ctx.layer.j)
-        return None, grads[0]
 
 
 def pipeline(journal: Journal, way: dict[str, Any], n: int = N) -> GPipe:
     return piped(nn.Sequential(*(Layer(journal, j) for j in range(n))), [1] * n, M, **way)
 
 
-def pipeline_threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith("gpipe-partition")}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_thread_stays() -> Iterator[None]:
     """Of all the pipelines here that failed."""
-    before = pipeline_threads()
+    threads = {*threading.enumerate()}
     yield
     gc.collect()
-    for thread in pipeline_threads() - before:
-        thread.join(PATIENCE)
-        assert not thread.is_alive(), f"{thread.name} outlives its pipeline"
+    assert_no_thread_more(threads)
 
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Iterator[Journal]:
     """A journal that is told when workers have been stopped."""
-    journal, stop = Journal(checkpoint), Relay.stop
+    journal, stop = Journal(M, checkpoint), Relay.stop
 
     def stop_and_tell(self: Relay, error: BaseException) -> None:
         stop(self, error)
@@ -153,7 +68,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("j", range(N))
 @pytest.mark.parametrize("moment", ["first", "middle", "last"])
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
-def test_an_error_in_any_task(kind: str, moment: str, j: int, way: dict[str, Any], journal: Journal) -> None:
+def test_an_error_in_any_task(kind: Kind, moment: str, j: int, way: dict[str, Any], journal: Journal) -> None:
     count = checkpointed(way["checkpoint"], M) if kind == "recompute" else M
     place = Task(kind, {"first": 0, "middle": count // 2, "last": max(0, count - 1)}[moment], j)
     model, x = pipeline(journal, way), torch.rand(M, 3)
@@ -177,13 +92,10 @@ def test_an_error_in_any_task(kind: str, moment: str, j: int, way: dict[str, Any
     # Promptly: of the tasks that had not started, each other worker was about to start one at most.
     assert set(journal.started) <= every_task
     assert len(journal.started) == len(set(journal.started))
-    assert {task.j for task in journal.late}.isdisjoint({place.j})
-    assert len(journal.late) == len({task.j for task in journal.late})
-    if way["engine"] == "graph":
-        assert journal.late == []
+    late = [task.partition for task in journal.late]
+    assert late == [] if way["engine"] == "graph" else place.partition not in late and len(late) == len({*late})
     # And none that needs what has failed.
-    for task in journal.started:
-        assert not _needs(task, place), f"{task} was run although {place} failed"
+    assert [task for task in journal.started if _needs(task, place)] == []
 
     # As good as new.
     journal.clear()
@@ -194,46 +106,53 @@ def test_an_error_in_any_task(kind: str, moment: str, j: int, way: dict[str, Any
 
 def _needs(task: Task, failed: Task) -> bool:
     """Return whether `task` comes after `failed` by the rules of the schedule."""
-    if task == failed:
+    (kind, i, j), (failed_kind, failed_i, failed_j) = task, failed
+    if task == failed or (kind == "forward" and failed_kind != "forward"):
         return False
-    if failed.kind == "forward":
-        return task.kind != "forward" or (task.i >= failed.i and task.j >= failed.j)
-    if task.kind == "forward":
-        return False
-    if failed.kind == "recompute":
-        if task.kind == "recompute":
-            return task.i < failed.i and task.j == failed.j
-        return task.i <= failed.i and task.j <= failed.j
-    return task.kind == "backward" and task.i <= failed.i and task.j <= failed.j
+    if failed_kind == "forward":
+        return kind != "forward" or (i >= failed_i and j >= failed_j)
+    if kind == "recompute":
+        return failed_kind == "recompute" and i < failed_i and j == failed_j
+    return i <= failed_i and j <= failed_j
 
 
+# What is under way, what fails meanwhile, and all that the partition of the former has started in the end.
+MEANWHILE: dict[str, tuple[Task, Task, list[tuple[Kind, int]]]] = {
+    "forward": (Task("forward", 1, 0), Task("forward", 0, 1), [("forward", 0), ("forward", 1)]),
+    # The last partition waits for nobody's gradient.
+    "backward": (
+        Task("recompute", M - 2, 1),
+        Task("backward", M - 1, 0),
+        [*(("forward", i) for i in range(M)), ("recompute", M - 1), ("backward", M - 1), ("recompute", M - 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("under_way, failing, expected", MEANWHILE.values(), ids=MEANWHILE)
 @pytest.mark.parametrize("engine, checkpoint", [("workers", "always")])
-def test_a_recomputation_under_way_is_not_followed_by_its_backward(way: dict[str, Any], journal: Journal) -> None:
-    """The last partition waits for nobody's gradient, and has to ask before it goes on."""
+def test_what_is_under_way_is_the_last_task_of_its_partition(
+    under_way: Task, failing: Task, expected: list[tuple[Kind, int]], way: dict[str, Any], journal: Journal
+) -> None:
     model = pipeline(journal, way, n=2)
-    under_way = threading.Event()
+    begun = threading.Event()
     started: list[Task] = []
 
     @contextmanager
-    def observer(task: tuple[str, int, int]) -> Iterator[None]:
-        started.append(Task(*task))
-        if task == ("recompute", M - 2, 1):
-            under_way.set()
+    def observer(task: Task) -> Iterator[None]:
+        started.append(task)
+        if task == under_way:
+            begun.set()
             assert journal.known.wait(PATIENCE)
-        if task == ("backward", M - 1, 0):
-            assert under_way.wait(PATIENCE)
+        if task == failing:
+            assert begun.wait(PATIENCE)
             raise Boom(1, reason="meanwhile")
         yield
 
     model.observer = observer
-    loss = model(torch.rand(M, 3)).sum()
-    started.clear()
     with pytest.raises(Boom, match="meanwhile"):
-        loss.backward()
+        model(torch.rand(M, 3)).sum().backward()
 
-    assert [(kind, i) for kind, i, j in started if j == 1] == [
-        ("recompute", M - 1), ("backward", M - 1), ("recompute", M - 2),
-    ]  # fmt: skip
+    assert [(kind, i) for kind, i, j in started if j == under_way.partition] == expected
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -241,8 +160,6 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "Ctrl-C": KeyboardInterrupt,
     "exit": lambda: SystemExit(3),
     "the end of an iterator": lambda: StopIteration("data"),
-    "a timeout": TimeoutError,
-    "a warning": lambda: UserWarning("as an error"),
 }
 
 
@@ -250,88 +167,39 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 @pytest.mark.parametrize("j", range(2))
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS)
-def test_any_type_of_error(
-    make: Callable[[], BaseException], kind: str, j: int, way: dict[str, Any], journal: Journal
-) -> None:
-    journal.fail_at, journal.error = Task(kind, 1, j), make()
-    model = pipeline(journal, way, n=2)
-    with pytest.raises(type(journal.error)) as caught:
+def test_any_type_of_error(make: Callable[[], BaseException], kind: str, j: int, way: dict[str, Any]) -> None:
+    layers = [Fails(), Fails()]
+    model = piped(nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), layer) for layer in layers)), [1, 1], M, **way)
+    error = make()
+    layers[j].fail(kind, error, calls_before=1)
+    with pytest.raises(type(error)) as caught:
         gradients(model, torch.rand(M, 3))
-    assert caught.value is journal.error
-
-    journal.clear()
-    journal.fail_at = None
-    gradients(model, torch.rand(M, 3))
+    assert caught.value is error
+    assert len(gradients(model, torch.rand(M, 3))) == 1 + 4
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("checkpoint", ["always"])
-def test_modes_are_as_before(training: bool, grad: bool, way: dict[str, Any], journal: Journal) -> None:
-    journal.fail_at, journal.error = Task("forward", 1, 1), Boom(1, reason="once")
-    model = pipeline(journal, way).train(training)
+def test_modes_and_skips_are_as_if_nothing_had_failed(training: bool, grad: bool, engine: str) -> None:
+    """What was stashed before the failure must not meet a later mini-batch."""
+    fails, x = Fails(), torch.rand(4, 1)
+    model = piped(nn.Sequential(Stash(), fails, nn.Linear(1, 1), Pop()), [1, 1, 2], 2, engine=engine).train(training)
+    fails.fail("forward", ZeroDivisionError("once"), calls_before=1)
 
     with torch.set_grad_enabled(grad):
-        with pytest.raises(Boom, match="once"):
-            model(torch.rand(M, 3))
+        with pytest.raises(ZeroDivisionError, match="once"):
+            model(x + 100)
 
         assert torch.is_grad_enabled() == grad
         assert model.training == training
-        journal.clear()
-        journal.fail_at = None
-        assert model(torch.rand(M, 3)).requires_grad == grad
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        yield stash("skip", x)
-        return x + 1
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        skip = yield pop("skip")
-        return x + skip
-
-
-class Flaky(nn.Module):
-    """Fail at the second call."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 2:
-            raise Boom(self.calls, reason="flaky")
-        return x
-
-
-def test_skips_of_a_failed_mini_batch_are_gone(engine: str) -> None:
-    """What was stashed before the failure must not meet a later mini-batch."""
-    model = piped(nn.Sequential(Stash(), Flaky(), Pop()), [1, 1, 1], 2, engine=engine)
-
-    with pytest.raises(Boom):
-        model(torch.full((4, 1), 100.0))
-
-    assert model(torch.tensor([[1.0], [2.0], [3.0], [4.0]])).flatten().tolist() == [3, 5, 7, 9]
-
-
-class Returns(nn.Module):
-    def __init__(self, value: object) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: Tensor) -> object:
-        return self.value
+        y = model(x)
+    assert y.requires_grad == grad
+    assert_close(y, model[2](x.cos()) * x.sin())
 
 
 # What a layer returns; what is said about it.
 RETURNED = {
     "nothing": (None, TypeError, "output of partition 1 must be .* but got NoneType"),
-    "a list": ([torch.rand(1)], TypeError, "output of partition 1 must be .* but got list"),
-    "an empty tuple": ((), TypeError, "output of partition 1 must be .* but got an empty tuple"),
     "a number in a tuple": ((torch.rand(1), 2.0), TypeError, "output of partition 1 must be .* but element 1 is float"),
     "a loss": (torch.tensor(1.0), ValueError, "returned a scalar; move a loss"),
 }
@@ -340,21 +208,8 @@ RETURNED = {
 @pytest.mark.parametrize("value, error, message", RETURNED.values(), ids=RETURNED)
 @pytest.mark.parametrize("more", [0, 1])
 def test_an_output_that_cannot_be_passed_on(engine: str, more: int, value: object, error: Any, message: str) -> None:
-    layers = nn.Sequential(nn.Linear(1, 1), Returns(value), *(nn.Identity() for _ in range(more)))
+    layers = nn.Sequential(nn.Linear(1, 1), *(nn.Identity() for _ in range(1 + more)))
+    layers[1].forward = lambda x: value
     model = piped(layers, [1] * (2 + more), 2, engine=engine)
     with pytest.raises(error, match=message):
         model(torch.rand(4, 1))
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1)
-
-
-@pytest.mark.parametrize("j", [0, 1])
-def test_a_checkpointed_partition_that_changes_its_input(engine: str, j: int) -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    layers.insert(j, InPlace())
-    model = piped(layers, [j, 4 - j] if j else [2, 2], 2, engine=engine)
-    with pytest.raises(RuntimeError, match=f"partition {j} changed its input in place.*checkpoint='never'"):
-        model(torch.rand(4, 2))

@@ -36,7 +36,7 @@ def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
     arguments = ("run", "amoebanet-memory", "--scale", "small", "--on", "cpu", "--row", "baseline")
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    command = [installed / "bin" / "reproduce", *arguments]
+    command = [str(installed / "bin" / "reproduce"), *arguments]
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list((elsewhere / "runs").glob("*.json"))) == 1

@@ -1,4 +1,4 @@
-"""Run layers plainly and as a pipeline, and compare all that a user can see.
+"""Run layers plainly and as a pipeline, and assert that all that a user can see is the same.
 
 Everything is compared bit by bit unless a test gives a tolerance and its reason: the same operators run on the same
 numbers, and a parameter's gradients are added up in the same order, from the last micro-batch to the first.
@@ -20,9 +20,10 @@ from torchgpipe import GPipe
 
 from ..plain import Plain, Tensors, piped
 
-EXACT = {"rtol": 0.0, "atol": 0.0}
+Tolerance = dict[str, Any]
+EXACT: Tolerance = {"rtol": 0.0, "atol": 0.0}
 # A sum of gradients that is added up in another order: float32 has 24 bits, and the terms are of order 100 at most.
-REORDERED = {"rtol": 1e-5, "atol": 1e-4}
+REORDERED: Tolerance = {"rtol": 1e-5, "atol": 1e-4}
 
 
 def both(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> tuple[Plain, GPipe]:
@@ -30,25 +31,24 @@ def both(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **optio
     return Plain(copy.deepcopy(layers), chunks=chunks), piped(layers, balance, chunks, **options)
 
 
-def alike(
+def assert_same_use(
     use: Callable[[Any], Any],
     layers: nn.Sequential,
     balance: Sequence[int],
     *,
-    tolerance: dict[str, float] | None = None,
+    tolerance: Tolerance = EXACT,
     **options: Any,
-) -> GPipe:
+) -> None:
     """Assert that `use` returns the same, and leaves the same state, of the plain model and of the pipeline.
 
-    Random numbers start alike in both. Return the pipeline.
+    Random numbers start alike in both.
     """
-    plain, model = both(layers, balance, **options)
     found = []
-    for run in (plain, model):
+    for run in both(layers, balance, **options):
         torch.manual_seed(1)
         found.append([use(run), state(run)])
-    assert_close(found[1], found[0], **(tolerance or EXACT))
-    return model
+    plain, ours = found
+    assert_close(ours, plain, **tolerance)
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -74,7 +74,8 @@ def total(outputs: Tensors) -> Tensor:
 
 
 def go_backward(outputs: Tensors) -> None:
-    total(outputs).backward()
+    if any(y.requires_grad for y in tensors(outputs)):
+        total(outputs).backward()
 
 
 @dataclass
@@ -90,8 +91,8 @@ class Outcome:
 def observe(
     model: nn.Module,
     value: Tensors,
-    backward: Callable[[Any], None] | None,
-    within: Callable[[], AbstractContextManager[object]],
+    backward: Callable[[Any], None] = go_backward,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Outcome:
     """Run a step of `model` on copies of the inputs, its forward within a context."""
     inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in tensors(value))
@@ -100,26 +101,25 @@ def observe(
         outputs = model(inputs[0] if isinstance(value, Tensor) else inputs)
     shown = [y.detach() for y in tensors(outputs)]
     takes_grad = [y.requires_grad for y in tensors(outputs)]
-    if backward is not None:
-        backward(outputs)
+    backward(outputs)
     gradients = {f"input {k}": x.grad for k, x in enumerate(inputs)} | state(model)["gradients"]
     return Outcome(shown, takes_grad, gradients, {name: b.clone() for name, b in model.named_buffers()})
 
 
-def compare(piped: Outcome, plain: Outcome, tolerance: dict[str, float] | None = None) -> None:
-    """Assert that two outcomes are the same, bit by bit where no tolerance is given."""
-    found = [{key: x for key, x in vars(outcome).items() if key != "takes_grad"} for outcome in (piped, plain)]
-    assert_close(*found, **(tolerance or EXACT))
-    assert all(ours or not needed for ours, needed in zip(piped.takes_grad, plain.takes_grad, strict=True))
+def assert_same_outcome(ours: Outcome, plain: Outcome, tolerance: Tolerance = EXACT) -> None:
+    """Assert that two outcomes are the same, bit by bit unless a tolerance is given."""
+    found = [{key: x for key, x in vars(outcome).items() if key != "takes_grad"} for outcome in (ours, plain)]
+    assert_close(*found, **tolerance)
+    assert all(takes or not needed for takes, needed in zip(ours.takes_grad, plain.takes_grad, strict=True))
 
 
-def transparent(
+def assert_transparent(
     layers: nn.Sequential,
     value: Tensors,
     balance: Sequence[int],
     *,
-    backward: Callable[[Any], None] | None = go_backward,
-    tolerance: dict[str, float] | None = None,
+    backward: Callable[[Any], None] = go_backward,
+    tolerance: Tolerance = EXACT,
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
     steps: int = 1,
     **options: Any,
@@ -128,5 +128,5 @@ def transparent(
     plain, model = both(layers, balance, **options)
     for _ in range(steps):
         outcome = observe(model, value, backward, within)
-        compare(outcome, observe(plain, value, backward, within), tolerance)
+        assert_same_outcome(outcome, observe(plain, value, backward, within), tolerance)
     return outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch.nn import Parameter, utils
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from torchgpipe import is_recomputing
-from torchgpipe.skip import pop, skippable, stash
+from .draw import Draw, draw_from
+from .wiring import merge, with_skips
 
 WIDTH = 4
 
@@ -31,33 +31,6 @@ class Do(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(self, x)
-
-
-class Draw(nn.Dropout):
-    """Dropout that records its masks, of first and second passes apart, or takes those `recorded`."""
-
-    def __init__(self, *, inplace: bool = False, within: bool = False, own: bool = False) -> None:
-        super().__init__(0.5, inplace)
-        self.within = within
-        self.generator = torch.Generator().manual_seed(1) if own else None
-        self.first: list[Tensor] = []
-        self.second: list[Tensor] = []
-        self.recorded: Iterator[Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        masks = [] if self.recorded is None else [next(self.recorded)]
-
-        def drop(x: Tensor) -> Tensor:
-            if self.recorded is None:
-                masks.append(torch.rand(x.shape, generator=self.generator).to(x).round())
-                assert torch.equal(masks[0], masks[-1]), "PyTorch's checkpointing drew another mask"
-            return x.mul_(masks[0]) if self.inplace else x * masks[0]
-
-        y = checkpoint(drop, x, use_reentrant=False) if self.within else drop(x)
-        (self.second if is_recomputing() else self.first).append(masks[0])
-        return y
 
 
 class Frozen(nn.BatchNorm1d):
@@ -169,14 +142,6 @@ def doubled(self: Any, x: Tensor) -> Tensor:
     return torch.func.functional_call(self.inner, weights, (x,))
 
 
-def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Add up a tuple, whatever it is made of."""
-    total, *others = (value,) if isinstance(value, Tensor) else value
-    for x in others:
-        total = add(total, x.to(total.dtype).reshape(len(x), -1).mean(1, keepdim=True))
-    return total
-
-
 def swap(_: Any, value: Any) -> Any:
     alike = isinstance(value, tuple) and (value[0].shape, value[0].dtype) == (value[-1].shape, value[-1].dtype)
     return (value[-1], *value[1:-1], value[0]) if alike else value
@@ -187,9 +152,7 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "identity": lambda _: nn.Identity(),
     "linear": lambda _: linear(),
     "tanh": lambda _: nn.Tanh(),
-    "sigmoid": lambda _: nn.Sigmoid(),
     "relu": lambda _: nn.ReLU(),
-    "flatten": lambda _: nn.Flatten(),
     "view": lambda _: Do(lambda _, x: x.view_as(x)),
     "strided": lambda _: Do(lambda _, x: x.repeat_interleave(2, 1)[:, ::2]),
     "squares": lambda _: Do(lambda self, x: x * x * self.weight + x, weight=weight()),
@@ -203,7 +166,6 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "differentiated": lambda _: Do(differentiated, weight=weight()),
     "vmap": lambda _: Do(lambda self, x: torch.vmap(lambda row: row.sin() * self.weight)(x), weight=weight()),
     "functional_call": lambda _: Do(doubled, inner=linear()),
-    "layer norm": lambda _: nn.LayerNorm(WIDTH),
     "batch norm": lambda _: norm(nn.BatchNorm1d(2)),
     "batch norm, momentum none": lambda _: norm(nn.BatchNorm1d(2, momentum=None)),
     "batch norm, no statistics": lambda _: norm(nn.BatchNorm1d(2, track_running_stats=False)),
@@ -225,8 +187,8 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "average": lambda _: Do(average, mean=torch.zeros(WIDTH)),
     "remember": lambda _: Do(remember, last=torch.zeros(1, WIDTH)),
     "dropout": lambda _: Draw(),
-    "dropout, own generator": lambda _: Draw(own=True),
-    "dropout, checkpointed": lambda _: Draw(within=True),
+    "dropout, own generator": lambda _: draw_from(torch.Generator().manual_seed(1)),
+    "dropout, checkpointed": lambda _: Draw(use_reentrant=False),
     "checkpointed": lambda _: checkpointed(False),
     "checkpointed, reentrant": lambda _: checkpointed(True),
     "twice": lambda _: Do(lambda _, x: (x, x)),
@@ -250,59 +212,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
 TO_SEVERAL = {kind for kind in KINDS if kind.startswith("and ")} | {"twice", "lstm cell"}
 OF_SEVERAL = {"sum", "sum in place", "swap"}
 
-# What a layer stashes of its input x and its output y, and what becomes of its output and a skip.
-STASHES: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {
-    "product": lambda x, y: 2 * x,
-    "input": lambda x, y: x,
-    "output": lambda x, y: y,
-    "view of its input": lambda x, y: x.view_as(x),
-    "half of its output": lambda x, y: y[:, :2],
-    "detached": lambda x, y: y.detach(),
-    "integers": lambda x, y: torch.arange(len(x)),
-    "nothing": lambda x, y: None,
-}
-POPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "add": lambda y, skip: merge((y, skip), Tensor.add),
-    "add in place": lambda y, skip: merge((y, skip), Tensor.add_),
-    "return both": lambda y, skip: (y, skip),
-    "return it": lambda y, skip: skip if skip.shape == y.shape else y,
-    "drop": lambda y, skip: y,
-}
 
-
-def on_first(layer: nn.Module) -> nn.Module:
-    """Run a layer on the first tensor of a tuple, and let the others pass."""
-    return Do(lambda self, value: _with_first(value, self.layer(value[0])), layer=layer)
-
-
-def with_skips(layer: nn.Module, stashes: dict[str, str], pops: dict[str, str]) -> nn.Module:
-    """Let a layer stash and pop skips, given by name, and how."""
-
-    @skippable(stash=stashes, pop=pops)
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, value: Any) -> Any:
-            x = _first(value)
-            value = self.layer(value)
-            for name, how in pops.items():
-                skip = yield pop(name)
-                if skip is not None:
-                    value = _with_first(value, POPS[how](_first(value), skip))
-            for name, how in stashes.items():
-                yield stash(name, STASHES[how](x, _first(value)))
-            return value
-
-    return Skipping()
-
-
-def _first(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else value[0]
-
-
-def _with_first(value: Any, y: Any) -> Any:
-    if isinstance(value, Tensor):
-        return y
-    return (*((y,) if isinstance(y, Tensor) else y), *value[1:])
+def only_a_skip() -> nn.Sequential:
+    """Return two layers, and a third, which gets nothing from them that takes a gradient but a skip."""
+    constant = Do(lambda _, x: torch.ones_like(x, requires_grad=False))
+    stashing = with_skips(constant, {"skip": lambda x, y: x.tanh()}, {})
+    return nn.Sequential(linear(), stashing, with_skips(nn.Sigmoid(), {}, {"skip": torch.mul}))

@@ -11,7 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .layers import KINDS, OF_SEVERAL, POPS, STASHES, TO_SEVERAL, WIDTH, on_first, shared_parts, with_skips
+from .layers import KINDS, OF_SEVERAL, TO_SEVERAL, WIDTH, shared_parts
+from .wiring import POPS, STASHES, OnFirst, with_skips
 
 # The input, made of a leaf.
 INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
@@ -108,9 +109,9 @@ class Case:
         for k, kind in enumerate(self.kinds):
             layer = KINDS[kind](parts)
             if several and kind not in OF_SEVERAL:
-                layer = on_first(layer)
-            stashes = {f"skip {s}": skip.stash for s, skip in enumerate(self.skips) if skip.source == k}
-            pops = {f"skip {s}": skip.pop for s, skip in enumerate(self.skips) if skip.target == k}
+                layer = OnFirst(layer)
+            stashes = {f"skip {s}": STASHES[skip.stash] for s, skip in enumerate(self.skips) if skip.source == k}
+            pops = {f"skip {s}": POPS[skip.pop] for s, skip in enumerate(self.skips) if skip.target == k}
             layers.append(with_skips(layer, stashes, pops) if stashes or pops else layer)
             both = any(s.target == k and s.pop == "return both" and s.stash != "nothing" for s in self.skips)
             several = both or kind in TO_SEVERAL or (several and not kind.startswith("sum"))

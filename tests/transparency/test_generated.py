@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..plain import Plain, piped
-from .compare import Outcome, compare, tensors, total
-from .layers import Draw
+from .compare import EXACT, Outcome, assert_same_outcome, tensors, total
+from .draw import drawing, forget, replay
 from .models import INPUTS, Case, Step, cases
 
 SEED = os.environ.get("SEED")
@@ -174,10 +174,7 @@ def assert_equals_plain(case: Case) -> None:
     for k, step in enumerate(case.steps):
         with refusing():
             inputs, ours, outputs = forward(model, case, step, k)
-        layers = [layer for layer in model.modules() if isinstance(layer, Draw)]
-        twins = [layer for layer in plain.modules() if isinstance(layer, Draw)]
-        for layer, twin in zip(layers, twins, strict=True):
-            twin.recorded = iter(layer.first)
+        replay(model, plain)
         try:
             plain_inputs, theirs, plain_outputs = forward(plain, case, step, k)
         except RuntimeError:
@@ -194,11 +191,11 @@ def assert_equals_plain(case: Case) -> None:
         theirs.gradients = backward(plain, step, plain_inputs, plain_outputs)
         for run, outcome in ((model, ours), (plain, theirs)):
             outcome.buffers = dict(run.named_buffers()) | {n: p.detach() for n, p in leaves(run).items()}
-        compare(ours, theirs, REORDERED if case.reorders else None)
+        assert_same_outcome(ours, theirs, REORDERED if case.reorders else EXACT)
 
-        for layer in layers:
+        for layer in drawing(model):
             assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"
-            layer.first, layer.second = [], []
+        forget(model)
         finish(model, step)
         finish(plain, step)
         # A gradient of zero has any sign, after rounding.

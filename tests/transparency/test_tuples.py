@@ -9,38 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ..plain import piped
-from .compare import go_backward, tensors, transparent
+from .compare import assert_transparent, tensors
+from .layers import WIDTH, Do, linear
+from .wiring import OnFirst
 
 
-class Lambda(nn.Module):
-    """A layer without parameters, by a function of the tensors it is given."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
-        return self.function(*tensors(value))
-
-
-class First(nn.Module):
-    """Apply a linear layer to the first tensor of a tuple and pass on the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, value: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (self.layer(value[0]), *value[1:])
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(4, 4)
+def first() -> nn.Module:
+    return OnFirst(linear())
 
 
 def real(*, grad: bool = True) -> Tensor:
-    return torch.randn(7, 4).requires_grad_(grad)
+    return torch.randn(7, WIDTH).requires_grad_(grad)
 
 
 def ids() -> Tensor:
@@ -51,25 +30,24 @@ def two() -> tuple[Tensor, Tensor]:
     return real(), real()
 
 
-# Layers, one function or module each; inputs of 7 samples.
+# Layers, a module or a function of the tensors each; inputs of 7 samples.
 CASES: dict[str, tuple[Callable[[], list[Any]], Callable[[], Any]]] = {
     "in": (lambda: [lambda a, b: a * b, linear(), linear()], two),
     "in, one without grad": (lambda: [lambda a, b: a * b, linear(), linear()], lambda: (real(grad=False), real())),
     "in, unused": (lambda: [lambda a, b: a, linear(), linear()], two),
-    "of one": (lambda: [lambda a: (a,), First(), First()], lambda: (real(),)),
-    "between": (lambda: [linear(), lambda a: (a, a * 2), lambda a, b: a * b, linear()], real),
+    "of one": (lambda: [lambda a: (a,), first(), first()], lambda: (real(),)),
     "between, one unused": (lambda: [linear(), lambda a: (a.sin(), a.exp()), lambda a, b: b, linear()], real),
     "out": (lambda: [linear(), linear(), lambda a: (a, a.sum(1))], real),
-    "all the way": (lambda: [First(), First(), First()], two),
+    "all the way": (lambda: [first(), first(), first()], two),
     "longer and shorter": (
         lambda: [lambda a, b: (a, b, a + b), lambda a, b, c: (a * c, b), lambda a, b: (a, b, a, b)], two
     ),
     "the same tensor twice": (lambda: [lambda a: (a, a), lambda a, b: a * b, linear()], real),
     "an input is an output": (lambda: [lambda a: a, lambda a: (a, a.exp()), lambda a, b: (b, a)], real),
     "views": (lambda: [lambda a: (a[:, :2], a.view(-1, 2, 2)), lambda a, b: a + b.sum(1), lambda a: a.t().t()], real),
-    "embedding": (lambda: [nn.Embedding(5, 4), linear(), linear()], ids),
+    "embedding": (lambda: [nn.Embedding(5, WIDTH), linear(), linear()], ids),
     "an integer goes along": (
-        lambda: [First(), lambda a, k: (a * (1 + k).unsqueeze(1), k), lambda a, k: (a[:, :2], k)],
+        lambda: [first(), lambda a, k: (a * (1 + k).unsqueeze(1), k), lambda a, k: (a[:, :2], k)],
         lambda: (real(grad=False), ids()),
     ),
     "an integer is made": (
@@ -85,22 +63,14 @@ CASES: dict[str, tuple[Callable[[], list[Any]], Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-def build(case: str) -> nn.Sequential:
-    return nn.Sequential(*(layer if isinstance(layer, nn.Module) else Lambda(layer) for layer in CASES[case][0]()))
+def layer(given: Any) -> nn.Module:
+    return given if isinstance(given, nn.Module) else Do(lambda _, value: given(*tensors(value)))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("whole", [False, True], ids=["", "one partition"])
-@pytest.mark.parametrize("case", CASES)
-def test_tuples(case: str, whole: bool, chunks: int, way: dict[str, Any]) -> None:
-    module, given = build(case), CASES[case][1]()
+@pytest.mark.parametrize("layers, given", CASES.values(), ids=CASES)
+def test_tuples(layers: Any, given: Any, whole: bool, chunks: int, way: dict[str, Any]) -> None:
+    module = nn.Sequential(*map(layer, layers()))
     n = len(module)
-    takes_grad = any(x.requires_grad for x in (*tensors(given), *module.parameters()))
-    balance = [n] if whole else [n - 2, 1, 1]
-    transparent(module, given, balance, chunks=chunks, backward=go_backward if takes_grad else None, **way)
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_integers_take_no_gradient(chunks: int, way: dict[str, Any]) -> None:
-    y, k = piped(build("an integer is made"), [1, 1, 1], chunks, **way)(real())
-    assert y.requires_grad and not k.requires_grad
+    assert_transparent(module, given(), [n] if whole else [n - 2, 1, 1], chunks=chunks, **way)

@@ -97,7 +97,8 @@ def plain(left: Callable[[Row, Any], Any]) -> Callable[[Row], Any]:
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What the rows for several ranks answer, of all tests that will ask: by rank, then by row, engine and mode."""
     folder = tmp_path_factory.mktemp("ranks")
-    asked = [item.callspec.params for item in request.session.items if item.originalname == "test_on_several_ranks"]
+    items: list[Any] = request.session.items
+    asked = [item.callspec.params for item in items if item.originalname == "test_on_several_ranks"]
     (folder / "asked.json").write_text(json.dumps([[p["row"].name, p["engine"], p["mode"]] for p in asked]))
     command = [sys.executable, "-m", "tests.works_with.ranks"]
     ranks = [subprocess.Popen([*command, str(rank), folder], cwd=ROOT) for rank in range(RANKS)]

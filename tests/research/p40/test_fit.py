@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,8 @@ def test_no_other_efficiency_comes_closer(name: str, factor: float) -> None:
     kinds = COMPUTE[0] if name == "compute" else MEMORY
     table = getattr(P40, f"{name}_efficiency")
     changed = {kind: share * (factor if kind in kinds else 1) for kind, share in table.items()}
-    other = replace(P40, **{f"{name}_efficiency": changed})
+    options: dict[str, Any] = {f"{name}_efficiency": changed}
+    other = replace(P40, **options)
     assert root_mean_square(other) > root_mean_square(P40)
 
 

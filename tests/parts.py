@@ -1,0 +1,53 @@
+"""Layers that several tests use: a pair with a skip, and one that fails when it is told to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchgpipe import is_recomputing
+from torchgpipe.skip import pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x.sin())
+        return x.cos()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x * skip.to(x.device)
+
+
+class Fails(nn.Module):
+    """The identity; after `fail(…)` it raises an error, once: in forward, in a recomputation or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self.when = ""
+        self.calls_before = 0
+
+    def fail(self, when: str, error: BaseException, *, calls_before: int = 0) -> None:
+        self.when, self.error, self.calls_before = when, error, calls_before
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.reach("recompute" if is_recomputing() else "forward")
+        y = x.clone()
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.reach("backward"))
+        return y
+
+    def reach(self, now: str) -> None:
+        if self.error is None or now != self.when:
+            return
+        if self.calls_before:
+            self.calls_before -= 1
+            return
+        error, self.error = self.error, None
+        raise error

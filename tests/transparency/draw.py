@@ -1,0 +1,77 @@
+"""`Draw`, a layer of random numbers that are written down, so that plain layers can take the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchgpipe import is_recomputing
+
+
+def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    return torch.rand(x.shape, generator=generator).to(x).round()
+
+
+class Draw(nn.Module):
+    """In training, multiply by what `draw` returns for the input, or by what is `recorded`.
+
+    What first and second passes drew is written down, apart. `use_reentrant`: draw within PyTorch's own checkpointing,
+    of that kind.
+    """
+
+    generator: torch.Generator | None = None
+
+    def __init__(
+        self,
+        draw: Callable[[Tensor], Tensor] = dropout,
+        *,
+        inplace: bool = False,
+        use_reentrant: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.draw = draw
+        self.inplace = inplace
+        self.use_reentrant = use_reentrant
+        self.first: list[Tensor] = []
+        self.second: list[Tensor] = []
+        self.recorded: Iterator[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        drawn = [] if self.recorded is None else [next(self.recorded)]
+
+        def run(x: Tensor) -> Tensor:
+            if self.recorded is None:
+                drawn.append(self.draw(x))
+                assert torch.equal(drawn[0], drawn[-1]), "PyTorch's checkpointing drew something else"
+            return x.mul_(drawn[0]) if self.inplace else x * drawn[0]
+
+        y = run(x) if self.use_reentrant is None else checkpoint(run, x, use_reentrant=self.use_reentrant)
+        (self.second if is_recomputing() else self.first).append(drawn[0].detach())
+        return y
+
+
+def draw_from(generator: torch.Generator) -> Draw:
+    """Return a layer that draws from a generator of its own."""
+    layer = Draw(lambda x: dropout(x, generator))
+    layer.generator = generator
+    return layer
+
+
+def drawing(model: nn.Module) -> list[Draw]:
+    return [layer for layer in model.modules() if isinstance(layer, Draw)]
+
+
+def replay(model: nn.Module, plain: nn.Module) -> None:
+    """Let the plain layers take what the pipeline's first passes drew."""
+    for layer, twin in zip(drawing(model), drawing(plain), strict=True):
+        twin.recorded = iter(layer.first)
+
+
+def forget(model: nn.Module) -> None:
+    for layer in drawing(model):
+        layer.first, layer.second = [], []
