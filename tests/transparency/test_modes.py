@@ -125,15 +125,8 @@ PASSES: dict[str, tuple[Callable[[], Any], Callable[[], Any], torch.dtype | None
 
 @pytest.mark.parametrize("forward, backward, autocast, device", PASSES.values(), ids=PASSES)
 def test_a_recomputation_has_the_modes_of_its_forward(
-    forward: Any,
-    backward: Any,
-    autocast: torch.dtype | None,
-    device: str,
-    way: dict[str, Any],
-    request: pytest.FixtureRequest,
+    forward: Any, backward: Any, autocast: torch.dtype | None, device: str, way: dict[str, Any]
 ) -> None:
-    if way["engine"] == "workers" and forward is ON_META:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="seeds.py draws its seeds on the default device"))
     module, seen = reporting()
     x = torch.randn(6, 6)
 

@@ -260,6 +260,28 @@ def test_a_backward_in_inference_mode(way: dict[str, Any]) -> None:
     assert_same_use(use, layers(), BALANCE, **way)
 
 
+@every_way
+def test_the_number_of_threads(way: dict[str, Any]) -> None:
+    seen: list[int] = []
+
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            x.register_hook(lambda grad: seen.append(torch.get_num_threads())) if x.requires_grad else None
+            return x.clone()
+
+    model = piped(layers(Counting(), Counting()), BALANCE, 3, **way)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            model(torch.randn(6, 6)).sum().backward()
+            assert set(seen) == {threads}
+            seen.clear()
+    finally:
+        torch.set_num_threads(before)
+
+
 class Normed(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
