@@ -16,8 +16,6 @@ from torchgpipe.checkpoint import checkpointed
 from torchgpipe.observe import Task
 from torchgpipe.schedule import clock_cycles
 
-MODES = ["always", "except_last", "never"]
-
 
 def pipeline(n: int, m: int, checkpoint: Any, devices: list[Any] | None = None, **options: Any) -> GPipe:
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
@@ -71,13 +69,6 @@ def test_nodes(devices: list[str], around: str, checkpoint: Any, apart: bool) ->
     assert sum("Addmm" in name for name in found.elements()) == (0 if apart else m * n)
 
 
-@pytest.mark.parametrize("grad", ["no_grad", "frozen"])
-def test_no_node_without_gradients(grad: str) -> None:
-    model = pipeline(3, 4, "always").requires_grad_(grad != "frozen")
-    with torch.set_grad_enabled(grad != "no_grad"):
-        assert model(torch.rand(4, 2)).grad_fn is None
-
-
 class Log:
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -88,7 +79,6 @@ class Log:
         yield
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (4, 1), (3, 2), (3, 4)])
 def test_order_of_all_tasks(m: int, n: int, checkpoint: Any) -> None:
     """Forward goes by clock cycles; backward through them in reverse, each recomputation just before its task."""
@@ -103,23 +93,10 @@ def test_order_of_all_tasks(m: int, n: int, checkpoint: Any) -> None:
     assert log.tasks == expected
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_without_dependency_no_result_changes(checkpoint: str, streams: Any) -> None:
-    results = []
-    for dependency in (True, False):
-        torch.manual_seed(0)
-        model = pipeline(3, 4, checkpoint, several(3), dependency=dependency)
-        y = model(torch.rand(8, 2))
-        y.square().sum().backward()
-        results.append([y.detach(), *(p.grad for p in model.parameters())])
-    assert all(map(torch.equal, *results))
-
-
 Place = tuple[str, int, int]
 
 
 @pytest.mark.parametrize("dependency", [True, False])
-@pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("on", [(0, 0), (0, 1), (0, 0, 1)])
 def test_ties(on: tuple[int, ...], checkpoint: Any, dependency: bool, streams: Any) -> None:
     """What has to come before what in backward, by the edges alone: on CUDA several threads of autograd run it."""

@@ -24,7 +24,9 @@ import torchgpipe.graph
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.plan.replay import Costs, Event, replay
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip import Namespace
+
+from .layers import Pop, Stash
 
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 
@@ -126,7 +128,7 @@ def step(costs: Costs, mode: Mode, streams: Any, backward: Any = Tensor.backward
     partitions: list[list[nn.Module]] = [[Task(j, work)] for j in range(n)]
     for source, target in costs.skips:
         namespace = Namespace()
-        partitions[source].append(Stash().isolate(namespace))  # type: ignore[operator]
+        partitions[source].append(Stash(lambda x: x * 0).isolate(namespace))  # type: ignore[operator]
         partitions[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
     assert not isinstance(costs.copy, float)
     streams.seconds = {**{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)}, **costs.skips}
@@ -174,20 +176,6 @@ class _Task(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.task.work("backward", ctx.i, ctx.task.j)
         return grads[0], grads[0], None
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 0)
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 def backward_by_threads(
