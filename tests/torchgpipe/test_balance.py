@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance import balance_by_size, balance_by_time
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip import Namespace
 from torchgpipe.skip.scope import current_scope
 
-from .layers import Lambda
+from .layers import Lambda, Pop, Stash
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 BALANCES: dict[str, Callable[..., list[int]]] = {
@@ -26,6 +26,7 @@ BALANCES: dict[str, Callable[..., list[int]]] = {
     "size": lambda *args, **kwargs: balance_by_size(*args, chunks=2, **kwargs),
 }
 either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
+Sequential, Linear = nn.Sequential, nn.Linear
 on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -43,34 +44,17 @@ class Step(nn.Module):
         return x
 
 
-@skippable(stash=["a", "none"])
-class Stash(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("a", self.linear(x))
-        yield stash("none", None)
-        return self.linear(x)
-
-
-@skippable(pop=["a", "none"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        a = yield pop("a")
-        assert (yield pop("none")) is None
-        return x + a.relu_()
+def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[nn.Module, nn.Module]:
+    namespace = Namespace()
+    return Stash(skip, Linear(4, 4)).isolate(namespace), Pop(join).isolate(namespace)
 
 
 def skips() -> nn.Sequential:
-    """A skip over three layers, around one within a layer."""
-    outer, inner = Namespace(), Namespace()
-    stashes, pops = [Stash(), Stash()], [Pop(), Pop()]
-    for layers in (stashes, pops):
-        for layer, namespace in zip(layers, (outer, inner), strict=True):
-            layer.isolate(namespace)
-    return nn.Sequential(stashes[0], nn.Sequential(stashes[1], pops[1]), nn.Linear(4, 4), pops[0])
+    """A skip over four layers, one within a layer, and one that is None."""
+    outer_stash, outer_pop = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
+    inner = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
+    none_stash, none_pop = pair(lambda x: None, lambda x, none: x)
+    return nn.Sequential(outer_stash, none_stash, nn.Sequential(*inner), Linear(4, 4), none_pop, outer_pop)
 
 
 def weight_norm() -> nn.Sequential:
@@ -89,7 +73,6 @@ def swap(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 X = torch.rand(6, 4)
 X_GRAD = torch.rand(6, 4, requires_grad=True)
-Sequential, Linear = nn.Sequential, nn.Linear
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
     "plain": (lambda: Sequential(Linear(4, 4), Linear(4, 4)), X),
     "input requires grad": (lambda: Sequential(Linear(4, 4), nn.Tanh()), X_GRAD),
@@ -273,7 +256,7 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, nn.ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
     ((1, nn.Sequential(), X), ValueError, "cannot fill 1 partitions with 0 layer"),
     ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
-    ((1, nn.Sequential(Pop()), X), TypeError, "pops 'a', which no earlier layer stashes"),
+    ((1, nn.Sequential(Pop()), X), TypeError, "pops 'skip', which no earlier layer stashes"),
     ((1, nn.Sequential(nn.ReLU(), Locked()), X), TypeError, r"layer 1 \(Locked\) cannot be copied .*lock"),
     ((1, nn.Sequential(nn.ReLU(), Lambda(lambda x: [x])), X), TypeError, "output of layer 1 must be a tensor"),
 ]

@@ -107,16 +107,9 @@ def test_seconds_by_the_real_clock(device: str) -> None:
 # bytes
 
 
-class Expand(nn.Module):
-    """Multiply by itself, and grow: keeps for backward what it makes."""
-
-    def __init__(self, scale: int) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.repeat(1, self.scale)
-        return (y * y).mean(1, keepdim=True)
+def expand(numbers: int) -> nn.Module:
+    """Make a layer that keeps so many numbers of each sample for its backward."""
+    return Lambda(lambda x: x.repeat(1, numbers).square().mean(1, keepdim=True))
 
 
 class Parameters(nn.Module):
@@ -130,12 +123,12 @@ class Parameters(nn.Module):
 
 # Layers, a sample that requires grad, and the balance by size over two partitions, with options.
 SIZES: dict[str, tuple[list[nn.Module], int, dict[str, Any], list[int]]] = {
-    "activations": ([Expand(scale * KiB) for scale in range(1, 7)], 64, {"param_scale": 0}, [4, 2]),
+    "activations": ([expand(scale * KiB) for scale in range(1, 7)], 64, {"param_scale": 0}, [4, 2]),
     "parameters": ([Parameters(scale * KiB) for scale in range(1, 7)], 1, {"param_scale": 100}, [4, 2]),
     # 6 activations of 64 KiB at most against 1 parameter of 32 KiB.
-    "both": ([*[Expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0}, [3, 4]),
-    "small micro-batches": ([*[Expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0, "chunks": 64}, [6, 1]),
-    "parameters count much": ([*[Expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 64.0}, [6, 1]),
+    "both": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0}, [3, 4]),
+    "small micro-batches": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0, "chunks": 64}, [6, 1]),
+    "parameters count much": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 64.0}, [6, 1]),
 }
 
 

@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe
-from torchgpipe.checkpoint import Mode, checkpointed, is_recomputing
+from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.observe import Task
 from torchgpipe.schedule import clock_cycles
 
@@ -27,56 +29,47 @@ def pipeline(*layers: nn.Module, chunks: int, checkpoint: Any = "never") -> GPip
     return piped(nn.Sequential(*layers), [1] * len(layers), chunks, checkpoint=checkpoint, engine="workers")
 
 
-class Meet(nn.Module):
-    """Wait, in one call of forward or backward, until the other partition's layer waits too."""
+def linears(n: int, **options: Any) -> GPipe:
+    return pipeline(*(nn.Linear(2, 2) for _ in range(n)), **options)
 
-    def __init__(self, barrier: threading.Barrier, *, forward: int = -1, backward: int = -1) -> None:
-        super().__init__()
-        self.barrier, self.calls, self.meets = barrier, [0, 0], [forward, backward]
-        self.weight = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.call(0)
-        y = x * self.weight
-        if y.requires_grad:
-            y.register_hook(lambda _: self.call(1))
-        return y
+def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
+    """Run a mini-batch of one sample for each micro-batch, with an observer that may return a context."""
+    model.observer = lambda task: observer(task) or nullcontext()
+    model(torch.ones(model.chunks, 2)).sum().backward()
 
-    def call(self, direction: int) -> None:
-        if self.calls[direction] == self.meets[direction]:
-            self.barrier.wait(WAIT)
-        self.calls[direction] += 1
+
+@pytest.mark.parametrize("m, n", [(2, 2), (4, 2), (2, 4), (4, 3), (5, 4)])
+def test_every_clock_cycle_runs_at_once(m: int, n: int, checkpoint: str) -> None:
+    """Each task waits for all others of its cycle, in forward and in backward."""
+    tasks = [len(cycle) for cycle in clock_cycles(m, n)]
+    cycles = {direction: [threading.Barrier(parties) for parties in tasks] for direction in ("forward", "backward")}
+
+    def meet(task: Task) -> None:
+        if task.kind != "recompute":
+            cycles[task.kind][task.micro_batch + task.partition].wait(WAIT)
+
+    step(linears(n, chunks=m, checkpoint=checkpoint), meet)
 
 
 def test_recomputation_starts_before_its_gradient_arrives() -> None:
-    # Partition 0 recomputes (1, 0), its third run, while partition 1 is still in the backward that it waits for.
+    """Partition 0 recomputes while partition 1 is still in the backward that the gradient comes from."""
     barrier = threading.Barrier(2)
-    model = pipeline(Meet(barrier, forward=2), Meet(barrier, backward=0), chunks=2, checkpoint="always")
-    model(torch.ones(2, 1)).sum().backward()
-    assert model[0].calls == [4, 2]
 
+    def meet(task: Task) -> None:
+        if task in (("recompute", 1, 0), ("backward", 1, 1)):
+            barrier.wait(WAIT)
 
-class Where(nn.Linear):
-    """Note the threads of first and second passes; take some time in the second."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.threads: dict[bool, set[threading.Thread]] = {False: set(), True: set()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.threads[is_recomputing()].add(threading.current_thread())
-        time.sleep(0.02 * is_recomputing())
-        return super().forward(x)
+    step(linears(2, chunks=2, checkpoint="always"), meet)
 
 
 def test_each_partition_has_a_thread_of_its_own_for_good() -> None:
-    model = pipeline(Where(), Where(), Where(), chunks=3, checkpoint="always")
+    threads: list[set[threading.Thread]] = [set(), set(), set()]
+    model = linears(3, chunks=3, checkpoint="always")
     for _ in range(3):
-        model(torch.ones(3, 2)).sum().backward()
-    threads = [layer.threads[False] for layer in model]
+        step(model, lambda task: threads[task.partition].add(threading.current_thread()))
     assert [len(t) for t in threads] == [1, 1, 1]
     assert len(set.union(*threads)) == 3
-    assert [layer.threads[True] for layer in model] == threads
     # The last partition's is the caller's, which would only wait.
     assert threads[2] == {threading.current_thread()}
 
@@ -84,8 +77,7 @@ def test_each_partition_has_a_thread_of_its_own_for_good() -> None:
 @pytest.mark.parametrize("chunks, n", [(1, 3), (4, 1)])
 def test_no_thread_where_nothing_can_overlap(chunks: int, n: int) -> None:
     before = set(threading.enumerate())
-    model = pipeline(*(nn.Linear(2, 2) for _ in range(n)), chunks=chunks)
-    model(torch.ones(4, 2)).sum().backward()
+    step(linears(n, chunks=chunks), lambda task: None)
     assert set(threading.enumerate()) <= before
 
 
@@ -94,26 +86,20 @@ def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Mode) -> None
     n, m = 3, 4
     seen: list[tuple[str, Task]] = []
 
-    class Note:
-        def __init__(self, task: Task) -> None:
-            self.task = task
+    @contextmanager
+    def note(task: Task) -> Iterator[None]:
+        seen.append(("begin", task))
+        time.sleep(0.02 * (task.kind == "recompute"))
+        yield
+        seen.append(("end", task))
 
-        def __enter__(self) -> None:
-            seen.append(("begin", self.task))
-
-        def __exit__(self, *_: object) -> None:
-            seen.append(("end", self.task))
-
-    model = pipeline(*(Where() for _ in range(n)), chunks=m, checkpoint=checkpoint)
-    model.observer = Note
-    loss = model(torch.ones(m, 2)).sum()
-    seen.clear()
-    loss.backward()
+    step(linears(n, chunks=m, checkpoint=checkpoint), note)
 
     count = checkpointed(checkpoint, m)
     for j in range(n):
         kinds = [(kind, i) for i in reversed(range(m)) for kind in ["recompute"] * (i < count) + ["backward"]]
-        assert [task[:2] for what, task in seen if (what, task.partition) == ("begin", j)] == kinds
+        begun = [task for what, task in seen if (what, task.partition) == ("begin", j)]
+        assert [task[:2] for task in begun if task.kind != "forward"] == kinds
 
     def recomputed(what: str, i: int, j: int) -> int:
         return seen.index((what, Task("recompute", i, j)))
@@ -125,42 +111,6 @@ def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Mode) -> None
             # The gradient before it was taken, which is after the recomputation that this one is for.
             if i + 1 < count:
                 assert recomputed("end", i + 1, j - 1) < recomputed("begin", i, j)
-
-
-class LockStep(nn.Module):
-    """Meet all other tasks of the same clock cycle, in forward and in backward."""
-
-    def __init__(self, j: int, n: int, cycles: dict[str, list[threading.Barrier]]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        # Backward's cycles are those of forward, from last to first.
-        self.place = {"forward": j, "backward": j + len(cycles["backward"]) - n}
-        self.cycles = cycles
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_recomputing():
-            self.meet("forward", 1)
-        y: Tensor = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: self.meet("backward", -1))
-        return y
-
-    def meet(self, direction: str, step: int) -> None:
-        k = self.place[direction]
-        self.place[direction] += step
-        self.cycles[direction][k].wait(WAIT)
-
-
-@pytest.mark.parametrize("m, n", [(2, 2), (4, 2), (2, 4), (4, 3), (5, 4)])
-def test_every_clock_cycle_runs_at_once(m: int, n: int, checkpoint: str) -> None:
-    tasks = [len(cycle) for cycle in clock_cycles(m, n)]
-    cycles = {direction: [threading.Barrier(parties) for parties in tasks] for direction in ("forward", "backward")}
-    layers = [LockStep(j, n, cycles) for j in range(n)]
-    model = pipeline(*layers, chunks=m, checkpoint=checkpoint)
-
-    model(torch.rand(m, 2)).sum().backward()
-
-    assert [layer.place for layer in layers] == [{"forward": j + m, "backward": j - 1} for j in range(n)]
 
 
 def test_a_layer_that_knows_its_pipeline_does_not_keep_it() -> None:
