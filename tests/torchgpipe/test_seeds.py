@@ -69,21 +69,6 @@ def test_tasks(draws: list[list[bool]], private: set[tuple[int, int]]) -> None:
     assert torch.equal(torch.get_rng_state(), after)
 
 
-# What another thread of the program does to the default generator during a mini-batch.
-MEANWHILE: dict[str, Callable[[], object]] = {
-    "a draw": lambda: torch.rand(1),
-    "a mini-batch that draws": lambda: MiniBatch([ALWAYS]),
-    "a mini-batch that does not": lambda: MiniBatch([NEVER]),
-}
-
-
-@pytest.mark.parametrize("draws", [ALWAYS, NEVER], ids=["draws", "quiet"])
-@pytest.mark.parametrize("meanwhile", MEANWHILE.values(), ids=MEANWHILE)
-def test_draws_of_others_are_none_of_the_layers(meanwhile: Callable[[], object], draws: list[bool]) -> None:
-    batch = MiniBatch([draws], meanwhile)
-    assert batch.recompute() == batch.drawn
-
-
 def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
     inner: list[MiniBatch] = []
     outer = MiniBatch([ALWAYS], lambda: inner.append(MiniBatch([ALWAYS])))

@@ -47,19 +47,30 @@ class PopBC(nn.Module):
         return x + b
 
 
+@skippable(stash=["a"])
+class StashTenfold(StashA):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("a", x * 10)
+        return x
+
+
+class StashAndNegate(StashA):
+    def forward(self, x: Tensor) -> Any:
+        return -super().forward(x)
+
+
 X = torch.tensor([1.0, 2.0])
+PLAIN: dict[str, tuple[list[nn.Module], Tensor]] = {
+    "neighbours": ([StashA(), PopA()], 3 * X),
+    "apart": ([StashA(), nn.Identity(), PopA(), nn.Identity()], 3 * X),
+    "several, and None": ([StashA(), Swap(), PopBC()], 12 * X),
+    "one name twice, one after the other": ([StashA(), PopA(), StashA(), PopA()], 9 * X),
+    "a subclass, decorated again": ([StashTenfold(), PopA()], 11 * X),
+    "a subclass around its parent's forward": ([StashAndNegate(), PopA()], -X),
+}
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ([StashA(), PopA()], 3 * X),
-        ([StashA(), nn.Identity(), PopA(), nn.Identity()], 3 * X),
-        ([StashA(), Swap(), PopBC()], 12 * X),
-        ([StashA(), PopA(), StashA(), PopA()], 9 * X),
-    ],
-    ids=["neighbours", "apart", "several, and None", "one name twice, one after the other"],
-)
+@pytest.mark.parametrize("layers, expected", PLAIN.values(), ids=PLAIN)
 def test_runs_in_a_plain_sequential(layers: list[nn.Module], expected: Tensor) -> None:
     assert torch.equal(nn.Sequential(*layers)(X), expected)
 
@@ -83,31 +94,6 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
     other = Namespace()
     layer.isolate(other)
     assert set(skips_of(layer)[0]) == {SkipKey(other, "b"), SkipKey(other, "c")}
-
-
-@skippable(stash=["a"])
-class StashTenfold(StashA):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("a", x * 10)
-        return x
-
-
-class StashAndNegate(StashA):
-    def forward(self, x: Tensor) -> Any:
-        return -super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ([StashTenfold(), PopA()], 11 * X),
-        ([StashAndNegate(), PopA()], -X),
-        ([StashA(), PopA()], 3 * X),
-    ],
-    ids=["decorated again", "around the parent's forward", "the parent is as before"],
-)
-def test_subclasses(layers: list[nn.Module], expected: Tensor) -> None:
-    assert torch.equal(nn.Sequential(*layers)(X), expected)
 
 
 def test_skips_of_subclasses_and_of_layers_within_layers() -> None:
