@@ -6,8 +6,10 @@ forked process does, in tests/works_with.
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -104,28 +106,39 @@ def test_an_error_is_not_kept(workers: Workers) -> None:
         gc.enable()
 
 
-def test_two_callers_do_not_get_in_each_others_way(workers: Workers) -> None:
+def test_two_callers_do_not_get_in_each_others_way(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers get the programs of one caller before those of another, or they would wait for each other."""
+    copy_context = contextvars.copy_context
+    # Callers take turns between what they give to two workers.
+    monkeypatch.setattr(contextvars, "copy_context", lambda: (time.sleep(1e-3), copy_context())[1])
     done: list[int] = []
 
     def call(caller: int) -> None:
-        for _ in range(20):
+        for _ in range(5):
             relay = Relay(3)
+            workers.run(relay, [partial(first, relay, caller), partial(middle, relay), partial(last, relay)])
 
-            def middle(relay: Relay = relay) -> None:
-                relay.give(1, relay.take(1) + 1)
+    def first(relay: Relay, caller: int) -> None:
+        for _ in range(3):
+            relay.admit(0)
+            relay.give(0, caller)
 
-            def last(relay: Relay = relay) -> None:
-                done.append(relay.take(2) - 1)
+    def middle(relay: Relay) -> None:
+        for _ in range(3):
+            item = relay.take(1)
+            relay.admit(1)
+            relay.give(1, item)
 
-            workers.run(relay, [partial(relay.give, 0, caller), middle, last])
+    def last(relay: Relay) -> None:
+        done.extend(relay.take(2) for _ in range(3))
 
-    callers = [threading.Thread(target=call, args=(caller,), daemon=True) for caller in range(3)]
+    callers = [threading.Thread(target=call, args=(caller,), daemon=True) for caller in range(4)]
     for thread in callers:
         thread.start()
     for thread in callers:
         thread.join(PATIENCE)
 
-    assert sorted(done) == sorted([0, 1, 2] * 20)
+    assert sorted(done) == sorted([*range(4)] * 3 * 5)
 
 
 def test_a_thread_that_did_not_start_is_started_by_the_next_run(
