@@ -44,9 +44,6 @@ class Stream:
         self.log.append(f"{self.name} waits for {event.name}")
         self.clock = max(self.clock, event.clock)
 
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
-
     def run(self, seconds: float) -> tuple[float, float]:
         start = self.clock
         self.clock += seconds

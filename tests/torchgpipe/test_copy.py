@@ -1,4 +1,4 @@
-"""Copies between devices: what waits for what, in both directions.
+"""Copies between devices: what waits for what, in both directions. In whole steps: test_graph_overlap.py.
 
 There may be no CUDA device here, so streams are stand-ins that write down what is asked of them (conftest.py), and two
 names of the CPU are the two devices. tests/test_cuda.py runs the real ones.
@@ -80,6 +80,12 @@ def test_waits(streams: Any, enabled: bool) -> None:
         assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]
 
 
+def test_nothing_is_done_within_a_device(streams: Any) -> None:
+    x = torch.rand(3, requires_grad=True)
+    assert Passage(SOURCE, SOURCE).forward(x)[0] is x
+    assert streams.log == []
+
+
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
     """By one node, so that in backward no stream waits for one gradient before the other is on its way."""
@@ -115,36 +121,6 @@ def test_nothing_is_copied_nor_waited_for_where_there_is_no_gradient(streams: An
 
     assert x.grad is None
     assert streams.log == []
-
-
-def test_nothing_waits_for_what_was_issued_later(streams: Any) -> None:
-    """Two micro-batches: the second leaves before the first is copied, its gradient is copied before the first's is
-    met. On CUDA the threads of autograd may well get so far ahead of each other."""
-    streams.seconds = {(0, 1): 1.0}
-    source, target = streams.of(SOURCE), streams.of(TARGET)
-    route = Passage(SOURCE, TARGET).route
-    leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
-    departures, arrivals = [Dock(SOURCE) for _ in range(2)], [Dock(TARGET) for _ in range(2)]
-
-    for departure in departures:
-        source.run(5.0)
-        departure.leave()
-    arrived = [route.copy((leaves[i],), i, departures[i], arrivals[i]) for i in range(2)]
-    clocks = []
-    for copies, arrival in zip(arrived, arrivals, strict=True):
-        arrival.arrive(copies)
-        clocks.append(target.clock)
-    assert clocks == [5.0 + 1.0, 10.0 + 1.0]
-
-    source.clock = target.clock
-    for arrival in arrivals:
-        arrival.leave()
-    torch.autograd.backward([y.sum() for (y,) in arrived])  # type: ignore[union-attr]
-    clocks.clear()
-    for departure in departures[::-1]:
-        departure.arrive(())
-        clocks.append(source.clock)
-    assert clocks == [11.0 + 1.0, 11.0 + 2.0]
 
 
 def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:

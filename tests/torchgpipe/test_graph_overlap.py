@@ -105,6 +105,15 @@ def test_no_thread_waits_for_what_another_is_ahead_with(
     assert sorted(found) == sorted(replay(costs).events)
 
 
+def test_without_dependency_threads_may_go_backward_in_another_order(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = cost(4, 5, "always", "any", "some time")
+    backward = backward_by_threads(streams, 4, max, monkeypatch)
+    found = step(costs, "always", streams, backward=backward, dependency=False)
+    assert sorted(found) != sorted(replay(costs).events)
+
+
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("seconds", [1.0, 3.0])
 def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float, m: int, streams: Any) -> None:
@@ -116,7 +125,9 @@ def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float,
     assert replay(costs).seconds == 2 * (m + seconds + 1)
 
 
-def step(costs: Costs, mode: Mode, streams: Any, backward: Any = Tensor.backward) -> list[Event]:
+def step(
+    costs: Costs, mode: Mode, streams: Any, *, backward: Any = Tensor.backward, dependency: bool = True
+) -> list[Event]:
     """Run a pipeline with these costs through one step; return when its tasks ran."""
     m, n = len(costs.forward), len(costs.forward[0])
     events: list[Event] = []
@@ -140,6 +151,7 @@ def step(costs: Costs, mode: Mode, streams: Any, backward: Any = Tensor.backward
         chunks=m,
         checkpoint=mode,
         engine="graph",
+        dependency=dependency,
     )
     y = model(torch.arange(m).float())
     # As if the loss were printed: the replay recomputes nothing before it is there, and a quick host would.
