@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
@@ -75,3 +76,17 @@ def test_entered_later_within_others(
         with ambient.again():
             assert modes() == outer | {name: inner[name] for name in AGAIN}
         assert modes() == outer
+
+
+def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None:
+    linear, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ambient = Ambient(DEVICES)
+        with torch.no_grad(), ambient.for_first_pass():
+            linear(x)
+        linear(x).sum().backward()
+        assert linear.weight.grad is not None
+        for context in (ambient.for_first_pass, ambient.again, ambient.entered):
+            with context():
+                assert not torch.is_autocast_cache_enabled()
+            assert torch.is_autocast_cache_enabled()

@@ -66,6 +66,11 @@ def large_in_the_free_place(layer: Any) -> None:
     layer.nothing = torch.zeros(LARGE) if layer.nothing is None else layer.nothing
 
 
+def two_of_one_memory(layer: Any) -> None:
+    layer.nothing = layer.buffer.view(-1)
+    layer.buffer.add_(1)
+
+
 @dataclass
 class Case:
     """What two first passes do to a layer, what is done to it after them, and the error that this is, if it is one."""
@@ -88,6 +93,7 @@ CASES: dict[str, Case] = {
     ),
     "a buffer that comes after them": Case(after=in_the_free_place),
     "another large one in the passes": Case(another, size=LARGE, error="'buffer' of Holds .* was changed in forward"),
+    "two that share memory": Case(two_of_one_memory, error="'buffer' of Holds .* was changed in forward"),
     "a buffer removed": Case(after=lambda layer: delattr(layer, "buffer")),
 }
 
@@ -111,6 +117,17 @@ def test_a_second_pass_meets_what_the_first_met(case: Case) -> None:
                 layer()
             assert state(layer) == present
         assert layer.seen == first[::-1]
+
+
+def test_training_mode_is_as_in_the_first_pass() -> None:
+    layer = nn.Dropout()
+    held = contents(layer)
+    with first_pass(held) as before:
+        pass
+    layer.eval()
+    with held.second_pass(before):
+        assert layer.training
+    assert not layer.training
 
 
 def state(layer: nn.Module) -> list[Any]:
