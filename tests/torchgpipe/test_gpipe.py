@@ -143,11 +143,13 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode(training: bool) -> None:
-    model = made(linears(2).train(training))
-    assert model.training == training
+    def modes() -> set[bool]:
+        return {m.training for part in (model, *model.partitions) for m in part.modules()}
 
+    model = made(linears(2).train(training))
+    assert modes() == {training}
     assert model.train(not training) is model
-    assert {m.training for partition in model.partitions for m in partition.modules()} == {not training}
+    assert modes() == {not training}
 
 
 def test_it_is_a_sequence() -> None:

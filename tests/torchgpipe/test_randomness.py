@@ -75,8 +75,9 @@ def test_a_private_generator(draw: Callable[[], Tensor]) -> None:
     before = torch.get_rng_state()
     drew: list[None] = []
     with private(7, lambda: drew.append(None)):
-        one = draw()
-    assert drew, "the draw was not noticed"
+        one, other = draw(), draw()
+    assert len(drew) >= 2, "the draws were not noticed"
+    assert not torch.equal(one, other), "the generator does not go on"
     assert torch.equal(torch.get_rng_state(), before), "the default generator has moved"
     with private(7):
         assert torch.equal(draw(), one)
