@@ -168,6 +168,11 @@ def test_kept_bytes(layer: nn.Module, requires_grad: bool, times: float, device:
     assert sizes == [times * sample.nbytes]
 
 
+def test_size_is_that_of_the_first_micro_batch() -> None:
+    layers = nn.Sequential(nn.Sigmoid())
+    assert profile.profile_sizes(layers, torch.rand(13, 5), 8, 0, torch.device("cpu")) == [2 * 5 * 4]
+
+
 def test_stashed_tensors_count_where_they_are_made() -> None:
     sample = torch.rand(4, 8)
     layers = nn.Sequential(Stash(lambda x: x + 1), Pop(lambda x, skip: skip))
