@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.batchnorm import DeferredBatchNorm, commit
+from torchgpipe.checkpoint import recomputing
 
 from .batches import assert_same_statistics, batch, convert, run, statistics
 
@@ -115,6 +116,16 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
         for _ in range(3):
             deferred.commit()
             assert_same_statistics(deferred, plain)
+
+
+def test_recomputation_tracks_nothing() -> None:
+    plain, x = nn.BatchNorm1d(3), batch(9, 3)
+    deferred = convert(copy.deepcopy(plain), 3)
+    run(deferred, x.chunk(3))
+    with recomputing():
+        run(deferred, x.chunk(3)[::-1])
+    plain(x)
+    assert_same_statistics(deferred, plain)
 
 
 QUIET: dict[str, Callable[[Any], object]] = {
