@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,6 +74,7 @@ LAYER = st.tuples(
 )  # fmt: skip
 
 
+@settings(max_examples=50)
 @given(cases=st.lists(LAYER, min_size=1, max_size=4), steps=st.integers(1, 3))
 def test_layers_commit_together(cases: list[Any], steps: int) -> None:
     plain = [nn.BatchNorm1d(**arguments) for arguments, *_ in cases]

@@ -85,15 +85,17 @@ def test_isolated_pairs_of_one_class_may_cross() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    namespace = Namespace()
-    layer = Swap()
-    assert layer.isolate(namespace, only=["b"]) is layer
-    stashes, pops = skips_of(layer)
-    assert stashes == [SkipKey(namespace, "b"), SkipKey(None, "c")]
-    assert pops == [SkipKey(None, "a")]
-    other = Namespace()
-    layer.isolate(other)
-    assert set(skips_of(layer)[0]) == {SkipKey(other, "b"), SkipKey(other, "c")}
+    one, other, layer = Namespace(), Namespace(), Swap()
+    assert layer.isolate(one, only=["b"]).isolate(other, only=["c"]) is layer
+    assert skips_of(layer) == ([SkipKey(one, "b"), SkipKey(other, "c")], [SkipKey(None, "a")])
+
+
+def test_a_scope_holds_a_tensor_from_stash_to_pop_only() -> None:
+    with skip_scope({}) as scope:
+        StashA()(X)
+        assert list(scope) == [SkipKey(None, "a")]
+        PopA()(X)
+        assert scope == {}
 
 
 def test_skips_of_subclasses_and_of_layers_within_layers() -> None:
