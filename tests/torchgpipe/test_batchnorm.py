@@ -6,11 +6,12 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,38 +61,41 @@ def test_statistics_of_the_mini_batch(
     torch.testing.assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# One of the layers that end a mini-batch together: arguments, whether it counts batches, the shape of a sample, and the
-# sizes of micro-batches, of which there may be none.
-LAYER = st.tuples(
-    st.fixed_dictionaries({
-        "num_features": st.integers(1, 4),
-        "momentum": st.sampled_from([0.1, None, 0.0, 0.7, 1.0]),
-        "dtype": st.sampled_from([torch.float, torch.double]),
-    }),
-    st.booleans(),
-    st.sampled_from([(), (4,)]),
-    st.lists(st.integers(2, 9), max_size=5),
-)  # fmt: skip
+@given(
+    splits=st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=6), min_size=1, max_size=3),
+    momentum=st.sampled_from([0.1, 0.0, 1.0, None]),
+    mean=st.sampled_from([0.0, -50.0, 1e4]),
+)
+def test_any_split(splits: list[list[int]], momentum: float | None, mean: float) -> None:
+    plain = nn.BatchNorm1d(2, momentum=momentum).double()
+    deferred = convert(copy.deepcopy(plain), None)
+    for seed, sizes in enumerate(splits):
+        x = batch(sum(sizes), 2, mean=mean, seed=seed, dtype=torch.float64)
+        run(deferred, x.split(sizes))
+        deferred.commit()
+        plain(x)
+        assert_same_statistics(deferred, plain, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=50)
-@given(cases=st.lists(LAYER, min_size=1, max_size=4), steps=st.integers(1, 3))
-def test_layers_commit_together(cases: list[Any], steps: int) -> None:
-    plain = [nn.BatchNorm1d(**arguments) for arguments, *_ in cases]
-    for layer, (_, counts, *_) in zip(plain, cases, strict=True):
+# Of layers that end a mini-batch together: momentum, type, whether they count batches, and the sizes of micro-batches.
+TOGETHER = [*product([0.1, None, 0.7], [torch.float, torch.double], [True, False], [(4, 4), (3, 2, 5), (9, 9), ()])]
+
+
+def test_layers_commit_together() -> None:
+    plain = [nn.BatchNorm1d(1 + k % 4, momentum=m, dtype=dtype) for k, (m, dtype, *_) in enumerate(TOGETHER)]
+    for layer, (*_, counts, _) in zip(plain, TOGETHER, strict=True):
         layer.num_batches_tracked = layer.num_batches_tracked if counts else None
     deferred = [convert(copy.deepcopy(layer), None) for layer in plain]
-    for step in range(steps):
-        for k, (arguments, _, shape, sizes) in enumerate(cases):
+    for step in range(3):
+        for k, (_, dtype, _, sizes) in enumerate(TOGETHER):
             if sizes:
-                shape = (sum(sizes), arguments["num_features"], *shape)
-                x = batch(*shape, mean=k + 1.0, seed=step, dtype=arguments["dtype"])
+                x = batch(sum(sizes), 1 + k % 4, *[3] * (k % 3 == 0), mean=k % 5 + 1.0, seed=step, dtype=dtype)
                 plain[k](x)
                 run(deferred[k], x.split(sizes))
         commit(deferred)
-        for one, other, (arguments, *_) in zip(deferred, plain, cases, strict=True):
+        for one, other, (_, dtype, *_) in zip(deferred, plain, TOGETHER, strict=True):
             # A layer in double precision keeps it, whatever stands beside it.
-            tolerance = {"rtol": 1e-9, "atol": 1e-9} if arguments["dtype"] == torch.double else {}
+            tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.double else {}
             assert_same_statistics(one, other, **tolerance)
 
 

@@ -124,6 +124,9 @@ UNDECLARED: dict[str, tuple[dict[str, list[str]], Callable[..., Any], type[Excep
     "pop undeclared": (
         {"pop": ["a"]}, yielding(pop("z")), RuntimeError, r"tried to pop 'z'.*declared to pop \['a'\].*pop=\["
     ),
+    "pop what is stashed": (
+        {"stash": ["a"]}, yielding(pop("a")), RuntimeError, r"tried to pop 'a'.*declared to pop \[\]"
+    ),
     "not stashed": ({"stash": ["a"]}, yielding(), RuntimeError, r"Layer declares skips \['a'\].*did not stash or pop"),
     "no yield": ({"stash": ["a"]}, lambda self, x: x, RuntimeError, r"declares skips \['a'\].*did not stash or pop"),
     "yields else": ({"stash": ["a"]}, yielding(X), TypeError, "may yield stash.*pop.*yielded Tensor"),
