@@ -87,6 +87,19 @@ def test_each_layer_has_its_own_seconds(
         assert found == (forward, forward, backward)
 
 
+class Cold(Layer):
+    """Take other seconds in a copy's first run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds, self.seconds = self.seconds, (1, 2)
+        return spend(x * self.weight, *seconds)
+
+
+def test_the_first_run_of_a_copy_does_not_count() -> None:
+    found = time_alone(nn.Sequential(Cold(100, 200)), torch.ones(3, 2), CPU, runs=2)
+    assert found == [([1], [1], [2])] * 2
+
+
 def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that hands on what it was given has its gradient when the one before has, or just after."""
 
