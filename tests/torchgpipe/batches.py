@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,3 @@ def assert_same_statistics(deferred: nn.Module, plain: nn.Module, **tolerance: f
 
 def run(layer: nn.Module, parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([layer(part) for part in parts])
-
-
-def without(name: str, **arguments: Any) -> nn.Module:
-    layer = nn.BatchNorm1d(3, **arguments)
-    setattr(layer, name, None)
-    return layer

@@ -1,4 +1,6 @@
-"""Stand-ins for CUDA streams, which write down what is asked of them and keep a clock. `cpu:0`, `cpu:1`, … are devices.
+"""Stand-ins: a clock for profiles (clock.py), and CUDA streams.
+
+Streams write down what is asked of them and keep a clock. `cpu:0`, `cpu:1`, … are devices.
 
 A stream works in the order in which it was given work. Its clock is when all of that has ended; the host takes no time.
 A copy occupies the streams that are current at both of its ends. tests/test_cuda.py runs the real ones.
@@ -17,6 +19,10 @@ from torch import Tensor
 
 import torchgpipe.copy
 import torchgpipe.graph
+from torchgpipe.balance import profile
+from torchgpipe.plan import timing
+
+from .clock import CLOCK, Clock
 
 
 class Event(NamedTuple):
@@ -37,9 +43,6 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.log.append(f"{self.name} waits for {event.name}")
         self.clock = max(self.clock, event.clock)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
 
     def run(self, seconds: float) -> tuple[float, float]:
         start = self.clock
@@ -112,3 +115,11 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
         Tensor, "record_stream", lambda x, stream: streams.log.append(f"memory is used by {stream.name}")
     )
     return streams
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    CLOCK.start()
+    for module in (profile, timing):
+        monkeypatch.setattr(module, "perf_counter", lambda: CLOCK.now)
+    return CLOCK

@@ -1,15 +1,14 @@
-"""Ambient: the caller's modes, entered in another thread or later."""
+"""Ambient: the caller's modes, entered later. That they reach other threads is in tests/transparency."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
@@ -57,25 +56,6 @@ def remembered(contexts: Contexts) -> Ambient:
         return Ambient(DEVICES)
 
 
-@pytest.mark.parametrize("contexts, changes", MODES.values(), ids=MODES)
-def test_entered_in_another_thread(contexts: Contexts, changes: dict[str, Any]) -> None:
-    ambient = remembered(contexts)
-    seen: list[Any] = []
-
-    def other() -> None:
-        try:
-            with ambient.entered():
-                seen.append(modes())
-                raise ArithmeticError
-        except ArithmeticError:
-            seen.append(modes())
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join(10)
-    assert seen == [USUAL | changes, USUAL]
-
-
 AGAIN = ("autocast", "device")
 
 
@@ -88,28 +68,14 @@ def test_entered_later_within_others(
     with ExitStack() as stack:
         for context in around[0]:
             stack.enter_context(context())
-        with ambient.entered():
+        with pytest.raises(ArithmeticError), ambient.entered():
             assert modes() == inner
+            raise ArithmeticError
         assert modes() == outer
         # Those that a recomputation enters; the others are the engine's own.
         with ambient.again():
             assert modes() == outer | {name: inner[name] for name in AGAIN}
         assert modes() == outer
-
-
-class Loss(Tensor):
-    """The backward of such a loss runs with `__torch_function__` switched off."""
-
-
-def test_tensor_subclasses_are_heard_again() -> None:
-    ambient = Ambient(DEVICES)
-    with torch._C.DisableTorchFunction():
-        assert type(torch.ones(2).as_subclass(Loss) + 1) is Tensor
-        with ambient.again():
-            assert type(torch.ones(2).as_subclass(Loss) + 1) is Loss
-        ambient = Ambient(DEVICES)
-        with ambient.again():
-            assert type(torch.ones(2).as_subclass(Loss) + 1) is Tensor
 
 
 def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None:
@@ -119,14 +85,8 @@ def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None
         with torch.no_grad(), ambient.for_first_pass():
             linear(x)
         linear(x).sum().backward()
-    assert linear.weight.grad is not None
-
-
-def test_the_cache_of_weights_is_off_inside_and_the_callers_outside() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
-        ambient = Ambient(DEVICES)
+        assert linear.weight.grad is not None
         for context in (ambient.for_first_pass, ambient.again, ambient.entered):
             with context():
-                assert torch.is_autocast_enabled("cpu")
                 assert not torch.is_autocast_cache_enabled()
             assert torch.is_autocast_cache_enabled()

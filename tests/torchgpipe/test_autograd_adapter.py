@@ -6,9 +6,9 @@ This file imports from torchgpipe within tests only, so that it says so even whe
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,34 +38,26 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/live.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/remembered.py"),
 ]
+# Names that the library reaches through objects.
 OF_OBJECTS = [
-    ("torch.autograd.Variable._execution_engine", "run_backward"),
-    ("torch.autograd.graph", "get_gradient_edge"),
-    ("torch.autograd.graph", "GradientEdge"),
-    ("torch.autograd.forward_ad", "_current_level"),
-    ("torch.nn.utils.parametrize", "_cache_enabled"),
-    ("torch.ops.aten.rand.default", "_schema"),
-    ("torch.Tensor", "_version"),
-    ("torch.UntypedStorage", "_cdata"),
+    "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.autograd.graph.get_gradient_edge",
+    "torch.autograd.graph.GradientEdge",
+    "torch.autograd.forward_ad._current_level",
+    "torch.nn.utils.parametrize._cache_enabled",
+    "torch.ops.aten.rand.default._schema",
+    "torch.Tensor._version",
+    "torch.UntypedStorage._cdata",
 ]
 
 
-def find(name: str, where: str) -> Any:
+@pytest.mark.parametrize("name", sorted({*OF_OBJECTS, *(name for name, _ in PRIVATE)}))
+def test_still_there(name: str) -> None:
     __import__("torch.utils._python_dispatch")
     try:
-        return reduce(getattr, name.split(".")[1:], torch)
+        reduce(getattr, name.split(".")[1:], torch)
     except AttributeError as error:
-        pytest.fail(f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe/{where} uses: {error}")
-
-
-@pytest.mark.parametrize(("name", "where"), PRIVATE)
-def test_still_there(name: str, where: str) -> None:
-    find(name, where)
-
-
-@pytest.mark.parametrize(("owner", "name"), OF_OBJECTS, ids=[name for _, name in OF_OBJECTS])
-def test_still_has(owner: str, name: str) -> None:
-    find(f"{owner}.{name}", "_autograd.py")
+        pytest.fail(f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses: {error}")
 
 
 @pytest.mark.parametrize("name", ["_parameters", "_buffers", "_modules", "training"])
@@ -101,62 +93,24 @@ def test_no_other_private_name_is_used() -> None:
     assert used == set(PRIVATE), "list what is new, or keep it behind torchgpipe/_autograd.py"
 
 
-def test_private_names_are_found() -> None:
-    source = "import torch._dynamo\nfrom torch._C import x\nfrom torch import nn\ntorch.nn._a.b(torch.__version__)"
-    assert private_names(source) == {"torch._dynamo", "torch._C.x", "torch.nn._a.b"}
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_run_backward(keep: bool) -> None:
-    from torch.autograd.graph import get_gradient_edge
-
-    from torchgpipe._autograd import run_backward
-
-    w, v = torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
-    w.grad = torch.tensor(100.0)
-    edges, grads = [get_gradient_edge(w * v), get_gradient_edge(2 * w)], (torch.tensor(10.0), torch.tensor(1.0))
-    run_backward(edges, grads, keep_graph=keep)
-    assert v.grad is not None
-    assert (w.grad.item(), v.grad.item()) == (100 + 50 + 2, 30)
-    if keep:
-        run_backward(edges, grads, keep_graph=False)
-        assert v.grad.item() == 60
-    with pytest.raises(RuntimeError, match="second time"):
-        run_backward(edges, grads, keep_graph=False)
-
-
-class Ask(torch.autograd.Function):
-    """Ask, in backward, what kind of backward it is."""
-
-    answers: list[tuple[bool, int]] = []  # noqa: RUF012 (of all)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        from torchgpipe._autograd import backward_id, keeps_graph
-
-        Ask.answers.append((keeps_graph(), backward_id()))
-        return grads[0]
-
-
-# How backward is asked for, and whether it keeps the graph.
-BACKWARDS: dict[str, tuple[Any, bool]] = {
-    "backward": (lambda y, x: y.backward(), False),
-    "backward, retain_graph": (lambda y, x: y.backward(retain_graph=True), True),
-    "autograd.grad": (lambda y, x: torch.autograd.grad(y, x), False),
-    "autograd.grad, retain_graph": (lambda y, x: torch.autograd.grad(y, x, retain_graph=True), True),
+ASK: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
+    "backward": lambda y, x, keep: y.backward(retain_graph=keep),
+    "autograd.grad": lambda y, x, keep: torch.autograd.grad(y, x, retain_graph=keep),
 }
 
 
-@pytest.mark.parametrize(("ask", "keeps"), BACKWARDS.values(), ids=BACKWARDS.keys())
-def test_what_a_backward_says_of_itself(ask: Any, keeps: bool) -> None:
-    Ask.answers.clear()
-    x = torch.tensor(1.0, requires_grad=True)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
+def test_what_a_backward_says_of_itself(ask: Callable[[Tensor, Tensor, bool], object], keep: bool) -> None:
+    from torchgpipe._autograd import backward_id, keeps_graph
+
+    x, answers = torch.tensor(1.0, requires_grad=True), []
     for _ in range(2):
-        ask(Ask.apply(Ask.apply(x)), x)
-    assert [keeping for keeping, _ in Ask.answers] == [keeps] * 4
-    one, same, other, same_again = [number for _, number in Ask.answers]
+        between = x.sin()
+        y = between.exp()
+        for tensor in (y, between):
+            tensor.register_hook(lambda _: answers.append((keeps_graph(), backward_id())))
+        ask(y, x, keep)
+    assert [keeping for keeping, _ in answers] == [keep] * 4
+    one, same, other, same_again = [number for _, number in answers]
     assert 0 <= one == same < other == same_again

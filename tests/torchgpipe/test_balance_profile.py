@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,47 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
-from torchgpipe.skip import pop, skippable, stash
+
+from .clock import CLOCK, Clock, spend
+from .layers import Lambda, Pop, Stash
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 KiB = 256  # numbers of float32
-
-
-class Clock:
-    """Time that passes only where a test says so."""
-
-    now: float = 0.0
-    history: list[str]
-
-    def spend(self, seconds: float, what: str) -> None:
-        self.now += seconds
-        self.history.append(what)
-
-
-CLOCK = Clock()
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    CLOCK.now, CLOCK.history = 0.0, []
-    yield CLOCK
-
-
-@pytest.fixture
-def fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "perf_counter", lambda: CLOCK.now)
-
-
-class SpendInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, what: str) -> Tensor:
-        ctx.spend = seconds, what
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        CLOCK.spend(*ctx.spend)
-        return grads[0], None, None
 
 
 class Spend(nn.Module):
@@ -64,9 +29,8 @@ class Spend(nn.Module):
         self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
-        CLOCK.spend(self.first + self.seconds[0], f"{self.name} forward")
-        self.first = 0.0
-        return SpendInBackward.apply(x, self.seconds[1], f"{self.name} backward")
+        first, self.first = self.first, 0.0
+        return spend(x, first + self.seconds[0], self.seconds[1], self.name)
 
 
 X = torch.zeros(2, 2, requires_grad=True)
@@ -82,7 +46,7 @@ X = torch.zeros(2, 2, requires_grad=True)
         ([(1, 9), (1, 0), (1, 0), (5, 1)], [1, 3]),
     ],
 )
-@pytest.mark.usefixtures("fake_time")
+@pytest.mark.usefixtures("clock")
 def test_time_is_that_of_forward_and_backward(
     seconds: list[tuple[float, float]], balance: list[int], timeout: float
 ) -> None:
@@ -90,22 +54,20 @@ def test_time_is_that_of_forward_and_backward(
     assert balance_by_time(2, model, X, timeout=timeout, device="cpu") == balance
 
 
-@pytest.mark.usefixtures("fake_time")
-def test_layers_take_turns_until_the_timeout() -> None:
+def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
     model = nn.Sequential(Spend(1, 2, name="a", first=0), Spend(3, 4, name="b", first=0))
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
     # A round takes 3 + 7 seconds a run. The second ends early, after the first run that b is timed for.
-    assert CLOCK.history == runs * a + runs * b + runs * a + 2 * b
-    assert CLOCK.now == 66.0
+    assert clock.history == runs * a + runs * b + runs * a + 2 * b
+    assert clock.now == 66.0
 
 
-@pytest.mark.usefixtures("fake_time")
-def test_one_disturbed_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = iter([False, False, True])
-    spend = CLOCK.spend
-    monkeypatch.setattr(CLOCK, "spend", lambda s, what: spend(s + 500 * next(disturbed, False), what))
+    spend = clock.spend
+    monkeypatch.setattr(clock, "spend", lambda s, what: spend(s + 500 * next(disturbed, False), what))
     model = nn.Sequential(*(Spend(1, first=0) for _ in range(4)))
     assert balance_by_time(2, model, torch.zeros(1), timeout=1e3, device="cpu") == [2, 2]
 
@@ -119,14 +81,15 @@ def test_one_disturbed_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
         (True, [False, False, False], "abc"),
     ],
 )
-@pytest.mark.usefixtures("fake_time")
-def test_backward_runs_where_training_would(sample_needs_grad: bool, trainable: list[bool], backward: str) -> None:
+def test_backward_runs_where_training_would(
+    sample_needs_grad: bool, trainable: list[bool], backward: str, clock: Clock
+) -> None:
     layers = []
     for name, trains in zip("abc", trainable, strict=True):
         layers.append(nn.Sequential(nn.Linear(2, 2).requires_grad_(trains), Spend(1, 1, name=name)))
     sample = torch.zeros(3, 2, requires_grad=sample_needs_grad)
     balance_by_time(1, nn.Sequential(*layers), sample, timeout=0, device="cpu")
-    assert sorted({what[0] for what in CLOCK.history if "backward" in what}) == list(backward)
+    assert sorted({what[0] for what in clock.history if "backward" in what}) == list(backward)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,16 +107,9 @@ def test_seconds_by_the_real_clock(device: str) -> None:
 # bytes
 
 
-class Expand(nn.Module):
-    """Multiply by itself, and grow: keeps for backward what it makes."""
-
-    def __init__(self, scale: int) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.repeat(1, self.scale)
-        return (y * y).mean(1, keepdim=True)
+def expand(numbers: int) -> nn.Module:
+    """Make a layer that keeps so many numbers of each sample for its backward."""
+    return Lambda(lambda x: x.repeat(1, numbers).square().mean(1, keepdim=True))
 
 
 class Parameters(nn.Module):
@@ -165,47 +121,24 @@ class Parameters(nn.Module):
         return x + self.weight.sum()
 
 
-@pytest.mark.parametrize("device", [*DEVICES, "meta"])
-def test_size_by_activations(device: str) -> None:
-    model = nn.Sequential(*(Expand(scale * KiB) for scale in (1, 2, 3, 4, 5, 6)))
-    sample = torch.rand(64, 1, requires_grad=True)
-    assert balance_by_size(2, model, sample, param_scale=0, device=device) == [4, 2]
+# Layers, a sample that requires grad, and the balance by size over two partitions, with options.
+SIZES: dict[str, tuple[list[nn.Module], int, dict[str, Any], list[int]]] = {
+    "activations": ([expand(scale * KiB) for scale in range(1, 7)], 64, {"param_scale": 0}, [4, 2]),
+    "parameters": ([Parameters(scale * KiB) for scale in range(1, 7)], 1, {"param_scale": 100}, [4, 2]),
+    # 6 activations of 64 KiB at most against 1 parameter of 32 KiB.
+    "both": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0}, [3, 4]),
+    "small micro-batches": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0, "chunks": 64}, [6, 1]),
+    "parameters count much": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 64.0}, [6, 1]),
+}
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "meta"])
-def test_size_by_parameters(device: str) -> None:
-    model = nn.Sequential(*(Parameters(scale * KiB) for scale in (1, 2, 3, 4, 5, 6)))
-    sample = torch.rand(1, 1)
-    assert balance_by_size(2, model, sample, param_scale=100, device=device) == [4, 2]
-
-
-@pytest.mark.parametrize(
-    "chunks, param_scale, balance",
-    [
-        # 6 activations of 64 KiB at most against 1 parameter of 32 KiB.
-        (1, 1.0, [3, 4]),
-        (64, 1.0, [6, 1]),
-        (1, 64.0, [6, 1]),
-    ],
-)
-def test_activations_against_parameters(chunks: int, param_scale: float, balance: list[int]) -> None:
-    model = nn.Sequential(*(Expand(KiB) for _ in range(6)), Parameters(32 * KiB))
-    sample = torch.rand(64, 1, requires_grad=True)
-    assert balance_by_size(2, model, sample, chunks=chunks, param_scale=param_scale, device="cpu") == balance
-
-
-def kept_bytes(layer: nn.Module, sample: Any, chunks: int = 1, device: str = "cpu") -> float:
-    (size,) = profile.profile_sizes(nn.Sequential(layer), sample, chunks, 0, torch.device(device))
-    return size
-
-
-class Returns(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
+@pytest.mark.parametrize("layers, samples, options, balance", SIZES.values(), ids=SIZES)
+def test_balance_by_size(
+    layers: list[nn.Module], samples: int, options: dict[str, Any], balance: list[int], device: str
+) -> None:
+    sample = torch.rand(samples, 1, requires_grad=True)
+    assert balance_by_size(2, nn.Sequential(*layers), sample, device=device, **options) == balance
 
 
 # What a layer does to a (4, 8) input, whether the input requires grad, and how many times its bytes are kept.
@@ -213,17 +146,17 @@ KEPT: dict[str, tuple[nn.Module, bool, float]] = {
     "nothing made": (nn.Identity(), True, 0),
     "a view": (nn.Flatten(), True, 0),
     "in place": (nn.ReLU(inplace=True), True, 0),
-    "output": (Returns(lambda x: x + 1), True, 1),
-    "output saved for backward, once": (Returns(torch.exp), True, 1),
-    "input saved, output only handed on": (Returns(torch.sin), True, 1),
-    "input saved twice": (Returns(lambda x: x * x), True, 1),
-    "between": (Returns(lambda x: (x + 1).exp().sin()), True, 2),
-    "between, without gradient": (Returns(lambda x: (x + 1).exp().sin()), False, 1),
+    "output": (Lambda(lambda x: x + 1), True, 1),
+    "output saved for backward, once": (Lambda(torch.exp), True, 1),
+    "input saved, output only handed on": (Lambda(torch.sin), True, 1),
+    "input saved twice": (Lambda(lambda x: x * x), True, 1),
+    "between": (Lambda(lambda x: (x + 1).exp().sin()), True, 2),
+    "between, without gradient": (Lambda(lambda x: (x + 1).exp().sin()), False, 1),
     # Two outputs, and the mean and deviation of every channel; neither weight nor running statistics.
     "no parameters, no buffers": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), False, 2 + 2 / 4),
-    "views of one storage": (Returns(lambda x: tuple((x + 1).unbind())), True, 1),
-    "a part keeps the whole": (Returns(lambda x: (x + 1)[:1]), True, 1),
-    "integers": (Returns(lambda x: x.argsort()), False, 2),
+    "views of one storage": (Lambda(lambda x: tuple((x + 1).unbind())), True, 1),
+    "a part keeps the whole": (Lambda(lambda x: (x + 1)[:1]), True, 1),
+    "integers": (Lambda(lambda x: x.argsort()), False, 2),
 }
 
 
@@ -231,30 +164,19 @@ KEPT: dict[str, tuple[nn.Module, bool, float]] = {
 @pytest.mark.parametrize("layer, requires_grad, times", KEPT.values(), ids=KEPT)
 def test_kept_bytes(layer: nn.Module, requires_grad: bool, times: float, device: str) -> None:
     sample = torch.rand(4, 8, requires_grad=requires_grad)
-    assert kept_bytes(layer, sample, device=device) == times * sample.nbytes
+    sizes = profile.profile_sizes(nn.Sequential(layer), sample, 1, 0, torch.device(device))
+    assert sizes == [times * sample.nbytes]
 
 
-@pytest.mark.parametrize("batch, chunks, rows", [(8, 1, 8), (8, 2, 4), (8, 8, 1), (13, 8, 2), (3, 8, 1)])
-def test_size_is_that_of_one_micro_batch(batch: int, chunks: int, rows: int) -> None:
-    assert kept_bytes(nn.Sigmoid(), torch.rand(batch, 5), chunks) == rows * 5 * 4
+def test_size_is_that_of_the_first_micro_batch() -> None:
+    layers = nn.Sequential(nn.Sigmoid())
+    assert profile.profile_sizes(layers, torch.rand(13, 5), 8, 0, torch.device("cpu")) == [2 * 5 * 4]
 
 
 def test_stashed_tensors_count_where_they_are_made() -> None:
-    @skippable(stash=["skip"])
-    class Stash(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", x + 1)
-            return x
-
-    @skippable(pop=["skip"])
-    class Pop(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = yield pop("skip")
-            return skip
-
     sample = torch.rand(4, 8)
-    sizes = profile.profile_sizes(nn.Sequential(Stash(), Pop()), sample, 1, 0, torch.device("cpu"))
-    assert sizes == [sample.nbytes, 0]
+    layers = nn.Sequential(Stash(lambda x: x + 1), Pop(lambda x, skip: skip))
+    assert profile.profile_sizes(layers, sample, 1, 0, torch.device("cpu")) == [sample.nbytes, 0]
 
 
 # CUDA, as far as it shows without one
@@ -277,19 +199,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_the_copy_is_made_once_and_before_the_clock_is_read(calls: list[str]) -> None:
+def test_clock_is_read_when_the_device_is_idle_and_the_copy_made(calls: list[str]) -> None:
     rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, name="a"))[1])
-    for _ in range(2):
-        profile.time_forward(rehearsal, torch.device("cuda"))
-    assert calls[0] == "copy"
-    assert calls.count("copy") == 1
-
-
-def test_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
-    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: Spend(0, name="a"))
-    profile.time_run(rehearsal, torch.device("cuda"))
     read = ["synchronize", "clock"]
-    assert calls == [*read, "a forward", *read, *read, "a backward", *read]
+    profile.time_run(rehearsal, torch.device("cuda"))
+    assert calls == ["copy", *read, "a forward", *read, *read, "a backward", *read]
+    calls.clear()
+    profile.time_forward(rehearsal, torch.device("cuda"))
+    assert calls == [*read, "a forward", *read]
 
 
 def test_peak_is_that_of_forward_after_a_warm_up(calls: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
 
-from .batches import assert_same_statistics, batch, convert, run, without
+from .batches import assert_same_statistics, batch, convert, run
 
 
 def test_conversion_shares_everything_with_the_original() -> None:
@@ -32,25 +31,11 @@ def test_conversion_shares_everything_with_the_original() -> None:
     assert [p.requires_grad for p in converted[1].parameters()] == [False, True]
 
 
-def test_state_dict_fits_both_ways() -> None:
-    build = lambda: nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))  # noqa: E731
-    plain, deferred = build(), convert(build(), 2)
-    run(deferred, batch(8, 3, 2, 2).chunk(2))
-    plain.load_state_dict(deferred.state_dict())
-    assert_same_statistics(deferred, plain)
-    plain(batch(8, 3, 2, 2, seed=1))
-    deferred.load_state_dict(plain.state_dict())
-    assert_same_statistics(deferred, plain)
-
-
 def test_state_dict_of_an_unfinished_mini_batch_is_the_last_one() -> None:
     deferred = convert(nn.BatchNorm1d(3), 2)
     before = copy.deepcopy(deferred.state_dict())
     deferred(batch(8, 3))
-    file = io.BytesIO()
-    torch.save(deferred.state_dict(), file)
-    file.seek(0)
-    torch.testing.assert_close(dict(torch.load(file)), dict(before))
+    torch.testing.assert_close(deferred.state_dict(), before)
 
 
 def test_state_dict_of_torchgpipe_0_0_7_loads() -> None:
@@ -74,9 +59,7 @@ def test_the_original_layer_is_left_whole() -> None:
     """The replaced layer and its replacement share tensors, not the dictionaries that hold them."""
     layer = nn.BatchNorm1d(3)
     deferred = convert(layer, 2).double()
-    assert deferred is not layer
-    assert layer.running_mean.dtype == torch.float32
-    assert deferred.running_mean.dtype == torch.float64
+    assert (layer.running_mean.dtype, deferred.running_mean.dtype) == (torch.float32, torch.float64)
     assert "_tracked" not in vars(layer)
 
 
@@ -89,13 +72,16 @@ def test_layer_that_occurs_twice_stays_one() -> None:
     assert isinstance(model[0], DeferredBatchNorm)
 
 
+def without(name: str) -> nn.Module:
+    layer = nn.BatchNorm1d(3)
+    setattr(layer, name, None)
+    return layer
+
+
 LEFT_ALONE: dict[str, nn.Module] = {
     "SyncBatchNorm": nn.SyncBatchNorm(3),
     "InstanceNorm": nn.InstanceNorm1d(3),
-    "GroupNorm": nn.GroupNorm(1, 3),
-    "LayerNorm": nn.LayerNorm(3),
     "no running statistics": nn.BatchNorm2d(3, track_running_stats=False),
-    "neither": nn.BatchNorm1d(3, affine=False, track_running_stats=False),
     "running statistics switched off": without("track_running_stats"),
     "running mean taken away": without("running_mean"),
     "lazy, no running statistics": nn.LazyBatchNorm1d(track_running_stats=False),
@@ -138,31 +124,14 @@ class Activated(nn.BatchNorm1d):
 
 # What is done, the error, and what its one line says.
 MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: convert(nn.BatchNorm1d(3), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
-    (lambda: convert(nn.ReLU(), -1), ValueError, "chunks must be a positive int, or None .* got -1"),
+    (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
     (lambda: DeferredBatchNorm(3, chunks=1.5), ValueError, "got 1.5"),
-    (
-        lambda: convert(nn.LazyBatchNorm1d()),
-        ValueError,
-        "cannot defer LazyBatchNorm1d before its first input",
-    ),
-    (
-        lambda: convert(nn.Sequential(Activated(3))),
-        TypeError,
-        r"cannot defer Activated, whose forward\(\) is its own",
-    ),
+    (lambda: convert(nn.LazyBatchNorm1d()), ValueError, "cannot defer LazyBatchNorm1d before its first input"),
+    (lambda: convert(Activated(3)), TypeError, r"cannot defer Activated, whose forward\(\) is its own"),
     (lambda: convert(nn.BatchNorm1d(3))(batch(4, 3, 2, 2)), ValueError, "expected 2D or 3D input"),
     (lambda: convert(nn.BatchNorm2d(3))(batch(4, 3)), ValueError, "expected 4D input"),
-    (
-        lambda: DeferredBatchNorm(3)(batch(4)),
-        ValueError,
-        r"expected an input of shape \(N, C\) .* got \(4,\)",
-    ),
-    (
-        lambda: convert(nn.BatchNorm1d(3))(batch(1, 3)),
-        ValueError,
-        r"more than 1 value .* \(1, 3\): use fewer chunks",
-    ),
+    (lambda: DeferredBatchNorm(3)(batch(4)), ValueError, r"expected an input of shape \(N, C\) .* got \(4,\)"),
+    (lambda: convert(nn.BatchNorm1d(3))(batch(1, 3)), ValueError, r"more than 1 value .* \(1, 3\): use fewer chunks"),
 ]
 
 

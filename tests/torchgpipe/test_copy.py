@@ -1,4 +1,4 @@
-"""Copies between devices: what waits for what, in both directions.
+"""Copies between devices: what waits for what, in both directions. In whole steps: test_graph_overlap.py.
 
 There may be no CUDA device here, so streams are stand-ins that write down what is asked of them (conftest.py), and two
 names of the CPU are the two devices. tests/test_cuda.py runs the real ones.
@@ -6,7 +6,7 @@ names of the CPU are the two devices. tests/test_cuda.py runs the real ones.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.copy import CopyStreams, Dock, Route
-from torchgpipe.observe import Task
-from torchgpipe.skip import pop, skippable, stash
 
-SOURCE, TARGET, META = torch.device("cpu", 0), torch.device("cpu", 1), torch.device("meta")
+from .layers import Lambda, Pop, Stash
+
+SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
 
 class Passage:
@@ -82,33 +82,24 @@ def test_waits(streams: Any, enabled: bool) -> None:
 
 def test_nothing_is_done_within_a_device(streams: Any) -> None:
     x = torch.rand(3, requires_grad=True)
-    passage = Passage(SOURCE, SOURCE)
-    assert passage.forward(x)[0] is x
-    assert not passage.route.elsewhere
+    assert Passage(SOURCE, SOURCE).forward(x)[0] is x
     assert streams.log == []
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("x", [torch.rand(3), torch.arange(3), torch.tensor([True])], ids=["float", "int", "bool"])
-def test_tensors_without_gradient_go_the_same_way(streams: Any, x: Tensor, grad: bool) -> None:
-    with torch.set_grad_enabled(grad):
-        (y,) = Passage(SOURCE, TARGET).forward(x)
-
-    assert streams.log == WAITS[True][0]
-    assert torch.equal(y, x)
-    assert not y.requires_grad
-
-
-def test_tensors_of_a_task_go_together(streams: Any) -> None:
+def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
     """By one node, so that in backward no stream waits for one gradient before the other is on its way."""
     tensors = torch.rand(3, requires_grad=True), torch.rand(3), None, torch.arange(3), torch.rand(2, requires_grad=True)
-    one, *others, other = Passage(SOURCE, TARGET).forward(*tensors)
-    assert one.grad_fn is other.grad_fn is not None
-    assert [y is not None and y.requires_grad for y in others] == [False] * 3
-    assert all(y is x is None or torch.equal(x, y) for x, y in zip(tensors, (one, *others, other), strict=True))
-
-    ((one * 2).sum() + (other * 3).sum()).backward()
-    assert [x.grad.tolist() for x in (tensors[0], tensors[-1])] == [[2, 2, 2], [3, 3]]  # type: ignore[union-attr]
+    with torch.set_grad_enabled(grad):
+        copies = Passage(SOURCE, TARGET).forward(*tensors)
+    assert [entry for entry in streams.log if "waits" in entry] == [WAITS[True][0][0], WAITS[True][0][3]]
+    assert [y is not None and y.requires_grad for y in copies] == [grad, False, False, False, grad]
+    assert all(y is x is None or torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))
+    one, *_, other = copies
+    if grad:
+        assert one.grad_fn is other.grad_fn
+        ((one * 2).sum() + (other * 3).sum()).backward()
+        assert [x.grad.tolist() for x in (tensors[0], tensors[-1])] == [[2, 2, 2], [3, 3]]  # type: ignore[union-attr]
 
 
 def test_nothing_is_copied_nor_waited_for_where_there_is_no_gradient(streams: Any) -> None:
@@ -132,42 +123,6 @@ def test_nothing_is_copied_nor_waited_for_where_there_is_no_gradient(streams: An
     assert streams.log == []
 
 
-def test_nothing_waits_for_what_was_issued_later(streams: Any) -> None:
-    """Two micro-batches: the second leaves before the first is copied, its gradient is copied before the first's is
-    met. On CUDA the threads of autograd may well get so far ahead of each other."""
-    streams.seconds = {(0, 1): 1.0}
-    source, target = streams.of(SOURCE), streams.of(TARGET)
-    route = Passage(SOURCE, TARGET).route
-    leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
-    departures, arrivals = [Dock(SOURCE) for _ in range(2)], [Dock(TARGET) for _ in range(2)]
-
-    for departure in departures:
-        source.run(5.0)
-        departure.leave()
-    arrived = [route.copy((leaves[i],), i, departures[i], arrivals[i]) for i in range(2)]
-    clocks = []
-    for copies, arrival in zip(arrived, arrivals, strict=True):
-        arrival.arrive(copies)
-        clocks.append(target.clock)
-    assert clocks == [5.0 + 1.0, 10.0 + 1.0]
-
-    source.clock = target.clock
-    for arrival in arrivals:
-        arrival.leave()
-    torch.autograd.backward([y.sum() for (y,) in arrived])  # type: ignore[union-attr]
-    clocks.clear()
-    for departure in departures[::-1]:
-        departure.arrive(())
-        clocks.append(source.clock)
-    assert clocks == [11.0 + 1.0, 11.0 + 2.0]
-
-
-def test_to_meta() -> None:
-    x = torch.rand(3, 4, requires_grad=True)
-    (y,) = Passage(SOURCE, META).forward(x)
-    assert (y.device, y.shape, y.requires_grad) == (META, x.shape, True)
-
-
 def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
     # A task on CUDA may well give out a tensor that is on the host.
     dock, tensors = Dock(SOURCE), (torch.rand(3), None, torch.rand(3, device="meta"))
@@ -182,32 +137,11 @@ def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("device", [SOURCE, META], ids=str)
-def test_only_cuda_has_copy_streams(device: torch.device) -> None:
-    assert CopyStreams([device, device]).between(0, 1) == (None, None)
-
-
 def test_every_way_has_streams_of_its_own_that_are_kept(streams: Any) -> None:
     copies = CopyStreams([torch.device("cpu", j) for j in range(3)])
     made = {stream for way in [(0, 1), (1, 2), (0, 2)] for stream in copies.between(*way)}
     assert len(made) == 6
     assert copies.between(0, 2) == copies.between(0, 2)
-
-
-class Noted(nn.Module):
-    """Write down its forward, its recomputation and its backward."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.name, self.log = name, log
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.log.append(f"{self.name} runs")
-        y: Tensor = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: self.log.append(f"{self.name} goes backward"))
-        return y
 
 
 def pipeline(*layers: nn.Module) -> GPipe:
@@ -216,50 +150,32 @@ def pipeline(*layers: nn.Module) -> GPipe:
     return GPipe(nn.Sequential(*layers), [1] * n, devices=devices, chunks=1, checkpoint="always", engine="graph")
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def __init__(self, log: list[str]) -> None:
-        super().__init__()
-        self.noted = Noted("first", log)
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", self.noted(x))
-        return x.argmax(1)
+def by_argmax(x: Tensor) -> Tensor:
+    """Return what takes no gradient."""
+    return x.argmax(1)
 
 
-class Several(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x + 1
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Any) -> Any:
-        skip = yield pop("skip")
-        return skip * (x if isinstance(x, Tensor) else x[0]).unsqueeze(1)
+def times(x: Any, skip: Tensor) -> Tensor:
+    return skip * (x if isinstance(x, Tensor) else x[0]).unsqueeze(1)
 
 
 def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_one(streams: Any) -> None:
     log = streams.log
-    model = pipeline(Stash(log), nn.Identity(), Pop())
+    model = pipeline(Stash(nn.Linear(2, 2), by_argmax), nn.Identity(), Pop(times))
+    model.observer = lambda task: nullcontext(log.append(f"{task.kind} {task.partition}"))
     loss = model(torch.tensor([[0.0, 1.0], [0.0, 1.0]])).sum()
     log.clear()
     loss.backward()
 
-    assert log.index("first runs") < log.index("cpu:0 compute waits for cpu:0 copies")
-    assert log.index("cpu:0 compute waits for cpu:0 copies") < log.index("first goes backward")
+    events = ["recompute 0", "cpu:0 compute waits for cpu:0 copies", "backward 0"]
+    assert [entry for entry in log if entry in events] == events
 
 
 def test_a_skip_is_copied_once_and_on_its_own(streams: Any) -> None:
     """Past the partition in between. An observer sees one copy of it, and one of all the rest."""
     copies: list[int] = []
-
-    def observer(task: Task) -> AbstractContextManager[object]:
-        copies.extend([task.partition] if task.kind == "copy" else [])
-        return nullcontext()
-
-    model = pipeline(Stash(streams.log), Several(), Pop())
-    model.observer = observer
+    model = pipeline(Stash(nn.Linear(2, 2), by_argmax), Lambda(lambda x: (x, x + 1)), Pop(times))
+    model.observer = lambda task: nullcontext(copies.extend([task.partition] * (task.kind == "copy")))
     y = model(torch.rand(2, 2))
     assert copies == [1, 0]
     assert len([entry for entry in streams.log if entry.startswith("copy to cpu:1")]) == 3
@@ -267,36 +183,21 @@ def test_a_skip_is_copied_once_and_on_its_own(streams: Any) -> None:
     assert copies == [1, 0, 2]
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_streams_change_no_result(streams: Any, checkpoint: Any) -> None:
+@pytest.mark.parametrize("switch", ["copy_streams", "dependency"])
+def test_switches_change_no_result(streams: Any, checkpoint: Any, switch: str) -> None:
     """Every gradient finds its way back, by whatever nodes it passes: also those of skips, and of several tensors."""
     results = []
     for on in (True, False):
         streams.log.clear()
         torch.manual_seed(0)
         relu = nn.ReLU(inplace=checkpoint == "never")  # the first to get what arrives
-        layers = nn.Sequential(nn.Linear(2, 2), Keep(), relu, nn.Linear(2, 2), nn.Linear(2, 2), Add())
+        keep, add = Stash(torch.sin, torch.cos), Pop(lambda x, kept: x + 3 * kept)
+        layers = nn.Sequential(nn.Linear(2, 2), keep, relu, nn.Linear(2, 2), nn.Linear(2, 2), add)
         devices = [SOURCE, TARGET, torch.device("cpu", 2)]
-        model = GPipe(
-            layers, [2] * 3, devices=devices, chunks=4, checkpoint=checkpoint, copy_streams=on, engine="graph"
-        )
+        model = GPipe(layers, [2] * 3, devices=devices, chunks=4, checkpoint=checkpoint, engine="graph", **{switch: on})
         x = torch.rand(8, 2, requires_grad=True)
         y = model(x)
         y.square().sum().backward()
-        assert any("waits" in entry for entry in streams.log) == on
+        assert any("waits" in entry for entry in streams.log) == (on or switch == "dependency")
         results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *results))
-
-
-@skippable(stash=["kept"])
-class Keep(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("kept", x.sin())
-        return x.cos()
-
-
-@skippable(pop=["kept"])
-class Add(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        kept = yield pop("kept")
-        return x + 3 * kept

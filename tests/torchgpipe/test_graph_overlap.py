@@ -24,7 +24,9 @@ import torchgpipe.graph
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.plan.replay import Costs, Event, replay
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip import Namespace
+
+from .layers import Pop, Stash
 
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 
@@ -103,6 +105,15 @@ def test_no_thread_waits_for_what_another_is_ahead_with(
     assert sorted(found) == sorted(replay(costs).events)
 
 
+def test_without_dependency_threads_may_go_backward_in_another_order(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = cost(4, 5, "always", "any", "some time")
+    backward = backward_by_threads(streams, 4, max, monkeypatch)
+    found = step(costs, "always", streams, backward=backward, dependency=False)
+    assert sorted(found) != sorted(replay(costs).events)
+
+
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("seconds", [1.0, 3.0])
 def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float, m: int, streams: Any) -> None:
@@ -114,7 +125,9 @@ def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float,
     assert replay(costs).seconds == 2 * (m + seconds + 1)
 
 
-def step(costs: Costs, mode: Mode, streams: Any, backward: Any = Tensor.backward) -> list[Event]:
+def step(
+    costs: Costs, mode: Mode, streams: Any, *, backward: Any = Tensor.backward, dependency: bool = True
+) -> list[Event]:
     """Run a pipeline with these costs through one step; return when its tasks ran."""
     m, n = len(costs.forward), len(costs.forward[0])
     events: list[Event] = []
@@ -126,7 +139,7 @@ def step(costs: Costs, mode: Mode, streams: Any, backward: Any = Tensor.backward
     partitions: list[list[nn.Module]] = [[Task(j, work)] for j in range(n)]
     for source, target in costs.skips:
         namespace = Namespace()
-        partitions[source].append(Stash().isolate(namespace))  # type: ignore[operator]
+        partitions[source].append(Stash(lambda x: x * 0).isolate(namespace))  # type: ignore[operator]
         partitions[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
     assert not isinstance(costs.copy, float)
     streams.seconds = {**{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)}, **costs.skips}
@@ -138,6 +151,7 @@ def step(costs: Costs, mode: Mode, streams: Any, backward: Any = Tensor.backward
         chunks=m,
         checkpoint=mode,
         engine="graph",
+        dependency=dependency,
     )
     y = model(torch.arange(m).float())
     # As if the loss were printed: the replay recomputes nothing before it is there, and a quick host would.
@@ -174,20 +188,6 @@ class _Task(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.task.work("backward", ctx.i, ctx.task.j)
         return grads[0], grads[0], None
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 0)
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 def backward_by_threads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,6 @@ import torch
 from torch import nn
 
 from torchgpipe.parameters import InPlace, Leaves, gate
-
-CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Kind(nn.Parameter):
@@ -33,10 +32,6 @@ class Layer(nn.Module):
 NAMES = ("plain", "kind", "marked", "frozen", "tied", "absent")
 
 
-def leaves_of(*modules: nn.Module) -> Leaves:
-    return Leaves(modules)
-
-
 def held(layer: nn.Module) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in NAMES}
 
@@ -44,7 +39,7 @@ def held(layer: nn.Module) -> dict[str, Any]:
 def test_what_takes_the_place_of_a_parameter() -> None:
     layer = Layer()
     before = held(layer)
-    leaves = leaves_of(layer)
+    leaves = Leaves([layer])
     assert leaves.parameters == [layer.plain, layer.kind, layer.marked]
     with leaves.in_place():
         within = held(layer)
@@ -61,22 +56,12 @@ def test_what_takes_the_place_of_a_parameter() -> None:
 
 def test_a_parameter_without_a_shape_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"LazyLinear has no shape for 'weight'.*run the layers once, then train"):
-        leaves_of(nn.LazyLinear(2))
+        Leaves([nn.LazyLinear(2)])
 
 
-def test_a_layer_may_change_what_it_holds_within() -> None:
+def test_the_parameters_are_back_after_all_that_happens_within() -> None:
     layer = Layer()
-    before = held(layer)
-    with leaves_of(layer).in_place():
-        layer.plain = nn.Parameter(torch.zeros(2))
-        layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
-    assert held(layer) == before
-    assert not hasattr(layer, "more")
-
-
-def test_within_each_other_and_after_an_error() -> None:
-    layer = Layer()
-    before, (leaves, others) = held(layer), (leaves_of(layer), leaves_of(layer))
+    before, (leaves, others) = held(layer), (Leaves([layer]), Leaves([layer]))
     with pytest.raises(ArithmeticError), leaves.in_place():
         inner = held(layer)
         with leaves.in_place():
@@ -85,8 +70,11 @@ def test_within_each_other_and_after_an_error() -> None:
         with others.in_place():
             assert held(layer)["plain"] is not inner["plain"]
         assert held(layer) == inner
+        layer.plain = nn.Parameter(torch.zeros(2))
+        layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         raise ArithmeticError
     assert held(layer) == before
+    assert not hasattr(layer, "more")
 
 
 class Place(dict[str, Any]):
@@ -111,52 +99,31 @@ def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
     assert [place["held"] for place in places] == ["parameter"] * 3
 
 
-class TestGate:
-    def test_gives_the_sums_to_each_parameter_once(self) -> None:
-        layer, calls = Layer(), []
-        layer.plain.register_hook(lambda grad: calls.append(grad.tolist()))
-        leaves = leaves_of(layer)
-        opened = gate(leaves, CPU)
-        assert opened.numel() == 0
-        for factor in (1, 2):
-            with leaves.in_place():
-                (layer.plain * factor + layer.tied * layer.marked).sum().backward()
-        assert calls == []
-        opened.backward(torch.empty(0))
-        assert calls == [[1 + 2 + 1 + 1] * 2]
-        assert [None if p.grad is None else p.grad.tolist() for p in leaves.parameters] == [[5, 5], None, [2, 2]]
-
-    def test_is_on_the_device_of_the_gradients(self) -> None:
-        opened = gate(leaves_of(Layer().to("meta")), META)
-        assert opened.device == META
-
-    def test_is_there_for_parameters_only(self) -> None:
-        assert gate(leaves_of(Layer().requires_grad_(False), nn.ReLU()), CPU).is_leaf
+def test_the_gate_is_on_the_device_of_the_gradients() -> None:
+    assert gate(Leaves([Layer().to("meta")]), torch.device("meta")).is_meta
 
 
-class TestBackwards:
-    """Backwards through one mini-batch, by their numbers."""
-
-    @staticmethod
-    def sum_up(leaves: Leaves, layer: Layer) -> None:
-        with leaves.in_place():
-            layer.plain.sum().backward()
-
-    def test_one_begins_once(self) -> None:
-        leaves = leaves_of(Layer())
-        assert [leaves.begin(number) for number in (4, 4, 7, 7)] == [True, False, True, False]
-
-    def test_what_a_failed_one_left_is_dropped(self) -> None:
-        layer = Layer()
-        leaves = leaves_of(layer)
+def test_two_backwards_at_once_are_refused() -> None:
+    leaves = Leaves([Layer()])
+    leaves.begin(1)
+    leaves.begin(2)
+    with pytest.raises(RuntimeError, match="two backwards go through one mini-batch at the same time"):
         leaves.begin(1)
-        self.sum_up(leaves, layer)
-        leaves.begin(2)
-        assert leaves.take() == [None] * 3
 
-    def test_two_at_once_are_refused(self) -> None:
-        leaves = leaves_of(Layer())
-        leaves.begin(1)
-        leaves.begin(2)
-        with pytest.raises(RuntimeError, match="two backwards go through one mini-batch at the same time"):
-            leaves.begin(1)
+
+def replaced(layer: nn.Module) -> None:
+    layer.plain = nn.Parameter(torch.zeros(2))
+
+
+def frozen(layer: nn.Module) -> None:
+    layer.plain.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [replaced, frozen])
+def test_a_forward_that_changes_which_parameters_there_are_is_refused(change: Callable[[Any], object]) -> None:
+    layer = Layer()
+    leaves = Leaves([layer])
+    with leaves.in_place():
+        change(layer)
+    with pytest.raises(RuntimeError, match="partition 3 replaced, added or froze a parameter in its forward"):
+        leaves.check_kept(3)

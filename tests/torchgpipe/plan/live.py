@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchgpipe.gpipe
 from torchgpipe import GPipe
 from torchgpipe.microbatch import mapped
+from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.operators import tensors_in
 
 
@@ -51,6 +53,11 @@ class Live(TorchDispatchMode):
         for x in tensors_in(result):
             self.note(x, self.last)
         return result
+
+
+@functools.cache
+def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Counts:
+    return count(build(), torch.empty(shape))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

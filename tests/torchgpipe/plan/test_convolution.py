@@ -38,23 +38,18 @@ WINOGRAD = (2 * 36 * WEIGHTS * TILES, 4 * (IMAGES + 9 * WEIGHTS + 2 * 36 * (TILE
 
 
 def test_the_winograd_form() -> None:
-    forward, backward = counted(nn.Conv2d(C, K, 3, padding=1, bias=False), N, C, SIZE, SIZE)
-    (image, weight) = backward
-    flops = 2 * 9 * WEIGHTS * N * SIZE**2
-    assert [x.flops for x in (*forward, image, weight)] == [flops] * 3
-    assert {x.kind for x in (*forward, image, weight)} == {"conv3x3"}
-    assert winograd(forward[0]) == winograd(image) == winograd(weight) == WINOGRAD
-    assert {x.kind for x in image.other} == {"winograd"}
-    assert all(x.bytes == 4 * (IMAGES + 9 * WEIGHTS) for x in (*forward, image, weight))
-
-
-def test_what_they_put_out() -> None:
-    forward, (image, weight) = counted(nn.Conv2d(C, K, 3, padding=1, bias=False), N, C, SIZE, SIZE)
-    assert forward[0].grid == Grid(K, N * SIZE**2)
-    assert image.grid == Grid(C, N * SIZE**2)
-    assert weight.grid == Grid(K, 9 * C, divisible=True)
-    grids = [x.other[-1].grid for x in (*forward, image, weight)]
-    assert grids == [Grid(K, TILES, 36), Grid(C, TILES, 36), Grid(K, C, 36, divisible=True)]
+    (forward,), (image, weight) = counted(nn.Conv2d(C, K, 3, padding=1, bias=False), N, C, SIZE, SIZE)
+    grids = {
+        "forward": (forward, Grid(K, N * SIZE**2), Grid(K, TILES, 36)),
+        "image": (image, Grid(C, N * SIZE**2), Grid(C, TILES, 36)),
+        "weight": (weight, Grid(K, 9 * C, divisible=True), Grid(K, C, 36, divisible=True)),
+    }
+    for operator, grid, tiled in grids.values():
+        assert (operator.kind, operator.flops) == ("conv3x3", 2 * 9 * WEIGHTS * N * SIZE**2)
+        assert operator.bytes == 4 * (IMAGES + 9 * WEIGHTS)
+        assert {x.kind for x in operator.other} == {"winograd"}
+        assert winograd(operator) == WINOGRAD
+        assert (operator.grid, operator.other[-1].grid) == (grid, tiled)
 
 
 @pytest.mark.parametrize("padding", [0, 2])
@@ -72,18 +67,20 @@ def test_large_images_multiply_4_times_less() -> None:
     assert operator.flops / winograd(operator)[0] == 4
 
 
-OPTIONS: list[tuple[dict[str, Any], str, bool]] = [
-    ({"kernel_size": 3, "stride": 2}, "conv", True),
-    ({"kernel_size": 1}, "conv", True),
-    ({"kernel_size": 5}, "conv", True),
-    ({"kernel_size": 3, "dilation": 2}, "conv3x3", True),
-    ({"kernel_size": 3, "groups": 2}, "conv3x3", False),
+# A convolution, what it is counted as, and whether it has tiles.
+OPTIONS: list[tuple[Any, dict[str, Any], str, bool]] = [
+    (nn.Conv2d, {"kernel_size": 3, "stride": 2}, "conv", True),
+    (nn.Conv2d, {"kernel_size": 1}, "conv", True),
+    (nn.Conv2d, {"kernel_size": 5}, "conv", True),
+    (nn.Conv2d, {"kernel_size": 3, "dilation": 2}, "conv3x3", True),
+    (nn.Conv2d, {"kernel_size": 3, "groups": 2}, "conv3x3", False),
+    (nn.ConvTranspose2d, {"kernel_size": 3}, "conv3x3", False),
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "tiled"), OPTIONS)
-def test_without_a_winograd_form(options: dict[str, Any], kind: str, tiled: bool) -> None:
-    forward, backward = counted(nn.Conv2d(C, K, bias=False, **options), N, C, 16, 16)
+@pytest.mark.parametrize("layer, options, kind, tiled", OPTIONS)
+def test_without_a_winograd_form(layer: Any, options: dict[str, Any], kind: str, tiled: bool) -> None:
+    forward, backward = counted(layer(C, K, bias=False, **options), N, C, 16, 16)
     assert [x.kind for x in (*forward, *backward)] == [kind] * 3
     assert [x.other for x in (*forward, *backward)] == [()] * 3
     assert all((x.grid is not None) == tiled for x in (*forward, *backward))
@@ -96,11 +93,6 @@ def test_gradients_of_grouped_convolutions_are_as_much_work_as_their_forward(kin
     positions = 14**2 if kind is nn.Conv2d else 16**2
     assert operator.flops == 2 * 9 * N * positions * C * out / groups
     assert image.flops == weight.flops == operator.flops
-
-
-def test_transposed() -> None:
-    forward, backward = counted(nn.ConvTranspose2d(C, K, 3, bias=False), N, C, 16, 16)
-    assert [(x.other, x.grid) for x in (*forward, *backward)] == [((), None)] * 3
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reproduce.models import amoebanetd, unet
-from torchgpipe.plan.count import Counts, count
+from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.optimizer import Optimizer
+from torchgpipe.plan.optimizer import Optimizer, optimizer_named
 from torchgpipe.plan.predict import Setup
 
-real_peaks = runpy.run_path(str(Path(__file__).with_name("live.py")))["real_peaks"]
+from .live import counted, real_peaks
+
 MODES = ("never", "except_last", "always")
 MOMENTUM = Optimizer(state=1)
 
@@ -61,11 +59,6 @@ CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]
     (in_place, (24, 8), [[6], [2, 4], [1, 5], [1, 3, 2]]),
     (small_unet, (8, 3, 16, 16), [[29], [10, 19], [6, 10, 13]]),
 ]
-
-
-@functools.cache
-def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Counts:
-    return count(build(), torch.empty(shape))
 
 
 @pytest.mark.parametrize("zeroed", [False, True], ids=["dropped", "zeroed"])
@@ -133,7 +126,9 @@ def test_an_output_that_its_layer_saves_counts_twice() -> None:
 
 
 def test_the_parts_add_up() -> None:
-    (device,) = setup_memory(counted(plain, (24, 8)), Setup(24, (4,), 4, "always", Optimizer(state=2)))
+    (device,) = setup_memory(
+        counted(plain, (24, 8)), Setup(24, (4,), 4, "always", optimizer_named("adam", foreach=True))
+    )
     parameters = sum(p.nbytes for p in plain().parameters())
     assert device.optimizer == 2 * parameters
     assert device.gradients in (0, parameters)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import runpy
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +10,11 @@ import torch
 from torch import nn
 
 from reproduce.models import unet
-from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.optimizer import OPTIMIZERS, Optimizer, optimizer_named
+from torchgpipe.plan.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.predict import Setup
 
-real_peaks = runpy.run_path(str(Path(__file__).with_name("live.py")))["real_peaks"]
+from .live import counted, real_peaks
 
 
 def wide() -> nn.Sequential:
@@ -40,15 +36,11 @@ def small_unet() -> nn.Sequential:
 CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[int]]] = [
     (wide, (4, 8), [7]),
     (wide, (4, 8), [2, 3, 2]),
+    (wide, (4, 8), [2, 1, 4]),  # nothing to update on the second device
     (wide, (4000, 8), [3, 4]),
     (frozen, (4, 8), [3, 4]),
     (small_unet, (2, 3, 16, 16), [10, 19]),
 ]
-
-
-@functools.cache
-def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Counts:
-    return count(build(), torch.empty(shape))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -65,42 +57,3 @@ def test_as_counted_on_a_real_run(
     setup = Setup(shape[0], tuple(balance), 2, "except_last", optimizer_named(name, foreach=foreach))
     predicted = [device.peak for device in setup_memory(counted(build, shape), setup)]
     assert predicted == real_peaks(build(), torch.empty(shape), balance, 2, "except_last", make)
-
-
-@pytest.mark.parametrize(("samples", "fullest"), [(4, True), (4000, False)])
-def test_the_step_is_the_fullest_moment_where_there_are_few_activations(samples: int, fullest: bool) -> None:
-    counts, adam = counted(wide, (4, 8)), optimizer_named("adam", foreach=True)
-    (without,) = setup_memory(counts, Setup(samples, (7,), 2, optimizer=Optimizer(state=adam.state)))
-    (device,) = setup_memory(counts, Setup(samples, (7,), 2, optimizer=adam))
-    assert (device.peak > without.peak) == fullest
-    if fullest:
-        parameters = sum(p.nbytes for p in wide().parameters())
-        assert (device.gradients, device.optimizer) == (parameters, 2 * parameters)
-        assert (device.update, device.working) == (adam.made * parameters, 0)
-
-
-ADAM_LOOP, FOREACH = Optimizer(2, 2, 1), Optimizer(2, 1, 0, together=True)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "sizes", "nbytes"),
-    [
-        (ADAM_LOOP, [], 0),
-        (ADAM_LOOP, [8], 16),
-        (ADAM_LOOP, [8, 16, 4], 8 + 32),
-        (ADAM_LOOP, [16, 15], 16 + 30),  # the one before is what counts
-        (FOREACH, [], 0),
-        (FOREACH, [8, 16, 4], 28),
-    ],
-)
-def test_temporaries(optimizer: Optimizer, sizes: Sequence[float], nbytes: float) -> None:
-    assert optimizer.temporaries(sizes) == nbytes
-
-
-def test_what_handles_all_at_once_makes_more() -> None:
-    sizes = [100.0] * 10
-    for name in ("rmsprop", "adagrad", "adam", "adamw"):
-        one, all_of_them = (optimizer_named(name, foreach=foreach) for foreach in (False, True))
-        assert one.state == all_of_them.state and not one.together and all_of_them.together
-        assert all_of_them.temporaries(sizes) >= 1000 > one.temporaries(sizes)
-    assert not optimizer_named("none", foreach=True).updates

@@ -4,62 +4,42 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance import profile as balance_profile
-from torchgpipe.plan import here, plan, timing
+from torchgpipe.plan import here, plan
 from torchgpipe.plan.count import count
 from torchgpipe.plan.here import describe_here
 from torchgpipe.plan.profiled import Curve, predictor_here, profile_layers
 
-NOW = [0.0]
+from ..clock import Clock, spend
+
 CPU = torch.device("cpu")
 
 
-class Take(torch.autograd.Function):
+class Layer(nn.Module):
     """Take seconds for each sample, and some besides; backward takes twice as long."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fixed: float, each: float) -> Tensor:
-        ctx.seconds = fixed + each * len(x)
-        NOW[0] += ctx.seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        NOW[0] += 2 * ctx.seconds
-        return grad, None, None
-
-
-class Layer(nn.Module):
     def __init__(self, fixed: float, each: float) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.seconds = fixed, each
 
     def forward(self, x: Tensor) -> Tensor:
-        return Take.apply(self.linear(x), *self.seconds)
+        seconds = self.seconds[0] + self.seconds[1] * len(x)
+        return spend(self.linear(x), seconds, 2 * seconds)
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def copied() -> float:
-        NOW[0] += 2**-20  # so that a copy takes some time
-        return NOW[0]
+        clock.now += 2**-20
+        return clock.now
 
-    NOW[0] = 0.0
-    for module in (balance_profile, timing):
-        monkeypatch.setattr(module, "perf_counter", lambda: NOW[0])
     monkeypatch.setattr(here, "perf_counter", copied)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

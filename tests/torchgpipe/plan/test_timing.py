@@ -8,28 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance import profile
 from torchgpipe.plan import timing
 from torchgpipe.plan.timing import time_alone, time_step
 from torchgpipe.skip import pop, skippable, stash
 
+from ..clock import CLOCK, spend
+
 CPU = torch.device("cpu")
-NOW = [0.0]
-
-
-class Take(torch.autograd.Function):
-    """Take `forward` seconds, and `backward` seconds in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        NOW[0] += forward
-        ctx.backward = backward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        NOW[0] += ctx.backward
-        return grad, None, None
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 class Layer(nn.Module):
@@ -39,7 +25,7 @@ class Layer(nn.Module):
         self.seconds = forward, backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return Take.apply(x * self.weight, *self.seconds)
+        return spend(x * self.weight, *self.seconds)
 
 
 @skippable(stash=["skip"])
@@ -56,13 +42,6 @@ class Pop(Layer):
         return super().forward(x + skip)
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    NOW[0] = 0.0
-    for module in (profile, timing):
-        monkeypatch.setattr(module, "perf_counter", lambda: NOW[0])
-
-
 class Pair(Layer):
     """Hand on two tensors, of which one takes no gradient."""
 
@@ -72,7 +51,7 @@ class Pair(Layer):
 
 class InPlace(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return Take.apply(x.mul_(2) * self.weight, *self.seconds)
+        return spend(x.mul_(2) * self.weight, *self.seconds)
 
 
 class First(Layer):
@@ -108,12 +87,25 @@ def test_each_layer_has_its_own_seconds(
         assert found == (forward, forward, backward)
 
 
+class Cold(Layer):
+    """Take other seconds in a copy's first run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds, self.seconds = self.seconds, (1, 2)
+        return spend(x * self.weight, *seconds)
+
+
+def test_the_first_run_of_a_copy_does_not_count() -> None:
+    found = time_alone(nn.Sequential(Cold(100, 200)), torch.ones(3, 2), CPU, runs=2)
+    assert found == [([1], [1], [2])] * 2
+
+
 def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that hands on what it was given has its gradient when the one before has, or just after."""
 
     def ticking() -> float:
-        NOW[0] += 1 / 1024
-        return NOW[0]
+        CLOCK.now += 1 / 1024
+        return CLOCK.now
 
     monkeypatch.setattr(timing, "perf_counter", ticking)
     found = time_step(nn.Sequential(Layer(1, 2), nn.Identity(), Layer(3, 5)), torch.ones(3, 2), CPU)

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from torch import nn
 
-from torchgpipe.skip import Namespace, pop, skippable, stash
-from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.skip.scope import SkipKey
+from torchgpipe.skip import skippable
+from torchgpipe.skip.layout import skip_layout
 
 
-def layer(stashes: str = "", pops: str = "") -> nn.Module:
-    """Make a layer that stashes and pops the skips named by single letters."""
-    if not stashes and not pops:
+def layer(word: str) -> nn.Module:
+    """Make a layer that stashes or pops skips of one letter: "+ab", "-a", or neither: "."."""
+    if word == ".":
         return nn.Identity()
-
-    def forward(self: nn.Module, x: Any) -> Any:
-        for name in pops:
-            yield pop(name)
-        for name in stashes:
-            yield stash(name, x)
-        return x
-
-    cls = skippable(stash=list(stashes), pop=list(pops))(type("Layer", (nn.Module,), {"forward": forward}))
-    made: nn.Module = cls()
+    verb = {"+": "stash", "-": "pop"}[word[0]]
+    made: nn.Module = skippable(**{verb: list(word[1:])})(type("Layer", (nn.Module,), {}))()
     return made
 
 
-# Each partition is a string of layers; "+a" stashes a, "-a" pops a, "." does neither. The crossings are
-# (skip, from, to).
+# Each partition is a string of layers. Then the crossings, with portals and without: the skip, from where, to where.
 CASES = [
     ("no skip", [". .", "."], [], []),
     ("inside a partition", ["+a -a", "."], [], []),
@@ -44,25 +32,10 @@ CASES = [
 ]
 
 
-def partitions(text: list[str]) -> list[nn.Sequential]:
-    def one(word: str) -> nn.Module:
-        return layer(stashes=word[1:] if word[0] == "+" else "", pops=word[1:] if word[0] == "-" else "")
-
-    return [nn.Sequential(*(one(word) for word in words.split())) for words in text]
-
-
 @pytest.mark.parametrize("portals", [True, False], ids=["portals", "no portals"])
 @pytest.mark.parametrize(("text", "straight", "through"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_crossings(text: list[str], straight: list[str], through: list[str], portals: bool) -> None:
-    crossings = skip_layout(partitions(text), portals=portals)
+    partitions = [nn.Sequential(*map(layer, words.split())) for words in text]
+    crossings = skip_layout(partitions, portals=portals)
     found = [f"{key.name}{source}{target}" for key, source, target in crossings]
     assert sorted(found) == sorted(straight if portals else through)
-
-
-def test_namespaces_keep_equal_names_apart() -> None:
-    one, two = Namespace(), Namespace()
-    stash_a, pop_a = layer(stashes="a"), layer(pops="a")
-    outer = [type(stash_a)().isolate(one), type(pop_a)().isolate(one)]
-    inner = [type(stash_a)().isolate(two), type(pop_a)().isolate(two)]
-    crossings = skip_layout([nn.Sequential(outer[0]), nn.Sequential(inner[0], inner[1]), nn.Sequential(outer[1])])
-    assert crossings == [Crossing(SkipKey(one, "a"), 0, 2)]

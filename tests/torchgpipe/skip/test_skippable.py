@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,64 +47,6 @@ class PopBC(nn.Module):
         return x + b
 
 
-X = torch.tensor([1.0, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ([StashA(), PopA()], 3 * X),
-        ([StashA(), nn.Identity(), PopA(), nn.Identity()], 3 * X),
-        ([StashA(), Swap(), PopBC()], 12 * X),
-        ([StashA(), PopA(), StashA(), PopA()], 9 * X),
-    ],
-    ids=["neighbours", "apart", "several, and None", "one name twice, one after the other"],
-)
-def test_runs_in_a_plain_sequential(layers: list[nn.Module], expected: Tensor) -> None:
-    assert torch.equal(nn.Sequential(*layers)(X), expected)
-
-
-def test_isolated_pairs_of_one_class_may_cross() -> None:
-    outer, inner = Namespace(), Namespace()
-    layers = [StashA().isolate(outer), StashA().isolate(inner), PopA().isolate(outer), PopA().isolate(inner)]
-    # 2x, 4x, 4x + x, 5x + 2x
-    assert torch.equal(nn.Sequential(*layers)(X), 7 * X)
-
-
-def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    namespace = Namespace()
-    layer = Swap()
-    assert layer.isolate(namespace, only=["b"]) is layer
-    stashes, pops = skips_of(layer)
-    assert stashes == [SkipKey(namespace, "b"), SkipKey(None, "c")]
-    assert pops == [SkipKey(None, "a")]
-    other = Namespace()
-    layer.isolate(other)
-    assert set(skips_of(layer)[0]) == {SkipKey(other, "b"), SkipKey(other, "c")}
-
-
-def test_a_scope_holds_a_tensor_from_stash_to_pop_only() -> None:
-    with skip_scope({}) as scope:
-        StashA()(X)
-        assert list(scope) == [SkipKey(None, "a")]
-        PopA()(X)
-        assert scope == {}
-
-
-def test_a_decorated_class_stays_itself() -> None:
-    class Small(StashA):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-    layer = Small()
-    assert isinstance(layer, StashA) and isinstance(layer, nn.Module)
-    assert list(layer.state_dict()) == ["weight"]
-    assert StashA.__name__ == "StashA"
-    with skip_scope({}):
-        assert torch.equal(layer(X), 2 * X)
-
-
 @skippable(stash=["a"])
 class StashTenfold(StashA):
     def forward(self, x: Tensor) -> Any:
@@ -116,102 +59,88 @@ class StashAndNegate(StashA):
         return -super().forward(x)
 
 
-@skippable(stash=["a"], pop=["b"])
-class Renamed(StashA):
-    def forward(self, x: Tensor) -> Any:
-        b = yield pop("b")
-        yield stash("a", b)
-        return x
+X = torch.tensor([1.0, 2.0])
+PLAIN: dict[str, tuple[list[nn.Module], Tensor]] = {
+    "neighbours": ([StashA(), PopA()], 3 * X),
+    "apart": ([StashA(), nn.Identity(), PopA(), nn.Identity()], 3 * X),
+    "several, and None": ([StashA(), Swap(), PopBC()], 12 * X),
+    "one name twice, one after the other": ([StashA(), PopA(), StashA(), PopA()], 9 * X),
+    "a subclass, decorated again": ([StashTenfold(), PopA()], 11 * X),
+    "a subclass around its parent's forward": ([StashAndNegate(), PopA()], -X),
+}
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ([StashTenfold(), PopA()], 11 * X),
-        ([StashAndNegate(), PopA()], -X),
-        ([StashA(), PopA()], 3 * X),
-    ],
-    ids=["decorated again", "around the parent's forward", "the parent is as before"],
-)
-def test_subclasses(layers: list[nn.Module], expected: Tensor) -> None:
+@pytest.mark.parametrize("layers, expected", PLAIN.values(), ids=PLAIN)
+def test_runs_in_a_plain_sequential(layers: list[nn.Module], expected: Tensor) -> None:
     assert torch.equal(nn.Sequential(*layers)(X), expected)
 
 
-def test_a_subclass_declares_its_own_skips() -> None:
+def test_isolated_pairs_of_one_class_may_cross() -> None:
+    outer, inner = Namespace(), Namespace()
+    layers = [StashA().isolate(outer), StashA().isolate(inner), PopA().isolate(outer), PopA().isolate(inner)]
+    model = nn.Sequential(*layers)
+    for same in (model, pickle.loads(pickle.dumps(model))):
+        # 2x, 4x, 4x + x, 5x + 2x
+        assert torch.equal(same(X), 7 * X)
+
+
+def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
+    one, other, layer = Namespace(), Namespace(), Swap()
+    assert layer.isolate(one, only=["b"]).isolate(other, only=["c"]) is layer
+    assert skips_of(layer) == ([SkipKey(one, "b"), SkipKey(other, "c")], [SkipKey(None, "a")])
+
+
+def test_a_scope_holds_a_tensor_from_stash_to_pop_only() -> None:
+    with skip_scope({}) as scope:
+        StashA()(X)
+        assert list(scope) == [SkipKey(None, "a")]
+        PopA()(X)
+        assert scope == {}
+
+
+def test_skips_of_subclasses_and_of_layers_within_layers() -> None:
+    @skippable(stash=["a"], pop=["b"])
+    class Renamed(StashA):
+        pass
+
+    assert StashA.__name__ == "StashA"
     assert skips_of(Renamed()) == ([SkipKey(None, "a")], [SkipKey(None, "b")])
-    assert skips_of(StashA()) == ([SkipKey(None, "a")], [])
-
-
-def test_a_nested_skippable_is_found() -> None:
     assert skips_of(nn.Sequential(nn.Sequential(StashA()), nn.Identity())) == ([SkipKey(None, "a")], [])
 
 
-def test_pickling_keeps_pairs_together() -> None:
-    namespace = Namespace()
-    model = nn.Sequential(StashA().isolate(namespace), PopA().isolate(namespace))
-    copied = pickle.loads(pickle.dumps(model))
-    assert torch.equal(copied(X), 3 * X)
+def yielding(*steps: object) -> Callable[[nn.Module, Tensor], Any]:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        yield from steps
+        return x
+
+    return forward
 
 
-def test_a_forward_without_yield_is_taken_as_it_is() -> None:
-    @skippable(stash=["a"])
-    class Delegating(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = StashA()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.as_tensor(x)
-
-    with pytest.raises(RuntimeError, match=r"Delegating declares skips \['a'\].*did not stash or pop"):
-        Delegating()(X)
-
-
-def _layer(body: Any, **names: list[str]) -> nn.Module:
-    return skippable(**names)(type("Layer", (nn.Module,), {"forward": body}))()
-
-
-def _stash_wrong_name(self: nn.Module, x: Tensor) -> Any:
-    yield stash("z", x)
-    return x
+# What is declared, the forward, the error, and what it says.
+UNDECLARED: dict[str, tuple[dict[str, list[str]], Callable[..., Any], type[Exception], str]] = {
+    "stash undeclared": (
+        {"stash": ["a"]}, yielding(stash("z", X)), RuntimeError, r"tried to stash 'z'.*declared to stash \['a'\]"
+    ),
+    "pop undeclared": (
+        {"pop": ["a"]}, yielding(pop("z")), RuntimeError, r"tried to pop 'z'.*declared to pop \['a'\].*pop=\["
+    ),
+    "pop what is stashed": (
+        {"stash": ["a"]}, yielding(pop("a")), RuntimeError, r"tried to pop 'a'.*declared to pop \[\]"
+    ),
+    "not stashed": ({"stash": ["a"]}, yielding(), RuntimeError, r"Layer declares skips \['a'\].*did not stash or pop"),
+    "no yield": ({"stash": ["a"]}, lambda self, x: x, RuntimeError, r"declares skips \['a'\].*did not stash or pop"),
+    "yields else": ({"stash": ["a"]}, yielding(X), TypeError, "may yield stash.*pop.*yielded Tensor"),
+    "pop before stash": ({"pop": ["a"]}, yielding(pop("a")), RuntimeError, "pops 'a', but no earlier layer stashed it"),
+}  # fmt: skip
 
 
-def _pop_wrong_name(self: nn.Module, x: Tensor) -> Any:
-    yield pop("z")
-    return x
-
-
-def _stash_nothing(self: nn.Module, x: Tensor) -> Any:
-    yield from ()
-    return x
-
-
-def _yield_something_else(self: nn.Module, x: Tensor) -> Any:
-    yield x
-    return x
-
-
-def _pop_a(self: nn.Module, x: Tensor) -> Any:
-    yield pop("a")
-    return x
-
-
-@pytest.mark.parametrize(
-    ("body", "names", "error", "message"),
-    [
-        (_stash_wrong_name, {"stash": ["a"]}, RuntimeError, r"tried to stash 'z'.*declared to stash \['a'\]"),
-        (_pop_wrong_name, {"pop": ["a"]}, RuntimeError, r"tried to pop 'z'.*declared to pop \['a'\].*pop=\["),
-        (_stash_nothing, {"stash": ["a"]}, RuntimeError, r"declares skips \['a'\].*did not stash or pop"),
-        (_yield_something_else, {"stash": ["a"]}, TypeError, "may yield stash.*pop.*yielded Tensor"),
-        (_pop_a, {"pop": ["a"]}, RuntimeError, "pops 'a', but no earlier layer stashed it"),
-    ],
-    ids=["stash undeclared", "pop undeclared", "not stashed", "yields else", "pop before stash"],
-)
+@pytest.mark.parametrize("names, forward, error, message", UNDECLARED.values(), ids=UNDECLARED)
 def test_a_forward_that_does_not_keep_to_its_declaration(
-    body: Any, names: dict[str, list[str]], error: type[Exception], message: str
+    names: dict[str, list[str]], forward: Any, error: type[Exception], message: str
 ) -> None:
+    layer = skippable(**names)(type("Layer", (nn.Module,), {"forward": forward}))()
     with skip_scope({}), pytest.raises(error, match=message):
-        _layer(body, **names)(X)
+        layer(X)
 
 
 @pytest.mark.parametrize(
