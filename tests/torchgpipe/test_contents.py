@@ -18,7 +18,7 @@ LARGE = SMALL // 4 + 1  # elements
 
 
 def contents(*layers: nn.Module) -> Contents:
-    return Contents(3, nn.Sequential(*layers), threading.RLock(), recomputed=True)
+    return Contents(3, modules_of(nn.Sequential(*layers)), threading.RLock(), recomputed=True)
 
 
 @contextmanager

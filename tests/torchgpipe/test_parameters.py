@@ -103,14 +103,6 @@ def test_the_gate_is_on_the_device_of_the_gradients() -> None:
     assert gate(Leaves([Layer().to("meta")]), torch.device("meta")).is_meta
 
 
-def test_two_backwards_at_once_are_refused() -> None:
-    leaves = Leaves([Layer()])
-    leaves.begin(1)
-    leaves.begin(2)
-    with pytest.raises(RuntimeError, match="two backwards go through one mini-batch at the same time"):
-        leaves.begin(1)
-
-
 def replaced(layer: nn.Module) -> None:
     layer.plain = nn.Parameter(torch.zeros(2))
 

@@ -49,7 +49,7 @@ def having(change: Callable[[Any], object]) -> Callable[[], object]:
 NOT_WRAPPED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a module": (lambda: nn.Linear(1, 1), TypeError, "GPipe wraps an nn.Sequential, but got Linear"),
     "a list of layers": (lambda: [nn.Linear(1, 1)], TypeError, "GPipe wraps an nn.Sequential, but got list"),
-    "a forward": (lambda: Residual(nn.ReLU()), TypeError, "layers of Residual one after another, but it has a for"),
+    "a forward": (lambda: Residual(nn.ReLU()), TypeError, "layers of Residual one after another, but it has a method"),
     "another forward": (having(lambda m: setattr(m, "forward", torch.sin)), TypeError, "it has a forward of its own"),
     "parameters": (having(lambda m: m.register_parameter("p", nn.Parameter(X))), TypeError, "it has parameters of its"),
     "buffers": (having(lambda m: m.register_buffer("b", X)), TypeError, "it has buffers of its own"),

@@ -60,6 +60,7 @@ def test_both_passes_draw_the_same(way: Callable[[], Randomness], default: bool)
     randomness, before = way(), torch.get_rng_state()
     with randomness.first():
         first = [draw(), draw()]
+    randomness.ended()
     assert torch.equal(torch.get_rng_state(), before) != default
     torch.rand(3)
     before = torch.get_rng_state()
@@ -159,6 +160,7 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
     randomness, drawn = Randomness([torch.default_generator]), []
     with randomness.first():
         pass
+    randomness.ended()
 
     def work() -> None:
         with ambient.entered(), private():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.checkpoint import Mode, checkpointed
@@ -129,22 +129,3 @@ def test_a_layer_that_knows_its_pipeline_does_not_keep_it() -> None:
     for thread in threads:
         thread.join(WAIT)
         assert not thread.is_alive()
-
-
-class Draw(nn.Module):
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand(x.shape, generator=self.generator)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_generator_that_two_partitions_would_draw_from_at_once_is_refused(checkpoint: str) -> None:
-    draws = [Draw(torch.Generator())] * 2
-    x = torch.ones(2, 1, requires_grad=True)
-    pipeline(nn.Sequential(*draws), nn.Tanh(), chunks=2, checkpoint=checkpoint)(x)
-    model = pipeline(draws[0], nn.Sequential(draws[1]), chunks=2, checkpoint=checkpoint)
-    with pytest.raises(RuntimeError, match=r"several partitions draw from one torch\.Generator.*give each layer"):
-        model(x)
