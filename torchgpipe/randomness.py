@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,9 @@ def _state(g: torch.Generator) -> State:
 
 
 def _same(a: State, b: State) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+    if isinstance(a, Tensor) and isinstance(b, Tensor):  # no operator on tensors, which would count as a task's
+        return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)
+    return a == b
 
 
 def _set(g: torch.Generator, state: State) -> None:
@@ -147,8 +150,7 @@ class PrivateGenerator(TorchDispatchMode):
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        with DEFAULT_GENERATOR_LOCK:
-            self._default_seed = torch.default_generator.initial_seed()
+        self._default_seed = _default_seed()
         self._generator = torch.Generator()
         self._generator.manual_seed(seed)
         self._drew = drew
@@ -179,12 +181,12 @@ class PrivateGenerator(TorchDispatchMode):
         if kind == "quiet" or kwargs.get("generator") is not None or _thread.private is not self:
             return func(*args, **kwargs)
         self._drew()
-        with DEFAULT_GENERATOR_LOCK:
-            if torch.default_generator.initial_seed() != self._default_seed:
-                raise RuntimeError(
-                    "a layer, or another thread, has set the default generator (torch.manual_seed), which all workers "
-                    "share; give the layer a torch.Generator of its own, or use engine='graph'"
-                )
+        # First without the lock, which is rarely needed.
+        if torch.default_generator.initial_seed() != self._default_seed != _default_seed():
+            raise RuntimeError(
+                "a layer, or another thread, has set the default generator (torch.manual_seed), which all workers "
+                "share; give the layer a torch.Generator of its own, or use engine='graph'"
+            )
         if kind == "takes a generator":
             return func(*args, **{**kwargs, "generator": self._generator})
         with DEFAULT_GENERATOR_LOCK:
@@ -206,6 +208,12 @@ class PrivateGenerator(TorchDispatchMode):
             kind = "quiet"
         cls._kinds[func] = kind
         return kind
+
+
+def _default_seed() -> int:
+    # Another thread may have the state of a private generator in the default one for a moment.
+    with DEFAULT_GENERATOR_LOCK:
+        return torch.default_generator.initial_seed()
 
 
 def in_turn(defaults: Sequence[torch.Generator], own: Sequence[torch.Generator], *, recomputed: bool) -> Randomness:

@@ -91,4 +91,7 @@ def test_two_threads(case: tuple[int, int], way: dict[str, Any]) -> None:
 def test_threads_that_draw_random_numbers(way: dict[str, Any]) -> None:
     drawing = piped(nn.Sequential(*layers()[:5], nn.Dropout()), BALANCE, **way)
     quiet = piped(layers(), BALANCE, **way)
-    assert not in_threads(*(steps_of(model, torch.randn(10, 9, 5), []) for model in (drawing, quiet, drawing)))
+    errors = in_threads(*(steps_of(model, torch.randn(10, 9, 5), []) for model in (drawing, quiet, drawing)))
+    # The graph engine's tasks draw from the one default generator. Where threads came between, it must say so.
+    one_generator = way["engine"] == "graph" and way["checkpoint"] != "never"
+    assert all(one_generator and "more or fewer random numbers" in str(error) for error in errors)
