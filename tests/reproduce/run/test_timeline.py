@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
@@ -22,8 +21,6 @@ PIPELINE = {"partitions": 2, "chunks": 4, "balance": (30, 35), "checkpoint": "ex
 
 # events (kind, device, start, end), devices, seconds that each is busy, bubble
 CASES = [
-    ([("forward", 0, 1.0, 3.0)], 1, [2.0], 0.0),
-    ([("forward", 0, 0.0, 1.0), ("forward", 1, 1.0, 2.0)], 2, [1.0, 1.0], 0.5),
     ([("forward", 0, 0.0, 2.0), ("backward", 1, 1.0, 2.0)], 2, [2.0, 1.0], 0.25),
     ([("forward", 0, 0.0, 2.0), ("copy", 0, 0.0, 9.0)], 1, [2.0], 0.0),
     ([("forward", 0, 0.0, 1.0), ("recompute", 0, 3.0, 4.0)], 1, [2.0], 0.5),
@@ -63,11 +60,3 @@ def test_plain_training_is_two_tasks() -> None:
     _, timeline = watched()
     assert [event[:3] for event in timeline.events] == [("forward", 0, 0), ("backward", 0, 0)]
     assert timeline.partitions == 1
-
-
-def test_watching_changes_no_gradient() -> None:
-    losses = []
-    for _ in range(2):
-        training, _ = watched(**PIPELINE)
-        losses.append([p.sum() for p in training.model.parameters()])
-    assert all(map(torch.equal, *losses))
