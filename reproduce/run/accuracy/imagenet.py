@@ -44,7 +44,7 @@ class ImageNet:
             raise _unusable(folder, f"class {differing[0]} is in {where}/ only; both must have the same classes")
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch's mini-batches, in an order and with crops that are drawn for it."""
+        """Yield one epoch's mini-batches, as `Gratings` does."""
         return self._read(self.train, batch_size, epoch_seed(seed, epoch), train=True)
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:

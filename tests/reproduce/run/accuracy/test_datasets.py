@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.run.accuracy.datasets import Dataset, Gratings, epoch_seed
+from reproduce.run.accuracy.datasets import Gratings, epoch_seed
 from reproduce.run.accuracy.imagenet import ImageNet
+from reproduce.run.accuracy.needs import Dataset
 
 Image = pytest.importorskip("PIL.Image")
 GRATINGS = Gratings(train_size=22, val_size=10, classes=4, image_size=16, noise=0.1, seed=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reproduce.cli.main import INTERRUPTED, main
+from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.experiments import AccuracyScale, Experiment
 from reproduce.records.record import Result, load
@@ -236,21 +235,17 @@ def test_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_and_another_run(how: signal.Signals, start: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_after_a_kill(start: Callable[..., Any], tmp_path: Path) -> None:
     arguments = (TINY, *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out", str(tmp_path))
     process = start(*arguments, TINY_SLEEP="1", TINY_EPOCHS="20")
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None and not list(tmp_path.glob("checkpoints/*.pt")):
         time.sleep(0.05)
-    process.send_signal(how)
+    process.kill()
     _, err = process.communicate(timeout=PATIENCE)
-    assert "Traceback" not in err and len(list(tmp_path.glob("checkpoints/*.pt"))) == 1, err
+    assert len(list(tmp_path.glob("checkpoints/*.pt"))) == 1, err
     (first,) = tmp_path.glob("*.json")
-    if how == signal.SIGINT:
-        assert process.returncode == INTERRUPTED
-        assert err.splitlines()[-1].startswith("interrupted; 1 measured row kept in ")
-        assert "epoch" in first.with_suffix(".md").read_text()
+    assert load(first).results[0].samples["epoch"][0] == 1
 
     process = start(*arguments, TINY_EPOCHS="20")
     _, err = process.communicate(timeout=PATIENCE)
