@@ -31,6 +31,7 @@ class LiveBytes:
         """How many storages were alive at once, at most."""
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # a storage may die while this very thread notes another
+        self.inner = threading.local()  # its `device` is that of the innermost watch that has one of its own
 
     @property
     def count(self) -> int:
@@ -70,7 +71,10 @@ class LiveBytes:
 
 
 class Watch(TorchDispatchMode):
-    """Show a `LiveBytes` every tensor that an operator returns, as `device`'s own. Not to be shared by threads."""
+    """Show a `LiveBytes` every tensor that an operator returns, as `device`'s own. Not to be shared by threads.
+
+    Of two watches, the outer one sees an operator's result first; to which device it belongs, the inner one has said.
+    """
 
     def __init__(self, counter: LiveBytes, device: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,8 +82,15 @@ class Watch(TorchDispatchMode):
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        device = self.counter.device_of(_tensors((args, kwargs))) if self.device is None else self.device
+        inner = self.counter.inner
+        before = getattr(inner, "device", None)
+        device = inner.device = self.device if before is None else before
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            inner.device = before
+        if device is None:
+            device = self.counter.device_of(_tensors((args, kwargs)))
         self.counter.add(_tensors(result), device)
         return result
 

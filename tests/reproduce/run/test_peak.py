@@ -81,8 +81,11 @@ def test_outside_tasks_a_tensor_belongs_where_it_was_made_from() -> None:
     with counter.watch():
         state = torch.zeros_like(parameter)
         other = torch.zeros(3)
-    assert counter.live == [3 * FLOAT, 20 * FLOAT]
-    del state, other
+        assert counter.live == [3 * FLOAT, 20 * FLOAT]
+        with counter.watch(0):
+            made = torch.zeros_like(parameter)
+        assert counter.live == [13 * FLOAT, 20 * FLOAT], "what a task makes is its device's, whatever it is made from"
+    del state, other, made
 
 
 BASE = replace(EXPERIMENTS["amoebanet-memory"].scale("small").rows[0], size=(3, 16), batch_size=4)
@@ -125,7 +128,8 @@ def test_peak_holds_at_least_the_model(trained: dict[str, Trained], name: str) -
     training, _, peaks = trained[name]
     for partition, peak in zip(training.partitions, peaks, strict=True):
         parameters = sum(parameter.nbytes for parameter in partition.parameters())
-        assert 3 * parameters < peak < 3 * parameters + 4 * 40 * 2**20, "and at most 40 MiB for each sample"
+        # and what layers keep: at least 2 MiB in each partition, at most 40 MiB for each sample
+        assert 2 * 2**20 < peak - 3 * parameters < 4 * 40 * 2**20
 
 
 def test_checkpointing_lowers_the_peak(trained: dict[str, Trained]) -> None:
