@@ -39,9 +39,8 @@ class ImageNet:
         self.train = find_images(folder, "train", classes, transforms.Compose([*train, *normalize]))
         self.val = find_images(folder, "val", classes, transforms.Compose([*val, *normalize]))
         self.train_size, self.val_size = len(self.train), len(self.val)
-        if differing := sorted({*self.train.classes} ^ {*self.val.classes}):
-            where = "train" if differing[0] in self.train.classes else "val"
-            raise _unusable(folder, f"class {differing[0]} is in {where}/ only; both must have the same classes")
+        if missing := sorted({*self.train.classes} - {*self.val.classes}):
+            raise _unusable(folder, f"class {missing[0]} is in train/ only; val/ must have the same classes")
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
         """Yield one epoch's mini-batches, as `Gratings` does."""

@@ -39,10 +39,14 @@ def test_all_else_is_a_failure(error: Exception, reason: str) -> None:
 
 
 def test_what_pytorch_raises() -> None:
-    with pytest.raises(RuntimeError) as caught:
+    def multiply() -> None:
         torch.zeros(2) @ torch.zeros(3)
+
+    with pytest.raises(RuntimeError) as caught:
+        multiply()
     reason = explain(caught.value).reason
-    assert reason.startswith("RuntimeError: inconsistent tensor size") and "(test_failure.py, line " in reason
+    assert reason.startswith("RuntimeError: inconsistent tensor size")
+    assert reason.endswith(f" (test_failure.py, line {multiply.__code__.co_firstlineno + 1})")
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**60, dtype=torch.int8)
     assert explain(caught.value).status == "out of memory"

@@ -75,7 +75,9 @@ def test_imagenet_is_cropped_as_published(folder: Path) -> None:
     assert images.shape == (6, 3, 224, 224) and sorted(labels.tolist()) == [0, 0, 0, 1, 1, 1]
     again, same = epoch(data, seed=0, epoch=0, batch_size=2)
     assert images.equal(again) and labels.equal(same)
-    assert not images.equal(epoch(data, seed=0, epoch=1, batch_size=2)[0])
+    others, order = epoch(data, seed=0, epoch=1, batch_size=2)
+    assert not images.equal(others)
+    assert [labels.tolist(), order.tolist()] != 2 * [[0, 0, 0, 1, 1, 1]], "not in the folder's order"
     before = torch.get_rng_state()
     (batch,) = data.val_batches(8)
     assert batch[1].tolist() == [0, 0, 1, 1] and batch[0].shape == (4, 3, 224, 224)
@@ -105,7 +107,7 @@ def empty_class(root: Path) -> None:
         (lambda root: save(root / "train" / "n01" / "a.JPEG", 1), 1, "has no folder val/; put"),
         (flat, 1, "val/ has no folders of classes; sort its images into val/<class>/"),
         (other_class, 1000, "train/ has 2 folders of classes, not 1000; put ImageNet there"),
-        (other_class, 2, "class n02 is in train/ only; both must have the same classes"),
+        (other_class, 2, "class n02 is in train/ only; val/ must have the same classes"),
         (empty_class, 2, "train/ cannot be used (Found no valid file for the classes n02); put ImageNet"),
     ],
 )
