@@ -101,7 +101,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
         assert parameter.grad is not None and 0 < parameter.grad.abs().sum() < torch.inf, key
 
 
-@pytest.mark.parametrize(("build", "message"), MISUSES)
+@pytest.mark.parametrize(("build", "message"), MISUSES, ids=[message.split()[0] for _, message in MISUSES])
 def test_a_size_that_no_model_has(build: Callable[[], nn.Sequential], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         build()

@@ -90,19 +90,20 @@ def test_the_flat_state_goes_back_to_torchvision(original: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "blocks", "last"),
+    ("build", "blocks", "width", "last"),
     [
-        (lambda: resnet101(num_classes=5), (3, 4, 23, 3), 2048),
-        (lambda: from_torchvision(theirs.resnet50(num_classes=5)), (3, 4, 6, 3), 2048),
-        (lambda: resnet((1, 1, 1, 1), width=16, num_classes=5), (1, 1, 1, 1), 2048),
-        (lambda: resnet((2, 1, 3, 1), width=8, expansion=1, num_classes=5), (2, 1, 3, 1), 512),
+        (lambda: resnet101(num_classes=5), (3, 4, 23, 3), 64, 2048),
+        (lambda: from_torchvision(theirs.resnet50(num_classes=5)), (3, 4, 6, 3), 64, 2048),
+        (lambda: resnet((1, 1, 1, 1), width=16, num_classes=5), (1, 1, 1, 1), 16, 2048),
+        (lambda: resnet((2, 1, 3, 1), width=8, expansion=1, num_classes=5), (2, 1, 3, 1), 8, 512),
     ],
 )
-def test_layers(build: Callable[[], nn.Sequential], blocks: tuple[int, ...], last: int) -> None:
+def test_layers(build: Callable[[], nn.Sequential], blocks: tuple[int, ...], width: int, last: int) -> None:
     with torch.device("meta"):
         model = build()
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 5)
     assert [name for name, _ in model.named_children()] == names(*blocks)
+    assert model.get_submodule("layer1_0_conv2").out_channels == width
     assert model.get_submodule("layer4_0_conv3").out_channels == last
 
 

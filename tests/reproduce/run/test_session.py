@@ -207,7 +207,7 @@ def test_memory_rows_run_alone(fake: type[Fake], run: Run, runs: Any) -> None:
     fake.raises["pipeline-1"] = lambda _: None if fake.alive == {"pipeline-1"} else ValueError(str(fake.alive))
     found = run("tiny-memory")
     assert [result.status for result in found.values()] == ["measured"] * 3 + ["needs devices"] * 2
-    assert found["pipeline-2"].values["peak_allocated"] == [7, 7]
+    assert found["pipeline-2"].values["peak_allocated"] == [7, 7] and found["pipeline-2"].config["balance"] == [1, 1]
     assert fake.steps == {"baseline": 2, "pipeline-1": 2, "pipeline-2": 2}
     assert [result.device for result in runs.counted.values()] == ["meta"] * 5
     assert runs.counted["pipeline-8"].values == {"parameters": 1844858344, "model_bytes": 12 * 1844858344}
@@ -227,6 +227,7 @@ def test_an_ablation_has_speed_utilization_and_memory(
     monkeypatch.setattr("reproduce.run.memory.measure_peak", peak)
     found = run("tiny-ablation")
     assert [result.status for result in found.values()] == ["needs devices"] * 4 + ["measured"] * 4
+    assert [bool(result.values) for result in found.values()] == [False] * 4 + [True] * 4
     values = found["dep-str-x n2"].values
     assert (values["utilization"], values["bubble"]) == ([0.0, 0.5], 0.5)
     assert len(found["dep-str-x n2"].samples["step_time"]) == 3, "what was timed is kept in any case"
