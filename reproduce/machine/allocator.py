@@ -7,8 +7,6 @@ import os
 import platform
 import sys
 
-__all__ = ["KEEP_FREED", "keep_freed_memory", "kept"]
-
 # By default glibc asks the system for large tensors again at every step, page by page. From which size on depends on
 # the process's history, so that two processes of the same code may differ. The system hands out a process's pages under
 # one lock, so the threads of a process wait for each other, and separate processes do not. In threads other than the

@@ -13,13 +13,12 @@ import torch
 from msgspec import Struct
 
 import torchgpipe
-from reproduce.machine.devices import cores
-
-__all__ = ["ROOT", "Gpu", "Machine", "load_average", "machine", "versions"]
+from reproduce.machine.devices import cores, info
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
 MOST_NVLINKS = 36  # that a driver numbers
+CLOCK_SM, CLOCK_MEMORY = 1, 2  # as nvml.h numbers them
 
 
 class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -76,17 +75,13 @@ def load_average() -> list[float] | None:
     """Return the load averages over 1, 5 and 15 minutes."""
     try:
         return list(os.getloadavg())
-    except (OSError, AttributeError):
+    except OSError:
         return None
 
 
 def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    if named := info(Path("/proc/cpuinfo"), "model name"):
+        return named
     try:
         sysctl = ("sysctl", "-n", "machdep.cpu.brand_string")
         return subprocess.run(sysctl, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
@@ -97,7 +92,7 @@ def _cpu_model() -> str:
 def _memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         return None
 
 
@@ -122,9 +117,6 @@ def _gpu(index: int) -> Gpu:
         power_limit=milliwatts and milliwatts / 1000,
         link=", ".join(links) or None,
     )
-
-
-CLOCK_SM, CLOCK_MEMORY = 1, 2  # as nvml.h numbers them
 
 
 def _ask_driver(function: str, *arguments: object) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +12,9 @@ import torch
 
 from reproduce.error import USAGE, Error
 
-__all__ = ["MOST_DEVICES", "Devices", "cores", "find_devices"]
-
 MOST_DEVICES = 8  # as many as the papers' largest machine has
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,12 @@ class Devices:
             torch.set_num_threads(before)
 
     def __str__(self) -> str:
-        plural = "" if self.count == 1 else "s"
+        devices = "device" if self.count == 1 else "devices"
         if self.kind == "cuda":
-            return f"{self.count} CUDA device{plural}"
+            return f"{self.count} CUDA {devices}"
         if self.kind == "meta":
-            return f"{self.count} device{plural} that hold no data (meta)"
-        return f"{self.count} CPU device{plural} of {self.threads} thread{'' if self.threads == 1 else 's'}"
+            return f"{self.count} {devices} that hold no data (meta)"
+        return f"{self.count} CPU {devices} of {self.threads} thread{'' if self.threads == 1 else 's'}"
 
 
 def find_devices(kind: str | None, count: int | None) -> Devices:
@@ -78,6 +76,9 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
     if kind is None:
         kind = "cuda" if cuda else "cpu"
 
+    if kind == "meta":
+        return Devices("meta", count or MOST_DEVICES)
+
     if kind == "cuda":
         if not cuda:
             raise Error("--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu", USAGE)
@@ -85,41 +86,36 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
             raise Error(f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}", USAGE)
         return Devices("cuda", count or cuda)
 
-    if kind == "meta":
-        return Devices("meta", count or MOST_DEVICES)
-
     have = cores()
-    if count is not None and count > have:
+    count = count or min(have, MOST_DEVICES)
+    if count > have:
         raise Error(
             f"--devices {count}: a CPU device is at least one core and this machine offers {have}; use at most {have}",
             USAGE,
         )
-    count = count or min(have, MOST_DEVICES)
     return Devices("cpu", count, threads=have // count)
 
 
 def cores() -> int:
     """Count the CPU cores that this process may use: its affinity, and a container's quota."""
     have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    return have if quota is None else max(1, min(have, math.floor(quota)))
-
-
-def cpu_quota(file: Path = CPU_QUOTA) -> float | None:
-    """Return the number of CPUs that a container may use; None where nothing limits it."""
     try:
-        limit, period = file.read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
+        limit, period = CPU_QUOTA.read_text().split()
+        return max(1, min(have, int(limit) // int(period)))
+    except (OSError, ValueError):  # no container, or one without a limit, which says "max"
+        return have
 
 
 def free_memory() -> int | None:
     """Return the free bytes of main memory; None where they are unknown."""
+    kibibytes = info(MEMORY, "MemAvailable")
+    return None if kibibytes is None else int(kibibytes.removesuffix("kB")) * 1024
+
+
+def info(file: Path, name: str) -> str | None:
+    """Return what a file of Linux says about `name`, first; None where it is silent."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+        lines = [line.partition(":") for line in file.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((said.strip() for key, _, said in lines if key.strip() == name), None)

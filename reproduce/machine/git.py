@@ -13,8 +13,6 @@ from msgspec import Struct
 from reproduce.error import USAGE, Error
 from reproduce.machine.description import ROOT
 
-__all__ = ["Git", "checkout", "commit_of", "git"]
-
 
 class Git(Struct, frozen=True, forbid_unknown_fields=True):
     """Name the source: `dirty` when a tracked file differed from the revision."""

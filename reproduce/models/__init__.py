@@ -11,6 +11,7 @@ its input, for under checkpointing a partition's input is needed again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
@@ -30,17 +31,13 @@ class Model(NamedTuple):
     input_shape: tuple[int, int, int]
 
 
-def _unet(num_convs: int, base_channels: int) -> nn.Sequential:
-    return unet(num_convs=num_convs, base_channels=base_channels)
-
-
 def _resnet(blocks: int, width: int, expansion: int, num_classes: int = 1000) -> nn.Sequential:
     return resnet((blocks,) * 4, width=width, expansion=expansion, num_classes=num_classes)
 
 
 MODELS = {
     "AmoebaNet-D": Model(amoebanetd, ("L", "D"), (3, 224, 224)),
-    "U-Net": Model(_unet, ("B", "C"), (3, 192, 192)),
+    "U-Net": Model(partial(unet, 5), ("B", "C"), (3, 192, 192)),
     "ResNet-101": Model(resnet101, (), (3, 224, 224)),
     "ResNet": Model(_resnet, ("blocks", "width", "expansion"), (3, 64, 64)),
 }

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from reproduce.models.sizes import check_size
 
-__all__ = ["NORMAL", "OPERATIONS", "REDUCTION", "Cell", "FactorizedReduction", "Genotype", "amoebanetd"]
-
 Step = tuple[int, str]  # (index of the state to read, name of the operation to apply to it)
 
 
@@ -90,14 +88,6 @@ class FactorizedReduction(nn.Module):
         return output
 
 
-def none(channels: int, stride: int) -> nn.Module:
-    return nn.Identity() if stride == 1 else FactorizedReduction(channels, channels)
-
-
-def conv_1x1(channels: int, stride: int) -> nn.Module:
-    return relu_conv_bn(channels, channels, (1, 1), (stride, stride))
-
-
 def conv_3x3(channels: int, stride: int) -> nn.Module:
     narrow = channels // 4
     return nn.Sequential(
@@ -121,19 +111,15 @@ def avg_pool_3x3(channels: int, stride: int) -> nn.Module:
     return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
 
 
-def max_pool_2x2(channels: int, stride: int) -> nn.Module:
-    return nn.MaxPool2d(2, stride)
-
-
-OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {  # each from (channels, stride)
-    "none": none,
-    "conv 1x1": conv_1x1,
+OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
+    "none": lambda channels, stride: nn.Identity() if stride == 1 else FactorizedReduction(channels, channels),
+    "conv 1x1": lambda channels, stride: relu_conv_bn(channels, channels, (1, 1), (stride, stride)),
     "conv 3x3": conv_3x3,
     "conv 1x7-7x1": conv_1x7_7x1,
     "avg pool 3x3": avg_pool_3x3,
     # The search calls this one a max pool, but the published numbers were taken with an average pool.
     "pool 3x3": avg_pool_3x3,
-    "max pool 2x2": max_pool_2x2,
+    "max pool 2x2": lambda channels, stride: nn.MaxPool2d(2, stride),
 }
 
 

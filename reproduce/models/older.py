@@ -15,10 +15,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from reproduce.models.amoebanet import FactorizedReduction, conv_1x1, conv_1x7_7x1, conv_3x3, none, relu_conv_bn
+from reproduce.models.amoebanet import OPERATIONS, Classifier, fit_older_state, relu_conv_bn
 from reproduce.models.resnet import resnet101
-
-__all__ = ["older_amoebanetd", "older_resnet101"]
 
 States = tuple[Tensor, ...]
 
@@ -27,7 +25,6 @@ NORMAL = ((0, "avg pool 3x3"), (0, "conv 1x1"), (2, "none"), (2, "avg pool 3x3")
           (1, "conv 1x1"), (1, "conv 1x7-7x1"), (0, "avg pool 3x3"), (3, "conv 1x1"))  # fmt: skip
 REDUCTION = ((1, "max pool 2x2"), (1, "avg pool 3x3"), (0, "conv 3x3"), (2, "none"), (2, "conv 1x7-7x1"),
              (2, "avg pool 3x3"), (2, "avg pool 3x3"), (3, "conv 1x1"), (3, "none"), (0, "max pool 2x2"))  # fmt: skip
-OPERATIONS = {"none": none, "conv 1x1": conv_1x1, "conv 3x3": conv_3x3, "conv 1x7-7x1": conv_1x7_7x1}
 
 
 class On(nn.Module):
@@ -75,24 +72,18 @@ class Join(nn.Module):
         return (states[0], torch.cat(states[5:8], dim=1))
 
 
-class Classifier(nn.Module):
+class LastClassifier(Classifier):
     """Map the last state, (N, channels, 7, 7), to class scores."""
 
-    def __init__(self, channels: int, num_classes: int) -> None:
-        super().__init__()
-        self.pool = nn.AvgPool2d(7)
-        self.linear = nn.Linear(channels, num_classes)
-
     def forward(self, states: States) -> Tensor:
-        scores: Tensor = self.linear(self.pool(states[1]).flatten(1))
-        return scores
+        return super().forward((states[1], states[0]))
 
 
 def operation(name: str, channels: int, stride: int) -> nn.Module:
-    if name in OPERATIONS:
-        return OPERATIONS[name](channels, stride)
-    pool = nn.MaxPool2d(2, stride) if name.startswith("max") else nn.AvgPool2d(3, stride, 1, count_include_pad=False)
-    return nn.Sequential(pool, nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
+    todays = OPERATIONS[name](channels, stride)
+    if "pool" not in name:
+        return todays
+    return nn.Sequential(todays, nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
 
 
 def older_amoebanetd(repeats: int, filters: int) -> nn.Sequential:
@@ -106,12 +97,11 @@ def older_amoebanetd(repeats: int, filters: int) -> nn.Sequential:
     after_reduction = False
     for reduction in (True, True, *3 * (*repeats * (False,), True))[:-1]:
         channels *= 1 + reduction
-        fit: nn.Module = nn.Identity()
-        if after_reduction:
-            fit = FactorizedReduction(older, channels)
-        elif older != channels:
-            fit = relu_conv_bn(older, channels)
-        layers += [On(fit, 0), Repeat(), On(relu_conv_bn(newer, channels), 1)]
+        layers += [
+            On(fit_older_state(older, channels, after_reduction), 0),
+            Repeat(),
+            On(relu_conv_bn(newer, channels), 1),
+        ]
         for i, (state, name) in enumerate(REDUCTION if reduction else NORMAL):
             stride = 2 if reduction and state < 2 else 1
             layers.append(On(operation(name, channels, stride), state, 2 + i // 2 + i % 2))
@@ -119,7 +109,7 @@ def older_amoebanetd(repeats: int, filters: int) -> nn.Sequential:
                 layers.append(Add(2 + i // 2))
         layers += [LastFirst(), Join()]
         older, newer, after_reduction = newer, 3 * channels, reduction
-    return nn.Sequential(*layers, Classifier(newer, 10))
+    return nn.Sequential(*layers, LastClassifier(newer, 10))
 
 
 def older_resnet101() -> nn.Sequential:

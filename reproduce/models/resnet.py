@@ -18,30 +18,18 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
+from reproduce.error import Error
 from reproduce.models.sizes import check_size
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from reproduce.models.unet import Stash
+from torchgpipe.skip import Namespace, pop, skippable
 
 if TYPE_CHECKING:
     from torchvision.models.resnet import Bottleneck, ResNet
 
-__all__ = ["RESNET101", "AddIdentity", "StashIdentity", "flat_state", "from_torchvision", "resnet", "resnet101",
-           "torchvision_state"]  # fmt: skip
-
 RESNET101 = (3, 4, 23, 3)  # bottlenecks in each stage
 
 
-@skippable(stash=["identity"])
-class StashIdentity(nn.Module):
-    """Pass a bottleneck's input on, and keep it for the bottleneck's end."""
-
-    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
-
-    def forward(self, image: Tensor) -> Generator[stash, None, Tensor]:
-        yield stash("identity", image)
-        return image
-
-
-@skippable(pop=["identity"])
+@skippable(pop=["skip"])
 class AddIdentity(nn.Module):
     """Add what the bottleneck began with, downsampled where size or channels have changed since."""
 
@@ -52,7 +40,7 @@ class AddIdentity(nn.Module):
         self.downsample = nn.Identity() if downsample is None else downsample
 
     def forward(self, image: Tensor) -> Generator[pop, Tensor, Tensor]:
-        identity = yield pop("identity")
+        identity = yield pop("skip")
         total: Tensor = image + self.downsample(identity)
         return total
 
@@ -63,7 +51,7 @@ Layers = Iterator[tuple[str, nn.Module]]
 def bottleneck_layers(block: Bottleneck) -> Layers:
     """Yield a bottleneck's eleven layers with their names."""
     identity = Namespace()
-    yield "identity", StashIdentity().isolate(identity)
+    yield "identity", Stash().isolate(identity)
     yield "conv1", block.conv1
     yield "bn1", block.bn1
     yield "relu1", nn.ReLU()
@@ -91,18 +79,18 @@ def layers(model: ResNet) -> Layers:
     yield "fc", model.fc
 
 
-def import_torchvision() -> ModuleType:
-    """Import torchvision's ResNets, only when asked for one: the other models must work without torchvision.
+def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-101") -> ModuleType:
+    """Import a module of torchvision, only when it is needed: all else must work without torchvision.
 
     Raises:
-        ImportError: torchvision is missing, or broken, for example made for another PyTorch; in one line.
+        Error: torchvision is missing, or broken, for example made for another PyTorch; in one line.
     """
     try:
-        return importlib.import_module("torchvision.models.resnet")
+        return importlib.import_module(f"torchvision.{module}")
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ImportError(
-            f"ResNet-101 needs torchvision, which cannot be imported here ({cause}): "
+        raise Error(
+            f"{needed_by} needs torchvision, which cannot be imported here ({cause}): "
             "install the release that goes with your PyTorch, by 'pip install torch torchvision'"
         ) from error
 
@@ -114,7 +102,7 @@ def from_torchvision(model: ResNet) -> nn.Sequential:
     Shapes: those of `model`, (N, 3, H, W) to (N, num_classes).
 
     Raises:
-        ImportError: torchvision is missing or broken.
+        Error: torchvision is missing or broken.
         TypeError: not a torchvision ResNet, or one of basic blocks (18, 34).
     """
     resnet = import_torchvision()
@@ -142,7 +130,7 @@ def resnet(
     Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes).
 
     Raises:
-        ImportError: torchvision is missing or broken.
+        Error: torchvision is missing or broken.
         TypeError, ValueError: a size is not an int, or below 1; there are not four stages.
     """
     if len(blocks) != 4:
@@ -163,7 +151,7 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
     Shapes: (N, 3, 224, 224), or any other height and width of at least 32, to (N, num_classes).
 
     Raises:
-        ImportError: torchvision is missing or broken.
+        Error: torchvision is missing or broken.
         TypeError, ValueError: `num_classes` is not an int, or below 1.
     """
     return resnet(num_classes=num_classes)

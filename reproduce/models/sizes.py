@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check_size"]
-
 
 def check_size(name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = "") -> None:
     """Raise in one line unless `value` is a whole number, at least `least` and divisible by `multiple_of`.

@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from reproduce.models.sizes import check_size
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["PopConcat", "Stash", "unet"]
-
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Pass the input on, and keep it for the decoder of the same level."""
+    """Pass the input on, and keep it for a later layer: in a U-Net, for the decoder of the same level."""
 
     isolate: Callable[[Namespace], nn.Module]  # set by @skippable
 

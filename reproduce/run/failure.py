@@ -24,7 +24,8 @@ NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC
 
 def explain(error: Exception) -> Failure:
     """Return what to write into a record about `error`."""
-    if is_out_of_memory(error):
+    unnamed = isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
+    if unnamed or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return Failure("out of memory", "out of memory")
     if isinstance(error, Error):
         return Failure("failed", str(error))
@@ -32,10 +33,3 @@ def explain(error: Exception) -> Failure:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return Failure("failed", f"{type(error).__name__}{': ' + said[0] if said else ''}{place}")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that a device, or the machine, has no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)

@@ -1,18 +1,19 @@
 """Count the bytes of all tensors alive, where no allocator does.
 
-Storages are noticed as operators return them, in whatever thread, and forgotten when they die.
+Storages are noticed as operators return them, in whatever thread, and forgotten when they die. Benchmarks count the
+live bytes of other versions of torchgpipe, too, so nothing of it is imported here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes:
@@ -30,11 +31,7 @@ class LiveBytes:
         """How many storages were alive at once, at most."""
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # a storage may die while this very thread notes another
-
-    def add(self, tensors: Iterable[Tensor], device: int) -> None:
-        """Count the tensors as the device's own."""
-        for tensor in tensors:
-            self._note(tensor, device)
+        self.inner = threading.local()  # its `device` is that of the innermost watch that has one of its own
 
     @property
     def count(self) -> int:
@@ -45,33 +42,27 @@ class LiveBytes:
         """Forget the peaks so far."""
         self.peak, self.most = list(self.live), self.count
 
-    @contextlib.contextmanager
-    def watch(self, device: int | None = None) -> Iterator[Watch]:
-        """Count what this thread makes meanwhile, as the device's own, or by what it is made from."""
-        with Watch(self, device) as watch:
-            yield watch
+    def watch(self, device: int | None = None) -> Watch:
+        """Return a context that counts what this thread makes, as the device's own, or by what it is made from."""
+        return Watch(self, device)
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the device of the first tensor that is known; the first device where none is."""
-        for tensor in tensors:
-            known = self._known.get(id(tensor.untyped_storage()))
-            if known is not None:
-                return known[0]
-        return 0
+        known = (self._known.get(id(tensor.untyped_storage())) for tensor in tensors)
+        return next((found[0] for found in known if found is not None), 0)
 
-    def _note(self, tensor: Tensor, device: int) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        with self._lock:
-            owner, before = self._known.get(key, (device, None))
-            if size == before:
-                return
-            if before is None:
-                weakref.finalize(storage, self._forget, key).atexit = False
-            self._known[key] = (owner, size)
-            self.live[owner] += size - (before or 0)
-            self.peak[owner] = max(self.peak[owner], self.live[owner])
-            self.most = max(self.most, self.count)
+    def add(self, tensors: Iterable[Tensor], device: int) -> None:
+        """Count the tensors as the device's own, unless they are known; a storage may have grown."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            key, size = id(storage), storage.nbytes()
+            with self._lock:
+                owner, before = self._known.get(key, (device, None))
+                if before is None:
+                    weakref.finalize(storage, self._forget, key).atexit = False
+                self._known[key] = (owner, size)
+                self.live[owner] += size - (before or 0)
+                self.peak[owner] = max(self.peak[owner], self.live[owner])
+                self.most = max(self.most, self.count)
 
     def _forget(self, key: int) -> None:
         with self._lock:
@@ -80,35 +71,30 @@ class LiveBytes:
 
 
 class Watch(TorchDispatchMode):
-    """Show a `LiveBytes` every tensor that an operator returns, as `device`'s own. Not to be shared by threads."""
+    """Show a `LiveBytes` every tensor that an operator returns, as `device`'s own. Not to be shared by threads.
+
+    Of two watches, the outer one sees an operator's result first; to which device it belongs, the inner one has said.
+    """
 
     def __init__(self, counter: LiveBytes, device: int | None) -> None:
-        TorchDispatchMode.__init__(self)
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
         self.device = device
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        device = self.device
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = self.counter.inner
+        before = getattr(inner, "device", None)
+        device = inner.device = self.device if before is None else before
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            inner.device = before
         if device is None:
             device = self.counter.device_of(_tensors((args, kwargs)))
         self.counter.add(_tensors(result), device)
         return result
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Find the tensors in what an operator takes or returns: values in tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
+def _tensors(tree: Any) -> list[Tensor]:
+    """Find the tensors in what an operator takes or returns."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

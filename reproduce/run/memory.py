@@ -17,9 +17,8 @@ FLOAT_BYTES = 4
 
 def plan_memory(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
-    for row in session.scale.rows:
-        if row.devices <= session.devices.count:
-            session.progress.plan(session.job(row), session.scale.steps, row.work())
+    for row in session.fitting():
+        session.progress.plan(session.job(row), session.scale.steps, row.work())
 
 
 def run_memory(session: Session) -> None:
@@ -50,8 +49,7 @@ def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[st
         session.start(f"memory of {row.name}, step {step + 1} of {steps}", session.job(row))
 
     peak = measure_peak(training, session.devices, steps=steps, before=before)
-    values = {**_model_values(row), "peak_allocated": peak.allocated}
-    return training.row, values if peak.reserved is None else {**values, "peak_reserved": peak.reserved}
+    return training.row, {**_model_values(row), **peak}
 
 
 def count_parameters(row: Row) -> int:

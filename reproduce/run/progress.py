@@ -30,7 +30,7 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.stream = stream if stream is not None else sys.stderr
+        self.stream = stream or sys.stderr
         self.clock = clock
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
@@ -95,25 +95,26 @@ class Progress:
         if self.terminal:
             columns = shutil.get_terminal_size().columns
             line = text[: columns - 1]
-            self.stream.write("\r" + line.ljust(min(self.width, columns - 1)))
+            self._write("\r" + line.ljust(min(self.width, columns - 1)))
             self.width = len(line)
         elif self.shown_at is None or now - self.shown_at >= SECONDS_BETWEEN_LINES:
-            self.stream.write(text + "\n")
+            self._write(text + "\n")
             self.shown_at = now
-        self.stream.flush()
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
         self.clear()
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        self._write(text + "\n")
 
     def clear(self) -> None:
-        """Take the status line away."""
-        if self.terminal and self.width:
-            self.stream.write("\r" + " " * self.width + "\r")
-            self.stream.flush()
+        """Take the status line of a terminal away."""
+        if self.width:
+            self._write("\r" + " " * self.width + "\r")
         self.width = 0
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
 
 
 def duration(seconds: float) -> str:

@@ -66,18 +66,19 @@ class Session:
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None
 
+    def fitting(self) -> list[Row]:
+        """Return the rows for which there are devices."""
+        return [row for row in self.scale.rows if row.devices <= self.devices.count]
+
     def runnable(self) -> list[Row]:
         """Return the rows for which there are devices, and record what the others need."""
-        rows = []
+        fitting = self.fitting()
         for row in self.scale.rows:
-            if row.devices <= self.devices.count:
-                rows.append(row)
-                self.recorder.put(replace(self.result(row), status="not run"))
+            if row in fitting:
+                self.put(row, status="not run")
             else:
-                reason = f"needs {row.devices} devices"
-                self.recorder.put(replace(self.result(row), status="needs devices", reason=reason))
-        self.recorder.save()
-        return rows
+                self.put(row, status="needs devices", reason=f"needs {row.devices} devices")
+        return fitting
 
     def job(self, row: Row) -> str:
         """Name the row's steps to the progress display."""

@@ -10,7 +10,6 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
@@ -25,10 +24,9 @@ from torchgpipe.plan.replay import Timeline
 
 def plan_speed(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
-    for row in session.scale.rows:
-        if row.devices <= session.devices.count:
-            steps = max(session.scale.warmup, row.skipped_steps) + (session.steps or session.scale.steps)
-            session.progress.plan(session.job(row), steps, row.work())
+    for row in session.fitting():
+        steps = max(session.scale.warmup, row.skipped_steps) + (session.steps or session.scale.steps)
+        session.progress.plan(session.job(row), steps, row.work())
 
 
 def run_speed(session: Session) -> None:
@@ -50,12 +48,6 @@ def _time_rows(session: Session, rows: Sequence[Row], *, paired: bool = True) ->
     return timing.without_memory
 
 
-class _Sample(NamedTuple):
-    seconds: float
-    loss: float
-    round: int
-
-
 class _Timing:
     """Time rows in turn, and record every step after each round.
 
@@ -65,9 +57,9 @@ class _Timing:
     def __init__(self, session: Session, rows: Sequence[Row], paired: bool) -> None:
         self.session, self.scale = session, session.scale
         self.data = FakeData(rows, session.seed)
-        self.paired = paired
+        self.series = ("step_time", "loss", "round") if paired else ("step_time", "loss")
         self.trainings: dict[str, Training] = {}
-        self.taken: dict[str, list[_Sample]] = {}
+        self.taken: dict[str, list[tuple[float, float, int]]] = {}  # of each row: seconds, loss, round
         self.without_memory: list[Row] = []
 
     def add(self, row: Row) -> None:
@@ -86,7 +78,7 @@ class _Timing:
 
     def run(self) -> None:
         """Time all rows, round after round, until the scale's time is over where it has a limit."""
-        rounds, limit = self.session.steps or self.scale.steps, None
+        rounds, limit = self.session.steps or self.scale.steps, math.inf
         if self.session.steps is None and self.scale.seconds is not None:
             limit = self.scale.seconds
             self.session.progress.limit(f"{self.session.experiment.name} ", limit)
@@ -96,7 +88,7 @@ class _Timing:
                 for name in order.sample(list(self.trainings), len(self.trainings)):
                     self.step(name, done, rounds)
                 self.put_all()
-                if limit is not None and done + 1 >= self.scale.least_steps and time.monotonic() - started > limit:
+                if done + 1 >= self.scale.least_steps and time.monotonic() - started > limit:
                     break
         finally:
             self.put_all()
@@ -112,7 +104,7 @@ class _Timing:
             del self.trainings[name], self.taken[name]
             self.fail(training.row, explain(error))
         else:
-            self.taken[name].append(_Sample(seconds, loss, done))
+            self.taken[name].append((seconds, loss, done))
 
     def watch(self) -> None:
         """Run every row for one more step or a few, which are not timed, to see how busy each device is."""
@@ -136,14 +128,12 @@ class _Timing:
 
     def put_all(self) -> None:
         """Record the steps so far. A loss that is no number is none that JSON could hold."""
-        for name, samples in self.taken.items():
-            if samples:
-                series = {"step_time": [sample.seconds for sample in samples]}
-                if all(math.isfinite(sample.loss) for sample in samples):
-                    series["loss"] = [sample.loss for sample in samples]
-                if self.paired:
-                    series["round"] = [sample.round for sample in samples]
-                self.session.put(self.trainings[name].row, samples=series)
+        for name, steps in self.taken.items():
+            if steps:
+                samples = dict(zip(self.series, map(list, zip(*steps, strict=True)), strict=False))
+                if not all(map(math.isfinite, samples["loss"])):
+                    del samples["loss"]
+                self.session.put(self.trainings[name].row, samples=samples)
 
 
 def time_step(training: Training, devices: Devices) -> tuple[float, float]:
@@ -163,17 +153,16 @@ def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], Timeli
         training.step()
         devices.synchronize()
 
+    values: dict[str, Json] = {}
     timeline = None
     try:
         timeline = watch_step(training, devices)
         if devices.kind == "cuda":
-            busy = ask_driver(training.devices, step)
+            values["utilization"] = ask_driver(training.devices, step)
         else:
-            busy = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
+            values["utilization"] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
     except Exception as error:
-        values: dict[str, Json] = {"utilization_problem": explain(error).reason}
-    else:
-        values = {"utilization": busy}
+        values["utilization_problem"] = explain(error).reason
     if timeline is not None:
         values["bubble"] = timeline.bubble
     return values, timeline

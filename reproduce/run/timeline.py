@@ -20,64 +20,45 @@ from torchgpipe.plan.replay import Event, Timeline
 
 def watch_step(training: Training, devices: Devices) -> Timeline:
     """Run one whole step and return its timeline."""
-    clock = _CudaClock(training.devices) if devices.kind == "cuda" else _CpuClock()
+    marks: list[tuple[Task, _Mark, _Mark]] = []  # appended to by several threads, which is safe
+
+    @contextlib.contextmanager
+    def watch(task: Task) -> Iterator[None]:
+        device = training.devices[task.partition]
+        start = _Mark(device)
+        try:
+            yield
+        finally:
+            marks.append((task, start, _Mark(device)))
+
     devices.synchronize()
-    clock.begin()
-    with training.observed(clock.watch):
+    # The devices are idle, so they pass these marks at once, within microseconds of each other.
+    origins = {device: _Mark(device) for device in training.devices}
+    started = time.perf_counter()
+    with training.observed(watch):
         training.step()
     devices.synchronize()
-    seconds = time.perf_counter() - clock.started
-    return Timeline(clock.events(), seconds, len(training.devices))
+    seconds = time.perf_counter() - started
+
+    events = []
+    for task, start, end in marks:
+        origin = origins[training.devices[task.partition]]
+        events.append(Event(*task, start.since(origin), end.since(origin)))
+    return Timeline(events, seconds, len(training.devices))
 
 
-class _CpuClock:
-    def __init__(self) -> None:
-        self.started = 0.0
-        self.ended: list[Event] = []  # appended to by several threads, which is safe
+class _Mark:
+    """Note when the running thread is here, and on CUDA when the device's current stream is."""
 
-    def begin(self) -> None:
-        self.started = time.perf_counter()
+    def __init__(self, device: torch.device) -> None:
+        self.time = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record(torch.cuda.current_stream(device))
 
-    @contextlib.contextmanager
-    def watch(self, task: Task) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.ended.append(Event(*task, start - self.started, time.perf_counter() - self.started))
-
-    def events(self) -> list[Event]:
-        return self.ended
-
-
-class _CudaClock(_CpuClock):
-    def __init__(self, devices: list[torch.device]) -> None:
-        super().__init__()
-        self.devices = devices
-        self.recorded: list[tuple[Task, torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self) -> None:
-        # The devices are idle, so these pass at once, within microseconds of each other.
-        self.origins = [self._record(device) for device in self.devices]
-        super().begin()
-
-    @contextlib.contextmanager
-    def watch(self, task: Task) -> Iterator[None]:
-        device = self.devices[task.partition]
-        start = self._record(device)
-        try:
-            yield
-        finally:
-            self.recorded.append((task, start, self._record(device)))
-
-    def events(self) -> list[Event]:
-        return [
-            Event(*task, *(self.origins[task.partition].elapsed_time(event) / 1000 for event in (start, end)))
-            for task, start, end in self.recorded
-        ]
-
-    @staticmethod
-    def _record(device: torch.device) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
+    def since(self, origin: _Mark) -> float:
+        """Return the seconds from another mark of the same device to this one."""
+        if self.event is not None and origin.event is not None:
+            milliseconds: float = origin.event.elapsed_time(self.event)
+            return milliseconds / 1000
+        return self.time - origin.time

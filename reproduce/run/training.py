@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from torchgpipe import GPipe
+from torchgpipe.balance import balance_by_time
 from torchgpipe.observe import Observer, observed
 
 PROFILE_SECONDS = 1.0  # for each balance
 PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def class_labels(row: Row, generator: torch.Generator) -> Tensor:
@@ -35,44 +34,37 @@ def masks(row: Row, generator: torch.Generator) -> Tensor:
     return torch.randint(2, shape, generator=generator).float()
 
 
-# name -> (the function, what draws targets for it)
-LOSSES: dict[str, tuple[Loss, Callable[[Row, torch.Generator], Tensor]]] = {
-    "cross_entropy": (F.cross_entropy, class_labels),
-    "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, masks),
-}
+# function of torch.nn.functional -> what draws targets for it
+LOSSES = {"cross_entropy": class_labels, "binary_cross_entropy_with_logits": masks}
 
 
 class FakeData:
     """Draw inputs once and hand out their first samples, so that rows share them whatever their batch sizes."""
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
-        self.seed = seed
-        self.most = {row.input_shape: 0 for row in rows}
-        for row in rows:
-            self.most[row.input_shape] = max(self.most[row.input_shape], row.batch_size)
+        self.rows, self.seed = rows, seed
         self.inputs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def input(self, row: Row, device: torch.device) -> Tensor:
         """Return the row's mini-batch, uniform in 0 to 1, (batch_size, *input_shape) on `device`."""
         key = (row.input_shape, device)
         if key not in self.inputs:
+            most = max(other.batch_size for other in self.rows if other.input_shape == row.input_shape)
             generator = torch.Generator().manual_seed(self.seed)
-            drawn = torch.rand(self.most[row.input_shape], *row.input_shape, generator=generator)
-            self.inputs[key] = drawn.to(device)
+            self.inputs[key] = torch.rand(most, *row.input_shape, generator=generator).to(device)
         return self.inputs[key][: row.batch_size]
 
     def target(self, row: Row, device: torch.device) -> Tensor:
         """Return targets that suit the row's loss, on `device`."""
         generator = torch.Generator().manual_seed(self.seed)
-        return LOSSES[row.loss][1](row, generator).to(device)
+        return LOSSES[row.loss](row, generator).to(device)
 
 
 class Balancer:
     """Balance models over partitions by profiling, once for each model, number of partitions and samples."""
 
-    def __init__(self, devices: Devices, seconds: float | None = None) -> None:
-        self.device = devices.first(1)[0]
-        self.seconds = PROFILE_SECONDS if seconds is None else seconds
+    def __init__(self, devices: Devices) -> None:
+        (self.device,) = devices.first(1)
         self.known: dict[tuple[str, tuple[int, ...], int, int], tuple[int, ...]] = {}
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
@@ -86,10 +78,8 @@ class Balancer:
         samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
         key = (row.model, row.size, row.partitions, min(samples, PROFILE_SAMPLES))
         if key not in self.known:
-            from torchgpipe.balance import balance_by_time
-
             sample = data.input(row, self.device)[: key[-1]]
-            balance = balance_by_time(row.partitions, model, sample, timeout=self.seconds, device=self.device)
+            balance = balance_by_time(row.partitions, model, sample, timeout=PROFILE_SECONDS, device=self.device)
             self.known[key] = tuple(balance)
         return replace(row, balance=self.known[key])
 
@@ -138,7 +128,7 @@ class Training:
         self.partitions = list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
         self.input = data.input(row, self.devices[0])
         self.target = data.target(row, self.devices[-1])
-        self.loss = LOSSES[row.loss][0]
+        self.loss: Callable[[Tensor, Tensor], Tensor] = getattr(F, row.loss)
         self.optimizer = make_optimizer(row, self.model)
 
     @contextlib.contextmanager

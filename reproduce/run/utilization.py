@@ -20,21 +20,16 @@ LEAST_SECONDS = 2.0
 MOST_STEPS = 50
 
 
-def ask_driver(
-    devices: Sequence[torch.device], step: Callable[[], object], ask: Callable[[torch.device], int] | None = None
-) -> list[float]:
+def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
     """Run steps for some seconds, and return each CUDA device's mean utilization meanwhile, from 0 to 1.
-
-    `ask` returns a device's present utilization in percent; by default the driver is asked.
 
     Raises:
         Error: the driver does not tell, or its Python bindings are not installed.
     """
-    ask = torch.cuda.utilization if ask is None else ask
     samples: list[list[int]] = [[] for _ in devices]
     try:
         for device in devices:
-            ask(device)
+            torch.cuda.utilization(device)
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise Error(f"utilization is not available ({said}); try 'pip install nvidia-ml-py'") from error
@@ -44,7 +39,7 @@ def ask_driver(
     def sample() -> None:
         while not over.wait(SAMPLING_SECONDS):
             for device, taken in zip(devices, samples, strict=True):
-                taken.append(ask(device))
+                taken.append(torch.cuda.utilization(device))
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()

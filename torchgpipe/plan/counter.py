@@ -6,7 +6,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,13 +34,7 @@ class Counter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.convolution.default:
             self.operators += convolution(func, args, result)

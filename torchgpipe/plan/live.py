@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,7 @@ class Live(TorchDispatchMode):
         if x is not None:
             self._watch(x.untyped_storage(), number)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         in_place = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Tensor)
         if in_place and id(args[0].untyped_storage()) in self.gradients:

@@ -5,7 +5,7 @@ PyTorch works many shapes out in Python, which takes most of the time of countin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +38,7 @@ class Remembered(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[object, object] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         key = _key(func, args, kwargs)
         if key in self._known:

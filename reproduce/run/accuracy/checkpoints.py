@@ -39,8 +39,7 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
             self.lock: IO[str] = (folder / ".lock").open("w")
         except OSError as error:
-            raise Error(f"{folder}: cannot be written ({error.strerror or error}); name another --out") \
-                from error  # fmt: skip
+            raise Error(f"{folder}: cannot be written ({_said(error)}); name another --out") from error
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -88,10 +87,6 @@ class Checkpoints:
             raise Error(f"{path}: cannot be read ({_said(error)}); delete it, or use --fresh") from error
         self.written.add(path)
         return state
-
-    def remove(self, path: Path) -> None:
-        """Delete the checkpoint at `path`."""
-        path.unlink(missing_ok=True)
 
     def keep(self, path: Path, run: str) -> None:
         """Move the checkpoint of a finished training into the folder `run`, where no training goes on from it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,20 +15,6 @@ from torch import Tensor
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
 
 MOST_EPOCHS = 100_003  # below which two seeds share no epoch's seed
-
-
-class Dataset(Protocol):
-    """Images of classes, split in two: some to train on, others to evaluate on."""
-
-    classes: int
-    train_size: int
-    val_size: int
-
-    def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield the mini-batches of one epoch, all of the same size: what is left over at the end is dropped."""
-
-    def val_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all images to evaluate on; the last mini-batch may be smaller."""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -71,7 +56,10 @@ class Gratings:
         return images + noise * torch.randn(images.shape, generator=generator), labels
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch's mini-batches, in an order and with crops that are drawn for it."""
+        """Yield one epoch's mini-batches, in an order and with crops that are drawn for it.
+
+        All are of the same size: what is left over at the end is dropped.
+        """
         generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         images, labels = self.train
         order = torch.randperm(self.train_size, generator=generator)
@@ -81,7 +69,7 @@ class Gratings:
             yield torch.stack(crops), labels[chosen]
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the images to evaluate on, cut out from the middle."""
+        """Yield all images to evaluate on, cut out from the middle; the last mini-batch may be smaller."""
         images, labels = self.val
         middle = self.margin // 2
         yield from zip(self._crop(images, middle, middle).split(batch_size), labels.split(batch_size), strict=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 from reproduce.error import USAGE, Error
 from reproduce.experiments import AccuracyScale, Experiment
 from reproduce.run.accuracy.checkpoints import Checkpoints
-from reproduce.run.accuracy.datasets import Dataset, Gratings
+from reproduce.run.accuracy.datasets import Gratings
 from reproduce.run.accuracy.imagenet import LAYOUT, ImageNet
+
+Dataset = Gratings | ImageNet
 
 
 @dataclass

@@ -8,7 +8,6 @@ kept by PyTorch's own batch norm of the same values, all micro-batches of a mini
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,24 +29,22 @@ class WholeBatchStatistics:
         for layer in self.layers:
             layer.update()
 
-    def difference(self) -> float:
-        """Return the largest difference of a layer's running mean or variance, relative to its largest value."""
-        return max((_relative(*pair) for layer in self.layers for pair in layer.pairs()), default=0.0)
+    def close(self) -> float:
+        """Stop looking at the model.
 
-    def close(self) -> None:
-        """Stop looking at the model."""
+        Return the largest difference of a layer's running mean or variance, relative to its largest value.
+        """
         for layer in self.layers:
             layer.hook.remove()
+        return max((layer.difference() for layer in self.layers), default=0.0)
 
 
 class _Layer:
     """Keep the statistics beside one batch norm."""
 
     def __init__(self, layer: _BatchNorm) -> None:
-        assert layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None
         self.layer = layer
-        self.mean, self.var = layer.running_mean.clone(), layer.running_var.clone()
-        self.momentum: float = layer.momentum
+        self.mean, self.var = (statistic.clone() for statistic in self._own())
         self.seen: list[Tensor] = []
         self.hook = layer.register_forward_pre_hook(self.see)
 
@@ -60,13 +57,16 @@ class _Layer:
     def update(self) -> None:
         """Take what was seen as one mini-batch."""
         seen, self.seen = self.seen, []
-        F.batch_norm(torch.cat(seen), self.mean, self.var, training=True, momentum=self.momentum)
+        momentum = self.layer.momentum
+        assert momentum is not None
+        F.batch_norm(torch.cat(seen), self.mean, self.var, training=True, momentum=momentum)
 
-    def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the layer's running mean and variance, each with that of whole mini-batches."""
-        assert self.layer.running_mean is not None and self.layer.running_var is not None
-        return (self.layer.running_mean, self.mean), (self.layer.running_var, self.var)
+    def difference(self) -> float:
+        """Return how far the layer's statistics are from those of whole mini-batches, relative to the largest value."""
+        pairs = zip(self._own(), (self.mean, self.var), strict=True)
+        return max(float((found - expected).abs().max() / expected.abs().max()) for found, expected in pairs)
 
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+    def _own(self) -> tuple[Tensor, Tensor]:
+        mean, var = self.layer.running_mean, self.layer.running_var
+        assert mean is not None and var is not None
+        return mean, var

@@ -51,21 +51,20 @@ class AccuracyTraining:
         self.schedule.step()
         return loss.detach()
 
+    @torch.no_grad()
     def top1_error(self, batches: Iterable[Batch], before: Callable[[], None] = lambda: None) -> float:
-        """Return the share of images, in %, whose likeliest class is not theirs. `before` is called before each
-        mini-batch.
+        """Return the share of images, in %, whose likeliest class is not theirs; call `before` each mini-batch.
 
         Shapes: batches of (N, 3, H, W) and (N,).
         """
         wrong = total = 0
         self.model.eval()
         try:
-            with torch.no_grad():
-                for images, labels in batches:
-                    before()
-                    found = self._forward(images).argmax(dim=1).cpu()
-                    wrong += int((found != labels).sum())
-                    total += len(labels)
+            for images, labels in batches:
+                before()
+                found = self._forward(images).argmax(dim=1).cpu()
+                wrong += int((found != labels).sum())
+                total += len(labels)
         finally:
             self.model.train()
         return 100 * wrong / total
@@ -76,11 +75,12 @@ class AccuracyTraining:
 
     def state(self) -> dict[str, Any]:
         """Return all that the rest of the training depends on: model, optimizer, schedule, and random numbers."""
+        cuda = [torch.cuda.get_rng_state(device) for device in self.devices if device.type == "cuda"]
         return {
             "model": self.layers.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "random": {"cpu": torch.get_rng_state(), "cuda": self._cuda_random()},
+            "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -91,6 +91,3 @@ class AccuracyTraining:
         torch.set_rng_state(state["random"]["cpu"])
         for device, random in zip(self.devices, state["random"]["cuda"], strict=False):
             torch.cuda.set_rng_state(random, device)
-
-    def _cuda_random(self) -> list[Tensor]:
-        return [torch.cuda.get_rng_state(device) for device in self.devices if device.type == "cuda"]

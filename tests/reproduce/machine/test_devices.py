@@ -9,54 +9,31 @@ import torch
 
 import reproduce.machine.devices
 from reproduce.error import Error
-from reproduce.machine.devices import MOST_DEVICES, Devices, cores, cpu_quota, find_devices
+from reproduce.machine.devices import MOST_DEVICES, Devices, cores, find_devices
 
 
 @pytest.mark.parametrize(
-    ("have", "asked", "devices", "threads"),
+    ("have", "cuda", "kind", "count", "expected"),
     [
-        (1, None, 1, 1),
-        (2, None, 2, 1),
-        (2, 1, 1, 2),
-        (4, 3, 3, 1),
-        (6, None, 6, 1),
-        (8, 4, 4, 2),
-        (16, None, 8, 2),
-        (96, None, 8, 12),
-        (96, 96, 96, 1),
+        (1, 0, "cpu", None, Devices("cpu", 1, 1)),
+        (2, 0, None, None, Devices("cpu", 2, 1)),
+        (2, 4, "cpu", 1, Devices("cpu", 1, 2)),
+        (4, 0, "cpu", 3, Devices("cpu", 3, 1)),
+        (16, 0, "cpu", None, Devices("cpu", 8, 2)),
+        (96, 0, "cpu", 96, Devices("cpu", 96, 1)),
+        (8, 0, "cpu", 9, "--devices 9: a CPU device is at least one core and this machine offers 8; use at most 8"),
+        (2, 4, None, None, Devices("cuda", 4)),
+        (2, 4, "cuda", 2, Devices("cuda", 2)),
+        (2, 0, "cuda", None, "--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu"),
+        (2, 2, None, 3, "--devices 3: this machine has 2 CUDA device(s); use at most 2"),
+        (2, 0, "meta", None, Devices("meta", MOST_DEVICES)),
+        (2, 0, "meta", 3, Devices("meta", 3)),
     ],
 )
-def test_cpu_devices_share_the_cores(
-    have: int, asked: int | None, devices: int, threads: int, monkeypatch: pytest.MonkeyPatch
+def test_devices_that_are_found(
+    have: int, cuda: int, kind: str | None, count: int | None, expected: Devices | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: have)
-    assert find_devices("cpu", asked) == Devices("cpu", devices, threads)
-
-
-@pytest.mark.parametrize(("have", "asked"), [(1, 2), (2, 3), (8, 9)])
-def test_more_devices_than_cores_are_refused(have: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: have)
-    with pytest.raises(Error) as caught:
-        find_devices("cpu", asked)
-    assert f"--devices {asked}: a CPU device is at least one core" in str(caught.value)
-    assert str(caught.value).endswith(f"use at most {have}")
-
-
-@pytest.mark.parametrize(
-    ("cuda", "kind", "count", "expected"),
-    [
-        (4, None, None, Devices("cuda", 4)),
-        (4, "cuda", 2, Devices("cuda", 2)),
-        (4, "cpu", 1, Devices("cpu", 1, 2)),
-        (0, None, None, Devices("cpu", 2, 1)),
-        (0, "cuda", None, "--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu"),
-        (2, None, 3, "--devices 3: this machine has 2 CUDA device(s); use at most 2"),
-    ],
-)
-def test_cuda_devices_are_taken_where_there_are_any(
-    cuda: int, kind: str | None, count: int | None, expected: Devices | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
     if isinstance(expected, Devices):
@@ -67,22 +44,28 @@ def test_cuda_devices_are_taken_where_there_are_any(
         assert str(caught.value) == expected
 
 
-def test_first_devices() -> None:
-    assert Devices("cpu", 4, 1).first(2) == [torch.device("cpu")] * 2
-    assert Devices("cuda", 4).first(2) == [torch.device("cuda:0"), torch.device("cuda:1")]
-
-
 @pytest.mark.parametrize(
-    ("devices", "text"),
+    ("devices", "text", "first"),
     [
-        (Devices("cpu", 1, 1), "1 CPU device of 1 thread"),
-        (Devices("cpu", 2, 4), "2 CPU devices of 4 threads"),
-        (Devices("cuda", 1), "1 CUDA device"),
-        (Devices("cuda", 8), "8 CUDA devices"),
+        (Devices("cpu", 1, 1), "1 CPU device of 1 thread", ["cpu", "cpu"]),
+        (Devices("cpu", 2, 4), "2 CPU devices of 4 threads", ["cpu", "cpu"]),
+        (Devices("cuda", 1), "1 CUDA device", ["cuda:0", "cuda:1"]),
+        (Devices("cuda", 8), "8 CUDA devices", ["cuda:0", "cuda:1"]),
+        (Devices("meta", 3), "3 devices that hold no data (meta)", ["meta", "meta"]),
     ],
 )
-def test_reads_well(devices: Devices, text: str) -> None:
+def test_what_they_are(devices: Devices, text: str, first: list[str]) -> None:
     assert str(devices) == text
+    assert devices.first(2) == [torch.device(name) for name in first]
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert Devices("meta", 3).memory is None
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:       7340032 kB\n")
+    monkeypatch.setattr(reproduce.machine.devices, "MEMORY", tmp_path / "meminfo")
+    assert Devices("cpu", 2, 1).memory == 7 << 30
+    monkeypatch.setattr(reproduce.machine.devices, "MEMORY", tmp_path / "none")
+    assert Devices("cpu", 2, 1).memory is None
 
 
 def test_threads_are_given_back() -> None:
@@ -93,24 +76,14 @@ def test_threads_are_given_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "quota"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("nonsense", None), (None, None)]
+    ("quota", "expected"),
+    [("max 100000\n", 4), ("1600000 100000\n", 4), ("250000 100000\n", 2), ("50000 100000\n", 1), ("", 4), (None, 4)],
 )
-def test_container_quota(content: str | None, quota: float | None, tmp_path: Path) -> None:
-    file = tmp_path / "cpu.max"
-    if content is not None:
-        file.write_text(content)
-    assert cpu_quota(file) == quota
-
-
-@pytest.mark.parametrize(("quota", "expected"), [(None, 4), (16.0, 4), (2.5, 2), (0.5, 1)])
-def test_cores_are_bounded_by_the_quota(quota: float | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_bounded_by_a_containers_quota(
+    quota: str | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(reproduce.machine.devices, "CPU_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(reproduce.machine.devices.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr(reproduce.machine.devices, "cpu_quota", lambda: quota)
     assert cores() == expected
-
-
-def test_meta_devices_are_as_many_as_asked_for_and_hold_nothing() -> None:
-    assert find_devices("meta", None) == Devices("meta", MOST_DEVICES)
-    devices = find_devices("meta", 3)
-    assert devices.first(2) == [torch.device("meta")] * 2 and devices.memory is None
-    assert str(devices) == "3 devices that hold no data (meta)"

@@ -19,7 +19,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Make a repository of two revisions, `old` and HEAD."""
+    """Make a repository of two revisions, `old` and HEAD, in a folder; `shallow` beside it is a clone of HEAD alone."""
     root = tmp_path / "root"
     root.mkdir()
     run(root, "init")
@@ -28,6 +28,7 @@ def root(tmp_path: Path) -> Path:
         run(root, "add", "file")
         run(root, "commit", "--no-verify", "-m", content)
         run(root, "tag", content)
+    run(tmp_path, "clone", "--quiet", "--depth", "1", root.as_uri(), "shallow")
     return root
 
 
@@ -46,6 +47,8 @@ def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.Mon
     assert checkout(tmp_path) is None, "no commit"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checkout(root) is None, "no git"
+    with pytest.raises(Error, match="git is not installed"):
+        commit_of(root, "HEAD")
 
 
 def test_a_repository_that_the_environment_names_is_not_used(
@@ -63,26 +66,17 @@ def test_bytes_are_handed_on_as_they_are(root: Path) -> None:
     assert git(root, "cat-file", "blob", blob) == b"\xff\r\n\x00"
 
 
-@pytest.mark.parametrize("revision", ["nowhere", "--help", ""])
-def test_a_revision_that_is_not_there(root: Path, revision: str) -> None:
-    with pytest.raises(Error) as caught:
-        commit_of(root, revision)
-    assert str(caught.value) == f"{revision}: no such git revision here; name a commit, a branch or a tag"
+@pytest.mark.parametrize(
+    ("folder", "revision", "said"),
+    [
+        ("root", "nowhere", "^nowhere: no such git revision here; name a commit, a branch or a tag$"),
+        ("root", "--help", "^--help: no such git revision here"),
+        ("root", "", "^: no such git revision here"),
+        ("shallow", "old", "^old: this clone is shallow and does not hold it; run 'git fetch --unshallow' first$"),
+        (".", "HEAD", r"^HEAD: .* cannot be used as a git checkout \(.*not a git repository"),
+    ],
+)
+def test_a_revision_that_is_not_there(folder: str, revision: str, said: str, root: Path, tmp_path: Path) -> None:
+    with pytest.raises(Error, match=said) as caught:
+        commit_of(tmp_path / folder, revision)
     assert caught.value.exit_code == 2
-
-
-def test_a_revision_that_a_shallow_clone_lacks(root: Path, tmp_path: Path) -> None:
-    run(tmp_path, "clone", "--quiet", "--depth", "1", root.as_uri(), "clone")
-    with pytest.raises(Error, match="this clone is shallow and does not hold it; run 'git fetch --unshallow' first"):
-        commit_of(tmp_path / "clone", run(root, "rev-parse", "old"))
-
-
-def test_no_repository(tmp_path: Path) -> None:
-    with pytest.raises(Error, match=r"HEAD: .* cannot be used as a git checkout \(.*not a git repository"):
-        commit_of(tmp_path, "HEAD")
-
-
-def test_no_git(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Error, match="git is not installed"):
-        commit_of(root, "HEAD")

@@ -12,36 +12,41 @@ CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocat
 
 
 @pytest.mark.parametrize(
-    ("error", "failure"),
+    "error",
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
-            Failure("out of memory", "out of memory"),
-        ),
-        (MemoryError(), Failure("out of memory", "out of memory")),
-        (RuntimeError(CPU_ALLOCATOR), Failure("out of memory", "out of memory")),
-        (RuntimeError("CUDA error: out of memory"), Failure("out of memory", "out of memory")),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), Failure("out of memory", "out of memory")),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), Failure("out of memory", "out of memory")),
-        (ValueError("first\nsecond"), Failure("failed", "ValueError: first")),
-        (ValueError(), Failure("failed", "ValueError")),
-        (Error("a.JPEG cannot be read"), Failure("failed", "a.JPEG cannot be read")),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+        MemoryError(),
+        RuntimeError(CPU_ALLOCATOR),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     ],
 )
-def test_explain(error: Exception, failure: Failure) -> None:
-    assert explain(error) == failure
+def test_out_of_memory(error: Exception) -> None:
+    assert explain(error) == Failure("out of memory", "out of memory")
 
 
-def test_explain_tells_where() -> None:
-    try:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (ValueError(), "ValueError"),
+        (Error("a.JPEG cannot be read"), "a.JPEG cannot be read"),
+    ],
+)
+def test_all_else_is_a_failure(error: Exception, reason: str) -> None:
+    assert explain(error) == Failure("failed", reason)
+
+
+def test_what_pytorch_raises() -> None:
+    def multiply() -> None:
         torch.zeros(2) @ torch.zeros(3)
-    except RuntimeError as error:
-        failure = explain(error)
-    assert failure.reason.startswith("RuntimeError: inconsistent tensor size")
-    assert "(test_failure.py, line " in failure.reason
 
-
-def test_real_allocations_that_are_too_large_are_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        multiply()
+    reason = explain(caught.value).reason
+    assert reason.startswith("RuntimeError: inconsistent tensor size")
+    assert reason.endswith(f" (test_failure.py, line {multiply.__code__.co_firstlineno + 1})")
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**60, dtype=torch.int8)
     assert explain(caught.value).status == "out of memory"

@@ -9,35 +9,27 @@ import pytest
 import torch
 from torch import nn
 
-import torchgpipe.balance
 from reproduce.experiments import EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
-from reproduce.run.memory import count_parameters
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
+from torchgpipe.batchnorm import DeferredBatchNorm
 
 CPU = Devices("cpu", 2, threads=1)
 DEVICE = torch.device("cpu")
-SPEED, MEMORY = EXPERIMENTS["amoebanet-speed"], EXPERIMENTS["amoebanet-memory"]
-TINY = replace(SPEED.scale("small").rows[0], size=(3, 16), batch_size=4, balance=(4, 5), partitions=2)
+SPEED = EXPERIMENTS["amoebanet-speed"]
+NAIVE = replace(SPEED.scale("small").rows[0], size=(3, 16), batch_size=4, balance=(4, 5), partitions=2)
+PLAIN = replace(NAIVE, partitions=None, chunks=None, checkpoint=None, balance=None)
 
 
 def make(row: Row) -> Training:
-    return Training(row, CPU, FakeData([row], 0), Balancer(CPU, seconds=0.01), 0)
-
-
-@pytest.mark.parametrize("row", MEMORY.scale("paper").rows, ids=lambda row: row.name)
-def test_parameters_of_the_published_models(row: Row) -> None:
-    from reproduce.records.published import published
-
-    paper = {result.row: result.values for result in published(MEMORY.table).results}
-    assert count_parameters(row) == paper[row.name]["parameters_exact"]
+    return Training(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
 
 
 def test_rows_share_data() -> None:
-    large, small = replace(TINY, batch_size=6), TINY
+    large, small = replace(NAIVE, batch_size=6), NAIVE
     data = FakeData([small, large], seed=3)
-    assert torch.equal(data.input(large, DEVICE)[:4], data.input(small, DEVICE))
+    assert torch.equal(data.input(large, DEVICE)[:4], data.input(small, DEVICE)) and len(data.input(large, DEVICE)) == 6
     assert data.input(large, DEVICE).data_ptr() == data.input(small, DEVICE).data_ptr()
     assert data.input(small, DEVICE).shape == (4, 3, 224, 224)
     assert data.target(small, DEVICE).shape == (4,)
@@ -51,48 +43,39 @@ def test_rows_share_data() -> None:
         ({}, 1, "never", [4, 5]),
         ({"chunks": 4, "checkpoint": "except_last"}, 4, "except_last", [4, 5]),
         ({"partitions": 1, "balance": None, "chunks": 2, "checkpoint": "always"}, 2, "always", [9]),
+        ({"chunks": 2, "deferred_batch_norm": True}, 2, "never", [4, 5]),
     ],
 )
 def test_a_pipeline_is_what_the_row_says(
     changes: dict[str, object], chunks: int, checkpoint: str, balance: list[int]
 ) -> None:
-    training = make(replace(TINY, **changes))  # type: ignore[arg-type]
+    training = make(replace(NAIVE, **changes))  # type: ignore[arg-type]
     assert isinstance(training.model, GPipe)
     assert (training.model.chunks, training.model.checkpoint, training.model.balance) == (chunks, checkpoint, balance)
     assert list(training.row.balance or ()) == balance
+    assert any(isinstance(layer, DeferredBatchNorm) for layer in training.model.modules()) == (
+        "deferred_batch_norm" in changes
+    )
     assert isinstance(training.optimizer, torch.optim.SGD) and training.optimizer.defaults["lr"] == 0.1
 
 
-def test_the_baseline_has_no_pipeline() -> None:
-    training = make(replace(TINY, partitions=None, chunks=None, checkpoint=None, balance=None))
-    assert isinstance(training.model, nn.Sequential) and training.partitions == [training.model]
-    assert training.row.balance is None
-
-
-def test_a_step_trains_and_leaves_no_gradient() -> None:
-    training = make(TINY)
-    before = [parameter.detach().clone() for parameter in training.model.parameters()]
-    losses = [float(training.step()) for _ in range(4)]
-    assert losses[-1] < losses[0], "the same mini-batch is learnt by heart"
-    assert all(parameter.grad is None for parameter in training.model.parameters())
-    changed = [not torch.equal(old, new) for old, new in zip(before, training.model.parameters(), strict=True)]
-    assert sum(changed) > len(changed) / 2
-
-
-def test_configurations_compute_the_same_where_micro_batches_do_not_matter() -> None:
+def test_configurations_train_the_same_where_micro_batches_do_not_matter() -> None:
     """One micro-batch, so that batch norm sees the same samples: naive, checkpoint-only and GPipe must agree."""
     rows = [
-        TINY,
-        replace(TINY, checkpoint="except_last"),
-        replace(TINY, partitions=1, balance=(9,), checkpoint="always"),
-        replace(TINY, partitions=None, chunks=None, checkpoint=None, balance=None),
+        PLAIN,
+        NAIVE,
+        replace(NAIVE, checkpoint="except_last"),
+        replace(NAIVE, partitions=1, balance=(9,), checkpoint="always"),
     ]
     losses = []
     for row in rows:
         training = make(row)
-        losses.append([float(training.step()) for _ in range(2)])
+        assert isinstance(training.model, nn.Sequential if row is PLAIN else GPipe)
+        losses.append([float(training.step()) for _ in range(4)])
+        assert all(parameter.grad is None for parameter in training.model.parameters())
+    assert losses[0][-1] < losses[0][0], "the same mini-batch is learnt by heart"
     for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-4)
+        assert other == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_balances_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +85,10 @@ def test_balances_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((partitions, tuple(sample.shape)))
         return [len(model) - partitions + 1, *[1] * (partitions - 1)]
 
-    monkeypatch.setattr(torchgpipe.balance, "balance_by_time", profile)
-    rows = [replace(TINY, balance=None, chunks=m, partitions=n) for n in (2, 3) for m in (1, 4)]
+    monkeypatch.setattr("reproduce.run.training.balance_by_time", profile)
+    rows = [replace(NAIVE, balance=None, chunks=m, partitions=n) for n in (2, 3) for m in (1, 4)]
     data, balancer = FakeData(rows, 0), Balancer(CPU)
-    model = TINY.build()
-    found = [balancer.balanced(row, model, data).balance for row in (*rows, TINY)]
+    model = NAIVE.build()
+    found = [balancer.balanced(row, model, data).balance for row in (*rows, NAIVE)]
     assert found == [(8, 1), (8, 1), (7, 1, 1), (7, 1, 1), (4, 5)]
     assert asked == [(2, (1, 3, 224, 224)), (3, (1, 3, 224, 224))]

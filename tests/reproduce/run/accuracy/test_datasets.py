@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.run.accuracy.datasets import Dataset, Gratings, epoch_seed
+from reproduce.run.accuracy.datasets import Gratings, epoch_seed
 from reproduce.run.accuracy.imagenet import ImageNet
+from reproduce.run.accuracy.needs import Dataset
 
 Image = pytest.importorskip("PIL.Image")
 GRATINGS = Gratings(train_size=22, val_size=10, classes=4, image_size=16, noise=0.1, seed=0)
@@ -44,11 +45,9 @@ def test_every_epoch_is_its_own_and_comes_again() -> None:
     assert images.shape == (20, 3, 16, 16) and images.equal(again) and labels.equal(same)
     for other in (epoch(GRATINGS, seed=1, epoch=3), epoch(GRATINGS, seed=2, epoch=2)):
         assert not images.equal(other[0])
-
-
-def test_seeds_share_no_epoch() -> None:
-    seeds = [epoch_seed(seed, epoch) for seed in range(5) for epoch in range(1000)]
-    assert len({*seeds}) == len(seeds)
+    assert epoch_seed(0, 90) < epoch_seed(1, 0), "seeds share no epoch"
+    drawn, other = (Gratings(train_size=22, val_size=10, classes=4, image_size=16, noise=0.1, seed=s) for s in (0, 1))
+    assert drawn.train[0].equal(GRATINGS.train[0]) and not other.train[0].equal(GRATINGS.train[0])
 
 
 def test_images_to_evaluate_on_are_all_there() -> None:
@@ -56,11 +55,6 @@ def test_images_to_evaluate_on_are_all_there() -> None:
     assert [len(labels) for _, labels in batches] == [4, 4, 2]
     assert torch.cat([labels for _, labels in batches]).bincount().tolist() == [3, 3, 2, 2]
     assert not torch.cat([images for images, _ in batches])[0].equal(GRATINGS.train[0][0][..., 1:17, 1:17])
-
-
-def test_the_seed_makes_the_images() -> None:
-    same, other = (Gratings(train_size=22, val_size=10, classes=4, image_size=16, noise=0.1, seed=s) for s in (0, 1))
-    assert same.train[0].equal(GRATINGS.train[0]) and not other.train[0].equal(GRATINGS.train[0])
 
 
 def test_the_class_is_the_direction_of_the_wave() -> None:
@@ -81,7 +75,9 @@ def test_imagenet_is_cropped_as_published(folder: Path) -> None:
     assert images.shape == (6, 3, 224, 224) and sorted(labels.tolist()) == [0, 0, 0, 1, 1, 1]
     again, same = epoch(data, seed=0, epoch=0, batch_size=2)
     assert images.equal(again) and labels.equal(same)
-    assert not images.equal(epoch(data, seed=0, epoch=1, batch_size=2)[0])
+    others, order = epoch(data, seed=0, epoch=1, batch_size=2)
+    assert not images.equal(others)
+    assert [labels.tolist(), order.tolist()] != 2 * [[0, 0, 0, 1, 1, 1]], "not in the folder's order"
     before = torch.get_rng_state()
     (batch,) = data.val_batches(8)
     assert batch[1].tolist() == [0, 0, 1, 1] and batch[0].shape == (4, 3, 224, 224)
@@ -111,7 +107,7 @@ def empty_class(root: Path) -> None:
         (lambda root: save(root / "train" / "n01" / "a.JPEG", 1), 1, "has no folder val/; put"),
         (flat, 1, "val/ has no folders of classes; sort its images into val/<class>/"),
         (other_class, 1000, "train/ has 2 folders of classes, not 1000; put ImageNet there"),
-        (other_class, 2, "class n02 is in train/ only; both must have the same classes"),
+        (other_class, 2, "class n02 is in train/ only; val/ must have the same classes"),
         (empty_class, 2, "train/ cannot be used (Found no valid file for the classes n02); put ImageNet"),
     ],
 )
@@ -127,5 +123,5 @@ def test_a_folder_that_is_no_imagenet(make: Callable[[Path], None], classes: int
 
 def test_torchvision_that_cannot_be_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchvision.transforms", None)
-    with pytest.raises(Error, match=r"^ImageNet is read by torchvision, which cannot be imported here \(.*install"):
+    with pytest.raises(Error, match=r"^ImageNet needs torchvision, which cannot be imported here \(.*install"):
         ImageNet(folder, classes=2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import signal
+import runpy
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,61 +11,48 @@ from typing import Any
 import pytest
 import torch
 
-from reproduce.cli.main import INTERRUPTED, main
+from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.experiments import AccuracyScale, Experiment
-from reproduce.machine.devices import Devices
 from reproduce.records.record import Result, load
 from reproduce.run.accuracy.checkpoints import Checkpoints
 from reproduce.run.accuracy.needs import AccuracyNeeds, prepare_data
 from reproduce.run.accuracy.run import SERIES
 from reproduce.run.accuracy.training import AccuracyTraining
-from reproduce.run.experiment import plan, run_experiment
-from reproduce.run.progress import Progress
-from reproduce.run.recorder import new_recorder
-from reproduce.run.session import UNITS, Session
-from reproduce.run.training import Balancer
+from reproduce.run.session import UNITS
 from reproduce.tables.layout import WIDTH
 
 pytest.importorskip("torchvision")
-Tiny = Mapping[str, Experiment]
+TINY = str(Path(__file__).parents[2] / "tiny.py")
 ARGUMENTS = ("run", "tiny-accuracy", "--on", "cpu", "--scale", "small")
 STEPS, EPOCHS, SEEDS = 2, 2, 2  # of tiny.py
+TRAININGS = 2 * SEEDS  # of the rows for which there are devices
 PATIENCE = 300  # seconds; only a hang takes as long
 
 
 class Run:
     """Run the tiny experiment in a folder, as often as asked; keep its results and what was said."""
 
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
-        self.experiment, self.folder = experiment, folder
-        self.results: dict[str, Result] = {}
-        self.said = ""
+    def __init__(self, runner: Any, folder: Path) -> None:
+        self.runs, self.folder = runner(folder), folder
+        self.experiment: Experiment = runpy.run_path(TINY)["TINY"]["tiny-accuracy"]
 
     def __call__(self, *, fresh: bool = False, seed: int = 0) -> dict[str, Result]:
-        found = Devices("cpu", 2, threads=1)
-        recorder = new_recorder(
-            self.folder, ["t"], title="t", scale="small", unit=UNITS, devices=found, seed=seed, command=["c"]
-        )
-        stream = io.StringIO()
         scale = self.experiment.scale("small")
         assert isinstance(scale, AccuracyScale)
         checkpoints = Checkpoints(self.folder / "checkpoints", fresh=fresh)
         data = prepare_data(self.experiment, scale, None, seed)
-        session = Session(
-            experiment=self.experiment, scale=scale, devices=found, recorder=recorder, progress=Progress(stream),
-            balancer=Balancer(found), seed=seed,
-            accuracy=AccuracyNeeds(data, range(seed, seed + scale.seeds), checkpoints),
-        )  # fmt: skip
-        plan(session)
+        needs = AccuracyNeeds(data, range(seed, seed + scale.seeds), checkpoints)
         try:
-            run_experiment(session)
+            found: dict[str, Result] = self.runs(self.experiment, scale, seed, accuracy=needs)
+            return found
         finally:
             checkpoints.close()
-            self.said = stream.getvalue()
-            self.results = {result.row: result for result in load(recorder.path).results}
-        assert not session.progress.jobs, "no time is left to tell"
-        return self.results
+
+    @property
+    def results(self) -> dict[str, Result]:
+        found: dict[str, Result] = self.runs.results
+        return found
 
     @property
     def checkpoints(self) -> list[str]:
@@ -74,21 +60,13 @@ class Run:
 
 
 @pytest.fixture
-def run(tiny: Tiny, tmp_path: Path) -> Run:
-    return Run(tiny["tiny-accuracy"], tmp_path)
+def run(runner: Any, tmp_path: Path) -> Run:
+    return Run(runner, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    import runpy
-
-    experiment = runpy.run_path(str(Path(__file__).parents[2] / "tiny.py"))["TINY"]["tiny-accuracy"]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return Run(experiment, tmp_path_factory.mktemp("run"))()
-    finally:
-        torch.set_num_threads(threads)
+def uninterrupted(runner: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return Run(runner, tmp_path_factory.mktemp("run"))()
 
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
@@ -114,9 +92,6 @@ def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Res
         assert min(result.samples["epoch_time"]) > 0 and result.values["samples_per_epoch"] == 32
         assert set(result.samples) | set(result.values) <= set(UNITS)
     assert uninterrupted["plain"].samples["train_loss"][0] != uninterrupted["plain"].samples["train_loss"][2]
-
-
-def test_deferred_running_statistics_are_those_of_mini_batches(uninterrupted: dict[str, Result]) -> None:
     differences = uninterrupted["GPipe n2m4"].values["running_statistics_difference"]
     assert len(differences) == SEEDS and 0 < max(differences) < 1e-4
     assert "running_statistics_difference" not in uninterrupted["plain"].values
@@ -126,7 +101,16 @@ class Stop(BaseException):
     """Stand for whatever ends a run at once."""
 
 
-TRAININGS = 2 * SEEDS  # of the rows for which there are devices
+def fail(error: BaseException, at: int, row: str | None = None) -> Callable[..., Any]:
+    """Return a step of training that raises from the one numbered `at` on; only those of `row` count, if given."""
+    steps = iter(range(10**6))
+
+    def step(self: AccuracyTraining, *batch: torch.Tensor, step: Any = AccuracyTraining.step) -> torch.Tensor:
+        if row in (None, "GPipe n2m4" if len(self.devices) > 1 else "plain") and next(steps) >= at:
+            raise error
+        return step(self, *batch)
+
+    return step
 
 
 @pytest.mark.slow
@@ -134,22 +118,15 @@ TRAININGS = 2 * SEEDS  # of the rows for which there are devices
 def test_a_run_that_was_stopped_in_any_step_goes_on_to_the_same_results(
     at: int, run: Run, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = iter(range(10**6))
-
-    def stop(self: AccuracyTraining, *batch: torch.Tensor, step: Any = AccuracyTraining.step) -> torch.Tensor:
-        if next(steps) == at:
-            raise Stop
-        return step(self, *batch)
-
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(AccuracyTraining, "step", stop)
+        patch.setattr(AccuracyTraining, "step", fail(Stop(), at))
         run()
     kept = sum(len(result.samples.get("epoch", [])) for result in run.results.values())
     assert kept == at // STEPS, "every epoch that was finished is in the record"
 
     torch.rand(3)  # another process has drawn other random numbers
     assert learnt(run()) == learnt(uninterrupted)
-    assert ("going on from the checkpoints" in run.said) == (kept > 0)
+    assert ("going on from the checkpoints" in run.runs.said) == (kept > 0)
     resumed = [pair for result in run.results.values() for pair in result.values.get("resumed_after", [])]
     assert len(resumed) == (kept % EPOCHS > 0), "the training that had begun was continued"
     assert not run.checkpoints, "what is finished is in nobody's way"
@@ -173,26 +150,20 @@ def test_a_run_that_was_stopped_while_it_kept_an_epoch(
 
 @pytest.mark.slow
 def test_fresh_and_another_seed_start_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise Stop
+
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr("reproduce.run.accuracy.run._OneTraining.retire", lambda self: (_ for _ in ()).throw(Stop))
+        patch.setattr("reproduce.run.accuracy.run._OneTraining.retire", stop)
         run()
     first = learnt(run.results)
     assert len(run.checkpoints) == TRAININGS
     other = learnt(run(seed=5))
-    assert other["plain"] != first["plain"] and "going on" not in run.said
-    assert learnt(run(fresh=True)) == first and "going on" not in run.said
+    assert other["plain"] != first["plain"] and "going on" not in run.runs.said
+    assert learnt(run(fresh=True)) == first and "going on" not in run.runs.said
 
 
-def fail(error: Exception, row: str, at: int) -> Callable[..., Any]:
-    steps = iter(range(10**6))
-
-    def step(self: AccuracyTraining, *batch: torch.Tensor, step: Any = AccuracyTraining.step) -> torch.Tensor:
-        pipelined = len(self.devices) > 1
-        if pipelined == (row != "plain") and next(steps) >= at:
-            raise error
-        return step(self, *batch)
-
-    return step
+IN_WORKER = "Caught Error in DataLoader worker process 3.\nTraceback\nreproduce.error.Error: a.JPEG cannot be read"
 
 
 @pytest.mark.slow
@@ -201,24 +172,19 @@ def fail(error: Exception, row: str, at: int) -> Callable[..., Any]:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
         (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line "),
-        (
-            RuntimeError("Caught Error in DataLoader worker process 3.\nTraceback\n"
-                         "reproduce.error.Error: a.JPEG cannot be read"),
-            "failed", "seed 0: a.JPEG cannot be read",
-        ),
+        (RuntimeError(IN_WORKER), "failed", "seed 0: a.JPEG cannot be read"),
         (Error("no room"), "failed", "seed 0: no room"),
     ],
-)  # fmt: skip
+)
 def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
     error: Exception, status: str, reason: str, run: Run, uninterrupted: dict[str, Result],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(AccuracyTraining, "step", fail(error, "GPipe n2m4", at=STEPS))
+        patch.setattr(AccuracyTraining, "step", fail(error, STEPS, "GPipe n2m4"))
         found = run()
     assert found["GPipe n2m4"].status == status and (found["GPipe n2m4"].reason or "").startswith(reason)
-    assert found["GPipe n2m4"].samples["epoch"] == [1]
-    assert found["plain"] != found["GPipe n2m4"] and len(found["plain"].samples["epoch"]) == SEEDS * EPOCHS
+    assert found["GPipe n2m4"].samples["epoch"] == [1] and len(found["plain"].samples["epoch"]) == SEEDS * EPOCHS
     assert learnt(run()) == learnt(uninterrupted), "the next run goes on, now that the cause is gone"
 
 
@@ -230,44 +196,30 @@ def test_a_training_that_diverges_is_told(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("paper", "arguments", "said"),
     [
-        (["--scale", "small", "--data", "x"], "--data x: scale small makes its own data; leave --data out"),
-        (["--scale", "paper"], "it needs CUDA devices with 22 GiB of memory each"),
-        (["--data", "x"], "--scale paper: it needs CUDA devices"),
-        (["--scale", "small", "--seeds", "0"], "'--seeds': 0 is not in the range"),
+        (False, ["--scale", "small", "--data", "x"], "--data x: scale small makes its own data; leave --data out"),
+        (False, ["--scale", "paper"], "it needs CUDA devices with 22 GiB of memory each"),
+        (False, ["--data", "x"], "--scale paper: it needs CUDA devices"),
+        (True, ["--scale", "paper"], "trains on ImageNet: name its folder by --data DIR, which must have train/<cl"),
+        (True, ["--data", "/none"], "--data /none: no such folder; name one that has train/<class>/*.JPEG and val/"),
     ],
 )
+@pytest.mark.usefixtures("tiny")
 def test_what_is_wrong_is_one_line(
-    arguments: list[str], said: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    paper: bool, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if paper:  # as if this machine held it
+        monkeypatch.setattr("reproduce.cli.run.choose_scale", lambda *_: "paper")
     assert main(["run", "tiny-accuracy", "--on", "cpu", "--out", str(tmp_path), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("reproduce: ") and said in err and err.count("\n") == 1
+    assert not list(tmp_path.glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (None, "trains on ImageNet: name its folder by --data DIR, which must have train/<class>/*.JPEG and val/<cl"),
-        ("none", "no such folder; name one that has train/<class>/*.JPEG and val/<class>/*.JPEG"),
-    ],
-)
-def test_paper_scale_asks_for_imagenet(
-    data: str | None, said: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr("reproduce.cli.run.choose_scale", lambda *_: "paper")
-    given = [] if data is None else ["--data", str(tmp_path / data)]
-    assert main(["run", "tiny-accuracy", "--scale", "paper", "--out", str(tmp_path / "out"), *given]) == 2
-    _, err = capsys.readouterr()
-    assert said in err and err.count("\n") == 1
-    assert not list((tmp_path / "out").glob("*.json"))
-
-
-def test_from_end_to_end(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("tiny")
+def test_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*ARGUMENTS, "--out", ".", "--row", "plain", "--seeds", "1"]) == 0
     out, _ = capsys.readouterr()
@@ -283,22 +235,17 @@ def test_from_end_to_end(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_and_another_run(how: signal.Signals, start: Callable[..., Any], tmp_path: Path) -> None:
-    arguments = (str(Path(__file__).parents[2] / "tiny.py"), *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out",
-                 str(tmp_path))  # fmt: skip
+def test_a_run_goes_on_after_a_kill(start: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = (TINY, *ARGUMENTS, "--row", "plain", "--seeds", "1", "--out", str(tmp_path))
     process = start(*arguments, TINY_SLEEP="1", TINY_EPOCHS="20")
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None and not list(tmp_path.glob("checkpoints/*.pt")):
         time.sleep(0.05)
-    process.send_signal(how)
+    process.kill()
     _, err = process.communicate(timeout=PATIENCE)
-    assert "Traceback" not in err and len(list(tmp_path.glob("checkpoints/*.pt"))) == 1, err
+    assert len(list(tmp_path.glob("checkpoints/*.pt"))) == 1, err
     (first,) = tmp_path.glob("*.json")
-    if how == signal.SIGINT:
-        assert process.returncode == INTERRUPTED
-        assert err.splitlines()[-1].startswith("interrupted; 1 measured row kept in ")
-        assert "epoch" in first.with_suffix(".md").read_text()
+    assert load(first).results[0].samples["epoch"][0] == 1
 
     process = start(*arguments, TINY_EPOCHS="20")
     _, err = process.communicate(timeout=PATIENCE)

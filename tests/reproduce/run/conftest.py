@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reproduce.experiments import Experiment, Scale
+from reproduce.machine.devices import Devices
+from reproduce.records.record import Result, load
+from reproduce.run.experiment import plan, run_experiment
+from reproduce.run.progress import Progress
+from reproduce.run.recorder import new_recorder
+from reproduce.run.session import UNITS, Session
+from reproduce.run.training import Balancer
+
+
+class Runner:
+    """Run experiments on two CPU devices; keep the results that are in the file, and what was said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results: dict[str, Result] = {}
+        self.counted: dict[str, Result] = {}
+        """Those of models at paper scale."""
+        self.said = ""
+
+    def __call__(self, experiment: Experiment, scale: Scale, seed: int = 0, **options: Any) -> dict[str, Result]:
+        devices, stream = Devices("cpu", 2, threads=1), io.StringIO()
+        recorder = new_recorder(
+            self.folder, ["t"], title="t", scale="small", unit=UNITS, devices=devices, seed=seed, command=["c"]
+        )
+        session = Session(
+            experiment=experiment, scale=scale, devices=devices, recorder=recorder, progress=Progress(stream),
+            balancer=Balancer(devices), seed=seed, **options,
+        )  # fmt: skip
+        plan(session)
+        try:
+            run_experiment(session)
+            assert not session.progress.jobs, "no time is left to tell"
+        finally:
+            self.said = stream.getvalue()
+            found = load(recorder.path).results
+            self.results = {result.row: result for result in found if result.scale == "small"}
+            self.counted = {result.row: result for result in found if result.scale == "paper"}
+        return self.results
+
+
+@pytest.fixture(scope="session")
+def runner() -> type[Runner]:
+    return Runner
