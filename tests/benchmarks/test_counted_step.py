@@ -74,7 +74,7 @@ def one_more_thread(outputs: list[Any]) -> None:
 
 
 def one_more_queue(grad: Tensor) -> None:
-    queue = torchgpipe.relay.SimpleQueue()
+    queue: Any = torchgpipe.relay.SimpleQueue()  # type: ignore[attr-defined]
     queue.put(grad)
     queue.get()
 

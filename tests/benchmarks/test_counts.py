@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ COUNTS = Counts(
 )  # fmt: skip
 
 
-def counted(added: dict[str, int] | None = None, **changes: int | None) -> dict[Configuration, Counted]:
+def counted(added: dict[str, int] | None = None, **changes: Any) -> dict[Configuration, Counted]:
     return {HERE: Counted(COUNTS._replace(**changes), Counter(added or {}))}
 
 

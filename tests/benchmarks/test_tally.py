@@ -82,7 +82,7 @@ def test_reads(program: Callable[[Tensor], object], reads: list[str], monkeypatc
 def test_all_is_as_it_was_afterwards() -> None:
     def state() -> list[object]:
         return [
-            torchgpipe.relay.SimpleQueue, torchgpipe.relay.threading, torchgpipe.randomness.DEFAULT_GENERATOR_LOCK,
+            torchgpipe.relay.SimpleQueue, torchgpipe.relay.threading, torchgpipe.randomness.DEFAULT_GENERATOR_LOCK,  # type: ignore[attr-defined]
             torchgpipe._autograd._engine, torch.autograd.Variable._execution_engine, threading.Thread.start,
             threading.Thread.join, threading.Event.wait, torch.cuda.synchronize, torch.cuda.Stream.synchronize,
         ]  # fmt: skip

@@ -72,5 +72,5 @@ if __name__ == "__main__":
             return sleep
 
         for training in (reproduce.run.training.Training, AccuracyTraining):
-            training.step = slow(training.step)
+            training.step = slow(training.step)  # type: ignore[method-assign, assignment]
     sys.exit(main())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm
 
-convert = DeferredBatchNorm.convert_deferred_batch_norm
+convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
 
 
 def batch(*shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,7 +24,7 @@ def statistics(layer: nn.Module) -> list[Tensor]:
     return [x.double() for x in layer.buffers()]
 
 
-def assert_same_statistics(deferred: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+def assert_same_statistics(deferred: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(statistics(deferred), statistics(plain), **tolerance)
 

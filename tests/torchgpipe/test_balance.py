@@ -32,6 +32,8 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 class Step(nn.Module):
     """Count forwards outside of the buffers, and replace a buffer."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.steps = 0
@@ -45,7 +47,7 @@ class Step(nn.Module):
 
 def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[nn.Module, nn.Module]:
     namespace = Namespace()
-    return Stash(skip, Linear(4, 4)).isolate(namespace), Pop(join).isolate(namespace)
+    return Stash(skip, Linear(4, 4)).isolate(namespace), Pop(join).isolate(namespace)  # type: ignore[operator]
 
 
 def skips() -> nn.Sequential:

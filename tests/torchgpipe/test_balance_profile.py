@@ -188,7 +188,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def note(name: str, answer: Any = None) -> Callable[..., Any]:
-        return lambda *args: (calls.append(name), answer)[1]
+        return lambda *args: (calls.append(name), answer)[1]  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(torch.accelerator, "synchronize", note("synchronize"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", note("reset"))
@@ -200,7 +200,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_clock_is_read_when_the_device_is_idle_and_the_copy_made(calls: list[str]) -> None:
-    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, name="a"))[1])
+    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, name="a"))[1])  # type: ignore[func-returns-value]
     read = ["synchronize", "clock"]
     profile.time_run(rehearsal, torch.device("cuda"))
     assert calls == ["copy", *read, "a forward", *read, *read, "a backward", *read]

@@ -16,7 +16,7 @@ from .batches import assert_same_statistics, batch, convert, run
 
 
 def test_conversion_shares_everything_with_the_original() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)))
     model[1][0].weight.requires_grad_(False)
     model[1][0].eval()
     names = list(model.state_dict())
@@ -59,13 +59,14 @@ def test_the_original_layer_is_left_whole() -> None:
     """The replaced layer and its replacement share tensors, not the dictionaries that hold them."""
     layer = nn.BatchNorm1d(3)
     deferred = convert(layer, 2).double()
-    assert (layer.running_mean.dtype, deferred.running_mean.dtype) == (torch.float32, torch.float64)
+    assert layer.running_mean is not None and layer.running_mean.dtype == torch.float32
+    assert deferred.running_mean.dtype == torch.float64
     assert "_tracked" not in vars(layer)
 
 
 def test_layer_that_occurs_twice_stays_one() -> None:
     layer = nn.BatchNorm1d(3)
-    model = nn.Sequential(layer, nn.Sequential(layer))
+    model: Any = nn.Sequential(layer, nn.Sequential(layer))
     model[1].again = layer
     convert(model, 2)
     assert model[0] is model[1][0] is model[1].again
@@ -125,7 +126,7 @@ class Activated(nn.BatchNorm1d):
 # What is done, the error, and what its one line says.
 MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
-    (lambda: DeferredBatchNorm(3, chunks=1.5), ValueError, "got 1.5"),
+    (lambda: DeferredBatchNorm(3, chunks=1.5), ValueError, "got 1.5"),  # type: ignore[arg-type]
     (lambda: convert(nn.LazyBatchNorm1d()), ValueError, "cannot defer LazyBatchNorm1d before its first input"),
     (lambda: convert(Activated(3)), TypeError, r"cannot defer Activated, whose forward\(\) is its own"),
     (lambda: convert(nn.BatchNorm1d(3))(batch(4, 3, 2, 2)), ValueError, "expected 2D or 3D input"),

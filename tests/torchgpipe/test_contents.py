@@ -40,7 +40,7 @@ class Holds(nn.Module):
         self.seen: list[list[object]] = []
 
     def forward(self) -> None:
-        buffers = (self.buffer, self.nothing, self.inner._buffers.get("late"))
+        buffers: Any = (self.buffer, self.nothing, self.inner._buffers.get("late"))
         self.seen.append([self.training, *(None if b is None else b[:2].tolist() for b in buffers)])
         if self.training:
             self.change(self)

@@ -94,7 +94,7 @@ def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
         copies = Passage(SOURCE, TARGET).forward(*tensors)
     assert [entry for entry in streams.log if "waits" in entry] == [WAITS[True][0][0], WAITS[True][0][3]]
     assert [y is not None and y.requires_grad for y in copies] == [grad, False, False, False, grad]
-    assert all(y is x is None or torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))
+    assert all(y is None if x is None else torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))
     one, *_, other = copies
     if grad:
         assert one.grad_fn is other.grad_fn
@@ -175,7 +175,7 @@ def test_a_skip_is_copied_once_and_on_its_own(streams: Any) -> None:
     """Past the partition in between. An observer sees one copy of it, and one of all the rest."""
     copies: list[int] = []
     model = pipeline(Stash(nn.Linear(2, 2), by_argmax), Lambda(lambda x: (x, x + 1)), Pop(times))
-    model.observer = lambda task: nullcontext(copies.extend([task.partition] * (task.kind == "copy")))
+    model.observer = lambda task: nullcontext(copies.extend([task.partition] * (task.kind == "copy")))  # type: ignore[func-returns-value]
     y = model(torch.rand(2, 2))
     assert copies == [1, 0]
     assert len([entry for entry in streams.log if entry.startswith("copy to cpu:1")]) == 3

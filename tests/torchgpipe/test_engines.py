@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe
+from torchgpipe.checkpoint import Mode
 from torchgpipe.engines import EngineName
 
 # The engine asked for, the devices, and the engine that it is.
@@ -28,7 +29,8 @@ def test_the_engine_is_chosen_once(engine: EngineName, devices: list[str], expec
     model = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine)
     chosen = model._engine
     assert type(chosen).__name__ == expected
-    for size, model.chunks, model.checkpoint in [(1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")]:
+    runs: list[tuple[int, int, Mode]] = [(1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")]
+    for size, model.chunks, model.checkpoint in runs:
         model(torch.ones(size, 2))
         model.train(not model.training)
     assert model._engine is chosen

@@ -44,7 +44,7 @@ MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         r"engine='workers' is for CPU devices, but got \['cpu', 'meta'\]",
     ),
-    (lambda: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, "positional argument"),  # type: ignore[misc]
+    (lambda: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, "positional argument"),  # type: ignore[call-arg]
     (lambda: made()([torch.rand(2, 2)]), TypeError, "input must be a tensor or a tuple of tensors, but got list"),
     (lambda: made()(torch.tensor(1.0)), ValueError, "needs a batch dimension, but tensor 0 is a scalar"),
 ]
@@ -79,7 +79,7 @@ def test_a_layer_replaced_after_wrapping_is_noticed(where: str) -> None:
     if where == "pipeline":
         setattr(model, "1", nn.Linear(2, 2))
     else:
-        model.partitions[1][0] = nn.Linear(2, 2)  # type: ignore[index]
+        model.partitions[1][0] = nn.Linear(2, 2)  # type: ignore[operator]
     with pytest.raises(RuntimeError, match=r"replaced after the pipeline was made.*wrap them"):
         model(torch.ones(1, 2))
 
@@ -130,7 +130,7 @@ def test_it_has_what_was_given() -> None:
 
     assert (model.balance, model.devices) == ([2, 1, 2], [CPU, META, CPU])
     assert (model.chunks, model.checkpoint, model.observer) == (4, "never", None)
-    assert [list(partition) for partition in model.partitions] == [layers[:2], layers[2:3], layers[3:]]
+    assert [list(partition.children()) for partition in model.partitions] == [layers[:2], layers[2:3], layers[3:]]
     assert all(isinstance(partition, nn.Sequential) for partition in model.partitions)
     assert [p.device for p in model.parameters()] == [CPU] * 4 + [META] * 2 + [CPU] * 4
 

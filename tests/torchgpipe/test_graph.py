@@ -67,7 +67,7 @@ def test_order_of_all_tasks(m: int, n: int, checkpoint: Any) -> None:
     """Forward goes by clock cycles; backward through them in reverse, each recomputation just before its task."""
     model = pipeline(n, m, checkpoint, ["cpu"] * n)
     log: list[Task] = []
-    model.observer = lambda task: nullcontext(log.append(task))
+    model.observer = lambda task: nullcontext(log.append(task))  # type: ignore[func-returns-value]
     model(torch.rand(m, 2)).sum().backward()
 
     forward = [task for cycle in clock_cycles(m, n) for task in cycle]
@@ -97,7 +97,7 @@ class Fails(nn.Linear):
 class Apart(nn.Linear):
     """Give out two tensors, of which the second does not depend on the input."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return x, self.weight * 2
 
 

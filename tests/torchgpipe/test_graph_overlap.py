@@ -222,7 +222,7 @@ def backward_by_threads(
 
     @torch.no_grad()
     def backward(loss: Tensor) -> None:
-        missing, unseen = defaultdict(int), [loss.grad_fn]
+        missing, unseen = defaultdict[Any, int](int), [loss.grad_fn]
         while unseen:
             for node, _ in unseen.pop().next_functions:  # type: ignore[union-attr]
                 if node not in missing:

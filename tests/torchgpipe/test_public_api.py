@@ -89,7 +89,7 @@ def test_isolate_is_called_as_in_0_0_7() -> None:
     class Layer(nn.Module):
         pass
 
-    found = inspect.signature(Layer().isolate).parameters.values()
+    found = inspect.signature(Layer().isolate).parameters.values()  # type: ignore[arg-type]
     assert [(p.name, p.kind) for p in found] == [
         ("ns", Parameter.POSITIONAL_OR_KEYWORD),
         ("only", Parameter.KEYWORD_ONLY),

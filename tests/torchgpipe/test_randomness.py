@@ -141,7 +141,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
     before, results = torch.get_rng_state(), [torch.empty(0)] * 2
     set_state = torch.set_rng_state
     # Threads take turns while the default generator is in another state.
-    monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_state(state), time.sleep(1e-3)))
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_state(state), time.sleep(1e-3)))  # type: ignore[func-returns-value]
 
     def run(k: int) -> None:
         results[k] = several(k)
@@ -157,7 +157,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
     """As those of a pipeline among the layers of another."""
-    randomness, drawn = Randomness([torch.default_generator]), []
+    randomness, drawn = Randomness([torch.default_generator]), list[Tensor]()
     with randomness.first():
         pass
     randomness.ended()

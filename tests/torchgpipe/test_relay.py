@@ -55,7 +55,7 @@ def test_items_arrive_in_order_and_none_is_far_ahead() -> None:
 
 # What a program of three may wait for.
 WAITS: dict[str, Callable[[Relay], object]] = {
-    "the next to follow": lambda relay: [relay.admit(0) for _ in range(1 + relay.LEAD)],
+    "the next to follow": lambda relay: list(map(relay.admit, [0] * (1 + relay.LEAD))),
     "an item": lambda relay: relay.take(1),
     "the last one's item": lambda relay: relay.take(2),
     "an announcement": lambda relay: relay.expect(1),
@@ -110,7 +110,7 @@ def test_two_callers_do_not_get_in_each_others_way(workers: Workers, monkeypatch
     """All workers get the programs of one caller before those of another, or they would wait for each other."""
     copy_context = contextvars.copy_context
     # Callers take turns between what they give to two workers.
-    monkeypatch.setattr(contextvars, "copy_context", lambda: (time.sleep(1e-3), copy_context())[1])
+    monkeypatch.setattr(contextvars, "copy_context", lambda: (time.sleep(1e-3), copy_context())[1])  # type: ignore[func-returns-value]
     done: list[int] = []
 
     def call(caller: int) -> None:

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import reproduce.__main__ as program
-from reproduce.cli.main import COMMANDS, INTERRUPTED, main
+from reproduce.cli.main import COMMANDS, main
+from reproduce.cli.run import INTERRUPTED
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.machine.devices import Devices
 from reproduce.tables.layout import WIDTH
@@ -107,7 +109,7 @@ def test_the_list_has_every_row(
         assert f"- on {devices}: can run; {fitting} of {len(scale.rows)} rows" in lines
 
 
-def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., object]) -> None:
+def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) -> None:
     process = start("-u", "-m", "reproduce", "list", "--on", "cpu")
     process.stdout.close()
     assert process.wait(timeout=PATIENCE) == 1
@@ -128,7 +130,7 @@ ABSENT = "raise ModuleNotFoundError('No module', name={!r})"
     ],
 )
 def test_a_missing_package_is_one_line(
-    module: str, statement: str, said: str, start: Callable[..., object], broken_modules: Callable[..., Path]
+    module: str, statement: str, said: str, start: Callable[..., Any], broken_modules: Callable[..., Path]
 ) -> None:
     packages = {"torch": "__version__ = '2.11.0'", module: statement}
     process = start("-m", "reproduce", "list", first=broken_modules(**packages))
@@ -140,7 +142,7 @@ def test_a_missing_package_is_one_line(
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "package"), [("compare", "scipy"), ("report", "matplotlib"), ("report", "jinja2")])
 def test_a_package_that_one_command_needs(
-    command: str, package: str, start: Callable[..., object], broken_modules: Callable[..., Path]
+    command: str, package: str, start: Callable[..., Any], broken_modules: Callable[..., Path]
 ) -> None:
     sides = ["results/paper"] * 2 if command == "compare" else []
     process = start("-m", "reproduce", command, *sides, first=broken_modules(**{package: ABSENT.format(package)}))
@@ -155,7 +157,7 @@ def test_a_version_of_pytorch(version: str, old: bool, monkeypatch: pytest.Monke
     assert program.missing() == (f"torch {version} is too old: install torch 2.11 or newer" if old else None)
 
 
-def test_ctrl_c_while_pytorch_is_imported(start: Callable[..., object], broken_modules: Callable[..., Path]) -> None:
+def test_ctrl_c_while_pytorch_is_imported(start: Callable[..., Any], broken_modules: Callable[..., Path]) -> None:
     """An import that swallows the interrupt, as PyTorch's does, must not keep the program going."""
     swallow = "import os\ntry:\n    os.kill(os.getpid(), 2)\n    [0] * 9\nexcept BaseException:\n    pass"
     process = start("-m", "reproduce", "list", first=broken_modules(torch=swallow))

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_defaults_stand_in_one_place() -> None:
 
 
 @pytest.fixture
-def begun(tmp_path: Path, start: Callable[..., object]) -> Callable[..., object]:
+def begun(tmp_path: Path, start: Callable[..., Any]) -> Callable[..., Any]:
     """Make a repository of this tree, with one commit and an edit, to compare; copies go to `tmp_path/tmp`."""
     root = tmp_path / "repository"
     for package in ("torchgpipe", "reproduce"):
@@ -153,12 +154,12 @@ def begun(tmp_path: Path, start: Callable[..., object]) -> Callable[..., object]
     with (root / "torchgpipe" / "__init__.py").open("a") as file:
         file.write("\n# a change\n")
     (tmp_path / "tmp").mkdir()
-    command = ["-m", "reproduce", "regression", "--base", "HEAD", "--case", "machinery never"]
-    return lambda *options: start(*command, *options, root=root, TMPDIR=str(tmp_path / "tmp"))
+    arguments = ["-m", "reproduce", "regression", "--base", "HEAD", "--case", "machinery never"]
+    return lambda *options: start(*arguments, *options, root=root, TMPDIR=str(tmp_path / "tmp"))
 
 
 @pytest.mark.slow
-def test_for_real(begun: Callable[..., object], tmp_path: Path) -> None:
+def test_for_real(begun: Callable[..., Any], tmp_path: Path) -> None:
     """No difference can be larger than this threshold, so that the machine's noise is no part of the test."""
     process = begun("--threshold", "1000", "--restarts", "8", "--rounds", "1")
     out, err = process.communicate()
@@ -172,7 +173,7 @@ def test_for_real(begun: Callable[..., object], tmp_path: Path) -> None:
     ("number", "code", "said"), [(signal.SIGINT, 130, "reproduce: interrupted\n"), (signal.SIGTERM, 143, "")]
 )
 def test_ended_it_leaves_nothing(
-    number: signal.Signals, code: int, said: str, begun: Callable[..., object], tmp_path: Path
+    number: signal.Signals, code: int, said: str, begun: Callable[..., Any], tmp_path: Path
 ) -> None:
     process = begun("--restarts", "100000")
     while not jobs(tmp_path):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reproduce.cli.main import INTERRUPTED, main
-from reproduce.cli.run import one_gpu_advice
+from reproduce.cli.main import main
+from reproduce.cli.run import INTERRUPTED, one_gpu_advice
 from reproduce.experiments import Experiment
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, load
@@ -117,7 +119,7 @@ def test_advice_to_who_has_one_gpu(devices: Devices, monkeypatch: pytest.MonkeyP
     assert ("--on cpu runs pipelines on the CPU's 2 cores, at scale small" in said) == (devices == Devices("cuda", 1))
 
 
-def wait_for(process: object, arrived: Callable[[Record], bool]) -> None:
+def wait_for(process: subprocess.Popen[str], arrived: Callable[[Record], bool]) -> None:
     """Wait until the record is there, and what it has to hold has arrived."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
@@ -127,7 +129,7 @@ def wait_for(process: object, arrived: Callable[[Record], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_finished(start: Callable[..., object], tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_finished(start: Callable[..., Any], tmp_path: Path) -> None:
     process = start(
         SCRIPT, "run", "tiny-speed", *SMALL, "--steps", "999", "--out", str(tmp_path / "out"), TINY_SLEEP="0.05"
     )
@@ -145,17 +147,18 @@ def test_ctrl_c_keeps_what_was_finished(start: Callable[..., object], tmp_path: 
     assert "interrupted: 2" in tables.read_text(), "and no half-written file is left behind"
 
 
-def test_a_kill_leaves_a_record_that_can_be_read(start: Callable[..., object], tmp_path: Path) -> None:
+def test_a_kill_leaves_a_record_that_can_be_read(start: Callable[..., Any], tmp_path: Path) -> None:
     process = start(SCRIPT, "run", "tiny-memory", *SMALL, "--out", str(tmp_path / "out"), TINY_SLEEP="60")
     wait_for(process, lambda record: True)
     process.kill()
     process.communicate(timeout=PATIENCE)
-    assert the_record().run.state == "running"
+    run = the_record().run
+    assert run is not None and run.state == "running"
 
 
 @pytest.mark.slow
 def test_only_torch_click_msgspec_and_tabulate_are_needed(
-    start: Callable[..., object], broken_modules: Callable[..., Path], tmp_path: Path
+    start: Callable[..., Any], broken_modules: Callable[..., Path], tmp_path: Path
 ) -> None:
     others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})

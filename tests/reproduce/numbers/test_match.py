@@ -14,7 +14,7 @@ from reproduce.records.record import Record, Result
 
 from ..made import record, row
 
-CONFIG = {"L": 18, "partitions": 2, "chunks": 4}
+CONFIG: dict[str, Any] = {"L": 18, "partitions": 2, "chunks": 4}
 N2M4 = "tg-amoebanetd-speed/n2m4"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,7 +102,7 @@ def test_who_comes_first_is_drawn_for_each_restart(what: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_case_that_a_side_cannot_run_is_told_once_and_left_out(name: str) -> None:
     log: list[str] = []
-    lines = list(run(log, restarts=2, rounds=1, **{name: {("a", 0): "ImportError: gone"}}))
+    lines = list(run(log, restarts=2, rounds=1, **{name: {("a", 0): "ImportError: gone"}}))  # type: ignore[arg-type]
     assert lines[0] == {"case": "a", "unable": {name: "ImportError: gone"}}
     assert [line["case"] for line in lines[1:]] == ["b", "b"]
     assert log.count(f"ask {name} a") == 1
@@ -124,7 +126,7 @@ def test_what_ran_before_and_no_longer_does_is_an_error(answers: int, first: int
 @pytest.mark.parametrize("ask", [lambda side: side.send("a"), lambda side: side.recv()], ids=["asked", "to answer"])
 def test_a_process_that_ended_by_itself(ask: Callable[[Connection], object], tmp_path: Path) -> None:
     with pytest.raises(Error, match="a measuring process ended by itself"), fork(tmp_path) as side:
-        (process,) = interleaving.multiprocessing.active_children()
+        (process,) = multiprocessing.active_children()
         process.kill()
         process.join()
         ask(side)
@@ -151,6 +153,6 @@ def test_a_planted_delay_is_a_share_of_the_usual_step(
         clock.now += 1.0
 
     monkeypatch.setattr(interleaving, "prepare", lambda case: step)
-    monkeypatch.setattr(interleaving.time, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     case = Case("a", "linear", (1,), 1, "never", 1, steps=4)
     assert Timed(case, slow_down).sample() == pytest.approx(seconds, rel=1e-3)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from reproduce.error import Error
+from reproduce.machine.description import ROOT
 from reproduce.regression import job
 from reproduce.regression.cases import MACHINERY
-from reproduce.regression.job import ROOT, Settings, interleaved
+from reproduce.regression.job import Settings, interleaved
 from reproduce.regression.trees import Tree
 
 NAME = MACHINERY[0].name

@@ -67,7 +67,7 @@ def run(request: pytest.FixtureRequest, browser: Any, address: str) -> Callable[
         browser.get_log(kind)
     browser.get(address)
     browser.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
-    return browser.execute_script  # type: ignore[no-any-return]
+    return browser.execute_script
 
 
 def test_every_experiment_shows_its_heading_table_and_figure(run: Callable[..., Any]) -> None:

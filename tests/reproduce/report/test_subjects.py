@@ -34,7 +34,7 @@ def run(started: str, *steps: int, **changes: object) -> Record:
                samples={"step_time": [1.0] * count})
         for i, count in enumerate(steps)
     ]  # fmt: skip
-    results = [replace(result, **changes) for result in results]  # type: ignore[arg-type]
+    results = [replace(result, **changes) for result in results]
     return Record(f"run {started}", "T", "measured", {}, results, run=replace(RUN, started=started))
 
 

@@ -61,7 +61,7 @@ def test_pictures_say_the_bubble() -> None:
 def test_numbers_stand_only_in_tasks_that_have_room(tasks: int, numbers: int) -> None:
     events = [Event("forward", i, 0, float(i), i + 1.0) for i in range(tasks)]
     ((svg, _),) = trace_figures([("t", Timeline(events, float(tasks), 1))])
-    texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    texts = [element.text or "" for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
     assert sum(text in map(str, range(tasks)) for text in texts) == numbers
 
 

@@ -41,7 +41,7 @@ def test_markdown() -> None:
 
 def test_a_table_of_columns() -> None:
     columns = [
-        Column("word", str, left=True),
+        Column[int]("word", str, left=True),
         Column[int]("empty", lambda n: None),
         Column[int]("double", lambda n: 2 * n),
     ]

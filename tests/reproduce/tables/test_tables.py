@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ Seconds = Callable[[Row], Sequence[float] | str]
 
 
 def record(*results: Result, **run: object) -> Record:
-    return Record("name", "Title", "measured", {}, list(results), scale="small", run=replace(RUN, **run))  # type: ignore[arg-type]
+    return Record("name", "Title", "measured", {}, list(results), scale="small", run=replace(RUN, **run))
 
 
 def results(name: str, scale: str, seconds: Seconds, device: str = "cpu", **values: object) -> list[Result]:
@@ -40,7 +41,7 @@ def results(name: str, scale: str, seconds: Seconds, device: str = "cpu", **valu
     return made
 
 
-def observed(name: str, scale: str, **values: object) -> Record:
+def observed(name: str, scale: str, **values: Any) -> Record:
     """Make a record of two steps of every row, with utilization and memory."""
     values = {"utilization": lambda row: [1.0] * row.devices, "bubble": 0.5,
               "peak_allocated": lambda row: [GiB] * row.devices, **values}  # fmt: skip
@@ -134,7 +135,7 @@ def test_rows_without_numbers(status: str, cell: str, note: str) -> None:
     assert note.format("naive n4, GPipe n4m1, GPipe n4m4, GPipe n4m32") in notes(speed)
     lacking = [replace(each, status=status, values={}) if each.row == "pipeline-4" and each.scale == "small" else each
                for each in LIVE.results]  # fmt: skip
-    live = replace(LIVE, results=lacking)  # type: ignore[arg-type]
+    live = replace(LIVE, results=lacking)
     assert rest(live, "live bytes")["pipeline-4", "(36, 80)", cell] == ["", "", ""]
     assert note.format("pipeline-4") in notes(live)
 

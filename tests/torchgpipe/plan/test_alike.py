@@ -76,7 +76,7 @@ def test_what_comes_in_matters() -> None:
 
 def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
     layer = linear()
-    layer.made_here = lambda: None
+    layer.made_here = lambda: None  # type: ignore[assignment]
     assert behaviour(layer, X) is None
     with_skips = [layer for layer in unet(2, 1, 4) if any(skips_of(layer))]
     assert with_skips

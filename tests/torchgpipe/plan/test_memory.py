@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reproduce.models import amoebanetd, unet
+from torchgpipe.checkpoint import Mode
 from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import Optimizer, optimizer_named
@@ -19,7 +20,7 @@ from torchgpipe.plan.predict import Setup
 
 from .live import counted, real_peaks
 
-MODES = ("never", "except_last", "always")
+MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 MOMENTUM = Optimizer(state=1)
 
 

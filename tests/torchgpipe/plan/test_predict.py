@@ -31,7 +31,7 @@ def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(balance: tuple[int, ..
     """In one thread, recomputation belongs to its task's backward; with several, it need not wait for the gradient."""
     ran: list[Task] = []
     gpipe = GPipe(model(), list(balance), devices=["cpu"] * len(balance), chunks=chunks, checkpoint="always")
-    gpipe.observer = lambda task: nullcontext(ran.append(task))
+    gpipe.observer = lambda task: nullcontext(ran.append(task))  # type: ignore[func-returns-value]
     gpipe(X).sum().backward()
     kinds = [(task.kind, task.micro_batch, task.partition) for task in ran if task.kind != "forward"]
 
