@@ -60,7 +60,7 @@ CASES: list[tuple[list[float], int, list[int]]] = [
     # Adding these as floats loses the ones.
     ([1e16, 1.0, 1.0, 1e16], 2, [2, 2]),
     ([5e-324, 5e-324, 1e308], 2, [2, 1]),
-    ([Fraction(1, 3), Fraction(1, 3), Fraction(2, 3)], 2, [2, 1]),  # type: ignore[list-item]
+    ([Fraction(1, 3), Fraction(1, 3), Fraction(2, 3)], 2, [2, 1]),
 ]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import lcm
 
 
-def minimise_heaviest(costs: Iterable[float], partitions: int) -> list[int]:
+def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
     """Return how many consecutive layers each partition takes, none empty, the heaviest as light as possible.
 
     Between balances with the same heaviest partition, one is taken whose other partitions are about even;
@@ -48,7 +49,7 @@ def check_partitions(partitions: int, layers: int) -> None:
         )
 
 
-def _integers(costs: Sequence[float]) -> list[int]:
+def _integers(costs: Sequence[float | Fraction]) -> list[int]:
     """Scale the costs to even integers, so that sums and halves of sums are exact."""
     ratios = []
     for layer, cost in enumerate(costs):

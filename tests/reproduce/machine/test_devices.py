@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,5 +86,5 @@ def test_cores_are_bounded_by_a_containers_quota(
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(reproduce.machine.devices, "CPU_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(reproduce.machine.devices.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     assert cores() == expected

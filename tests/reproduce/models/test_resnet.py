@@ -18,7 +18,7 @@ from reproduce.models import resnet101
 from reproduce.models.resnet import flat_state, from_torchvision, resnet, torchvision_state
 from torchgpipe import GPipe
 
-theirs = pytest.importorskip("torchvision.models.resnet", exc_type=Exception)
+theirs = pytest.importorskip("torchvision.models.resnet", exc_type=Exception)  # type: ignore[arg-type]
 
 BOTTLENECK = ["identity", "conv1", "bn1", "relu1", "conv2", "bn2", "relu2", "conv3", "bn3", "add", "relu3"]
 
@@ -36,6 +36,7 @@ def original() -> Any:
     model = theirs.resnet101()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None and module.running_var is not None
             nn.init.normal_(module.running_mean, std=0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
             nn.init.normal_(module.bias, std=0.1)
@@ -66,8 +67,8 @@ def test_train_mode_gradients_and_statistics_are_equal(original: Any, images: Te
 
     for (name, expected), found in zip(plain.named_parameters(), flat.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, msg=name)
-    for (name, expected), found in zip(plain.named_buffers(), flat.buffers(), strict=True):
-        torch.testing.assert_close(found, expected, msg=name)
+    for (name, buffer), ours in zip(plain.named_buffers(), flat.buffers(), strict=True):
+        torch.testing.assert_close(ours, buffer, msg=name)
 
 
 def test_same_seed_gives_the_same_weights() -> None:

@@ -47,6 +47,6 @@ def test_what_pytorch_raises() -> None:
     reason = explain(caught.value).reason
     assert reason.startswith("RuntimeError: inconsistent tensor size")
     assert reason.endswith(f" (test_failure.py, line {multiply.__code__.co_firstlineno + 1})")
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
+    with pytest.raises((RuntimeError, MemoryError)) as too_large:
         torch.empty(2**60, dtype=torch.int8)
-    assert explain(caught.value).status == "out of memory"
+    assert explain(too_large.value).status == "out of memory"

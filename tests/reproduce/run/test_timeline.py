@@ -30,7 +30,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("events", "devices", "busy", "bubble"), CASES)
-def test_shares(events: list[tuple[Any, int, float, float]], devices: int, busy: list[float], bubble: float) -> None:
+def test_shares(events: list[tuple[Any, ...]], devices: int, busy: list[float], bubble: float) -> None:
     timeline = Timeline([Event(kind, 0, *rest) for kind, *rest in events], 9.0, devices)
     assert [timeline.busy(device) for device in range(devices)] == pytest.approx(busy)
     assert timeline.bubble == pytest.approx(bubble)

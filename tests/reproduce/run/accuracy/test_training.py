@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from reproduce.run.accuracy.training import AccuracyTraining
 
 pytest.importorskip("torchvision")
 CPU = Devices("cpu", 2, threads=1)
-ROWS = {row.name: replace(row, batch_size=16) for row in EXPERIMENTS["resnet101-accuracy"].scale("small").rows}
+ROWS: dict[str, Any] = {
+    row.name: replace(row, batch_size=16) for row in EXPERIMENTS["resnet101-accuracy"].scale("small").rows
+}
 PLAIN, PIPELINE = ROWS["plain"], ROWS["GPipe n2m4"]
 DATA = Gratings(train_size=32, val_size=10, classes=8, image_size=32, noise=0.5, seed=0)
 STEPS = DATA.train_size // PLAIN.batch_size
