@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchgpipe.balance.minimise import minimise_heaviest
 
 
-def heaviest(costs: Sequence[float], balance: Sequence[int]) -> Fraction:
+def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fraction:
     """Add up the heaviest partition without rounding."""
     rest = [Fraction(cost) for cost in costs]
     sums = []
@@ -25,7 +25,7 @@ def heaviest(costs: Sequence[float], balance: Sequence[int]) -> Fraction:
     return max(sums)
 
 
-def least_heaviest(costs: Sequence[float], partitions: int) -> Fraction:
+def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fraction:
     """Try every last cut, for every number of layers and partitions: slow and plainly right."""
     zero = Fraction(0)
     exact = [Fraction(cost) for cost in costs]
@@ -40,7 +40,7 @@ def least_heaviest(costs: Sequence[float], partitions: int) -> Fraction:
 
 
 # costs, partitions, balance
-CASES: list[tuple[list[float], int, list[int]]] = [
+CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 2, 3, 4, 5, 6], 2, [4, 2]),
     # A rule that cuts at the average, 4, would make a partition of 8.
     ([1, 4, 4, 1, 1, 1], 3, [2, 1, 3]),
@@ -65,7 +65,7 @@ CASES: list[tuple[list[float], int, list[int]]] = [
 
 
 @pytest.mark.parametrize("costs, partitions, balance", CASES)
-def test_balance(costs: list[float], partitions: int, balance: list[int]) -> None:
+def test_balance(costs: list[float | Fraction], partitions: int, balance: list[int]) -> None:
     assert minimise_heaviest(costs, partitions) == balance
     assert heaviest(costs, balance) == least_heaviest(costs, partitions)
 
@@ -128,6 +128,6 @@ MISUSE = [
 
 
 @pytest.mark.parametrize("costs, message", MISUSE)
-def test_misuse(costs: list[float], message: str) -> None:
+def test_misuse(costs: list[float | Fraction], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         minimise_heaviest(costs, 1)
