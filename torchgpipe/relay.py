@@ -86,6 +86,7 @@ class Relay:
 
 
 _running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar("running", default=())
+"""The workers whose programs the code that looks at it is part of."""
 
 
 class Workers:
@@ -118,7 +119,9 @@ class Workers:
                 return again.run(relay, programs)
             finally:
                 again.close()
-        token = _running.set((*_running.get(), self))
+        # In a context of the programs' own: what an interrupt could leave behind in the caller's would stay there.
+        context = contextvars.copy_context()
+        context.run(_running.set, (*_running.get(), self))
         *others, own = programs
         posted = 0
         ended: list[None] = []
@@ -142,9 +145,9 @@ class Workers:
                 with self._lock:
                     self._start()
                     for inbox, program in zip(self._inboxes, others, strict=True):
-                        inbox.put(partial(finish, partial(contextvars.copy_context().run, program)))
+                        inbox.put(partial(finish, partial(context.copy().run, program)))
                         posted += 1
-                relay.attempt(own)
+                relay.attempt(partial(context.run, own))
                 wait()
             except KeyboardInterrupt as interrupt:
                 if isinstance(relay.error, KeyboardInterrupt):
@@ -154,7 +157,6 @@ class Workers:
             if relay.error is not None:
                 raise relay.error
         finally:
-            _running.reset(token)
             # Break the cycle: the error's traceback refers to this frame, and the frame to the error.
             relay.error = None
             if self._closed:
