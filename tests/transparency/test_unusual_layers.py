@@ -299,3 +299,24 @@ def test_a_norm_of_two_partitions_whose_buffers_were_replaced(way: dict[str, Any
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match="change the same buffer"):
         model(torch.randn(6, 6))
+
+
+class Frozen(nn.Sequential):
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+def test_a_sequence_with_a_method_of_its_own() -> None:
+    with pytest.raises(TypeError, match="a method train of its own"):
+        piped(Frozen(*layers()), BALANCE, 3)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+@every_way
+def test_gradients_of_another_type(way: dict[str, Any]) -> None:
+    module = layers().bfloat16()
+    for parameter in module.parameters():
+        parameter.grad_dtype = torch.float32
+    model = piped(module, BALANCE, 3, **way)
+    model(torch.randn(6, 6, dtype=torch.bfloat16)).float().square().sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
