@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,10 +54,10 @@ OF_OBJECTS = [
 @pytest.mark.parametrize("name", sorted({*OF_OBJECTS, *(name for name, _ in PRIVATE)}))
 def test_still_there(name: str) -> None:
     __import__("torch.utils._python_dispatch")
-    try:
-        reduce(getattr, name.split(".")[1:], torch)
-    except AttributeError as error:
-        pytest.fail(f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses: {error}")
+    owner: Any = torch
+    for part in name.split(".")[1:]:
+        assert hasattr(owner, part), f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses"
+        owner = getattr(owner, part)
 
 
 @pytest.mark.parametrize("name", ["_parameters", "_buffers", "_modules", "training"])

@@ -61,7 +61,8 @@ def test_of_several_inputs_those_that_are_saved_outlive_a_recomputation(
 
 
 # A layer with two inputs, of which only the first takes a gradient. Then: which of its outputs take one, without and
-# with checkpointing. A checkpointed first pass has no graph, so every new floating-point output counts as taking one.
+# with checkpointing. A checkpointed first pass builds no graph, so each new floating-point output is assumed to take
+# one.
 NEEDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[bool, ...], tuple[bool, ...]]] = {
     "both": (lambda a, b: (a * 2, a * b), (True, True), (True, True)),
     "an input": (lambda a, b: (a, b), (True, False), (True, False)),

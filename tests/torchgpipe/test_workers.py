@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -44,23 +45,29 @@ def test_every_clock_cycle_runs_at_once(m: int, n: int, checkpoint: str) -> None
     """Each task waits for all others of its cycle, in forward and in backward."""
     tasks = [len(cycle) for cycle in clock_cycles(m, n)]
     cycles = {direction: [threading.Barrier(parties) for parties in tasks] for direction in ("forward", "backward")}
+    met: list[str] = []
 
     def meet(task: Task) -> None:
         if task.kind != "recompute":
             cycles[task.kind][task.micro_batch + task.partition].wait(WAIT)
+            met.append(task.kind)
 
     step(linears(n, chunks=m, checkpoint=checkpoint), meet)
+    assert Counter(met) == {"forward": m * n, "backward": m * n}
 
 
 def test_recomputation_starts_before_its_gradient_arrives() -> None:
     """Partition 0 recomputes while partition 1 is still in the backward that the gradient comes from."""
     barrier = threading.Barrier(2)
+    met: list[Task] = []
 
     def meet(task: Task) -> None:
         if task in (("recompute", 1, 0), ("backward", 1, 1)):
             barrier.wait(WAIT)
+            met.append(task)
 
     step(linears(2, chunks=2, checkpoint="always"), meet)
+    assert len(met) == 2
 
 
 def test_each_partition_has_a_thread_of_its_own_for_good() -> None:

@@ -4,8 +4,8 @@ A 3 x 3 convolution at stride 1 need not multiply as often as its formula says. 
 of m x m results from (m + 2) x (m + 2) values, with one multiplication for each of those instead of nine for each
 result (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). Images are padded to
 whole tiles, and images and weights are transformed, which costs traffic: with few tiles to a weight it does not pay.
-Counted is m = 4, with transformed images written to memory, as cuDNN's unfused kernels do it. Its fused kernels, whose
-transforms stay on the chip, are left out: published timings are described as well without them.
+The count is for m = 4, with transformed images written to memory, as cuDNN's unfused kernels do. Its fused kernels
+keep them on the chip; they are left out, as published timings are described as well without them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ def model(text: str) -> nn.Sequential:
 
 @pytest.mark.parametrize("text", ["", "__", "sp", "_s_p_"])
 def test_accepted(text: str) -> None:
-    verify_skippables(model(text))
+    layers = model(text)
+    verify_skippables(layers)
+    assert len(GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers))) == len(text)
 
 
 @pytest.mark.parametrize(
