@@ -224,17 +224,14 @@ _NO_HOOKS: list[tuple[Any, ...]] = [()] * len(_HOOKS)
 
 
 def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
-    """Return the numbers, flags and words that PyTorch's own layers compute by, such as a dropout's `p`."""
+    """Return what layers declare as constants (`__constants__`), as PyTorch's own do, such as a dropout's `p`."""
     return [
-        (module, name, value)
+        (module, name, module.__dict__.get(name))
         for module in modules
-        if type(module).__module__.startswith("torch.nn.")
-        for name, value in module.__dict__.items()
-        if type(value) in (float, int, bool, str) and name not in _PUT_BACK
+        for name in getattr(type(module), "__constants__", ())
+        if name != "track_running_stats"  # a recomputation in another thread may have it exchanged
     ]
 
-
-_PUT_BACK = ("training", "track_running_stats")  # a recomputation in another thread may have them exchanged
 
 _STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
 

@@ -17,7 +17,7 @@ from torchgpipe.engines import Engine, EngineName, check_engine, make_engine
 from torchgpipe.microbatch import TensorOrTensors, check, gather, mapped, scatter
 from torchgpipe.observe import Observer
 from torchgpipe.partition import check_module, split, translate_old_state
-from torchgpipe.randomness import check_apart, own_generators
+from torchgpipe.randomness import check_apart
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.stage import Stage
@@ -167,7 +167,7 @@ class GPipe(nn.Module):
                 "them in a GPipe (what is inside of a layer may be replaced at any time between steps)"
             )
         self._look(self._switches[-1])
-        check_apart([own_generators(stage.modules) for stage in self._stages])
+        check_apart([stage.generators for stage in self._stages])
         first = self.devices[0]
         # A copy to the host must be waited for: the host could read it before it has arrived.
         input = mapped(lambda x: x.to(first, non_blocking=first.type == "cuda"), input)

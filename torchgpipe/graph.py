@@ -33,7 +33,7 @@ from torchgpipe.item import Item, Portals, shared_by, unshared, versions
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import gate
-from torchgpipe.randomness import default_generators, in_turn, own_generators
+from torchgpipe.randomness import default_generators, in_turn
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.stage import Stage
 from torchgpipe.task_graph import TaskGraph, all_none, mark, refuse_create_graph
@@ -91,7 +91,7 @@ class _MiniBatch:
         held: frozenset[int] = frozenset()
         if self._apart:
             partition, recomputed = self._partitions[j], i < self._checkpointed
-            randomness = in_turn(partition.defaults, partition.generators, recomputed=recomputed)
+            randomness = in_turn(partition.defaults, stage.generators, recomputed=recomputed)
             task = _Task(
                 stage, partition.contents, self._ambient, randomness, i, self._observer, recomputed,
                 partition=partition, arrival=item.dock, departure=dock,
@@ -169,7 +169,6 @@ class _Partition:
         self.gate = gate(self.contents.leaves, stage.device)
         self.stream = current_stream(stage.device)
         self.defaults = default_generators(stage.device)
-        self.generators = own_generators(stage.modules)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

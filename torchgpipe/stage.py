@@ -16,6 +16,7 @@ from torchgpipe.contents import Contents, modules_of
 from torchgpipe.item import Shared, check_unchanged, versions
 from torchgpipe.microbatch import Flat, check
 from torchgpipe.observe import NOTHING
+from torchgpipe.randomness import own_generators
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
@@ -47,6 +48,7 @@ class Stage:
     def look(self) -> bool:
         """Find the modules and buffers of the partition now; return whether they have changed since the last time."""
         modules = modules_of(self.partition)
+        self.generators = own_generators(modules)
         seen: list[tuple[object, ...]] = [(m, type(m), *map(id, m._buffers.values())) for m in modules]
         if seen == self._seen:
             return False

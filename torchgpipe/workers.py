@@ -26,7 +26,7 @@ from torchgpipe.item import Item, Portals, shared_by, unshared
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import NOTHING, Observer, observed
 from torchgpipe.parameters import TOKEN
-from torchgpipe.randomness import Randomness, default_generators, in_turn, own_generators
+from torchgpipe.randomness import Randomness, default_generators, in_turn
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
@@ -75,7 +75,6 @@ class _MiniBatch:
         self._n = len(engine.stages)
         self._checkpointed = checkpointed(mode, m) if self.ambient.grad else 0
         self.contents = [s.contents(recomputed=self._checkpointed > 0) for s in self._stages if self.ambient.grad]
-        self._generators = [own_generators(stage.modules) for stage in self._stages]
         self._graphs: list[list[TaskGraph]] = [[] for _ in engine.stages]
         self._seeds = Seeds(self._n, recomputed=self._checkpointed > 0, grad=self.ambient.grad)
 
@@ -181,7 +180,7 @@ class _MiniBatch:
                 outputs, atomic = stage.run(flat, item.atomic, item.shared)
             return Item(outputs, atomic, shared_by(outputs, flat, item.shared))
         recomputed = i < self._checkpointed
-        randomness = self._randomness(i, j, self._generators[j], recomputed=recomputed)
+        randomness = self._randomness(i, j, stage.generators, recomputed=recomputed)
         graph = TaskGraph(stage, self.contents[j], self.ambient, randomness, i, self._observer, recomputed)
         self._graphs[j].append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)

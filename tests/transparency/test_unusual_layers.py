@@ -148,6 +148,7 @@ BETWEEN: dict[str, tuple[Callable[[GPipe], object], str | None]] = {
     "a forward hook removed": (lambda run: run[1]._forward_hooks.clear(), None),
     "a forward hook added": (lambda run: run[2].register_forward_hook(lambda m, i, y: 2 * y) and None, None),
     "a forward pre-hook added": (lambda run: run[2].register_forward_pre_hook(lambda m, i: (2 * i[0],)) and None, None),
+    "what a tool writes on a layer": (lambda run: setattr(run[3], "calls", 5), None),
     "a setting of a layer": (lambda run: setattr(run[3], "negative_slope", 5.0), "'negative_slope' of LeakyReLU"),
 }
 
