@@ -9,15 +9,16 @@ from typing import Literal
 import click
 
 from reproduce.cli.interrupt import interruptible
-from reproduce.cli.shared import COUNT, FILE, PATH, devices, known, on, shown
+from reproduce.cli.shared import COUNT, FILE, PATH, devices, known, on, parsed, shown
 from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
 from reproduce.experiments.choose import choose_rows
+from reproduce.experiments.row import PUBLISHED_NODE
 from reproduce.experiments.scale import choose_scale
 from reproduce.machine.allocator import kept as freed_memory_kept
-from reproduce.machine.devices import Devices, cores, find_devices
+from reproduce.machine.devices import MOST_DEVICES, find_devices
 from reproduce.records.places import RUNS
 from reproduce.records.published import published
-from reproduce.records.record import FREED_MEMORY, write_atomically
+from reproduce.records.record import FREED_MEMORY, SUCCESS, write_atomically
 from reproduce.report.trace import Tracer, matplotlib_problem
 from reproduce.run.accuracy.checkpoints import Checkpoints
 from reproduce.run.accuracy.needs import AccuracyNeeds, prepare_data
@@ -28,6 +29,7 @@ from reproduce.run.session import UNITS, Session
 from reproduce.run.training import Balancer
 from reproduce.tables.all import document, tables
 from reproduce.tables.layout import many
+from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 
@@ -42,6 +44,12 @@ Chosen = list[tuple[Experiment, Scale]]
 @devices
 @click.option("--steps", type=COUNT, metavar="K", help="Timed steps of each row. Default: as many as the scale says, "
               "within its time limit.")  # fmt: skip
+@click.option("--emulate", type=COUNT, default=MOST_DEVICES, show_default=True, metavar="N", help="Speed: emulate the "
+              "rows of up to N devices, one device playing all.")  # fmt: skip
+@click.option("--no-emulate", is_flag=True, help="Speed: run only the rows that there are devices for.")
+@click.option("--link", metavar="NAME|FILE", callback=parsed(load_hardware), help="Speed: emulate copies as on "
+              f"this hardware: a shipped description ({', '.join(hardware_names())}) or the path of one (.json). "
+              f"Default: for rows like the published {PUBLISHED_NODE}, else none.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N",
               help="Seed of parameters, data and the rows' order.")  # fmt: skip
 @click.option("--out", type=PATH, default=RUNS, metavar="DIR", help="Where to put the record and the tables. Default: "
@@ -60,6 +68,9 @@ def run(
     on: str | None,
     devices: int | None,
     steps: int | None,
+    emulate: int,
+    no_emulate: bool,
+    link: Hardware | None,
     seed: int,
     out: Path,
     trace: Path | None,
@@ -86,7 +97,7 @@ def run(
     scale = choose_scale(asked, found, scale)
     chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
     prepare_folder(out)
-    tracer = None if trace is None else make_tracer(trace, chosen, found)
+    tracer = None if trace is None else make_tracer(trace, chosen)
     accuracy: dict[str, AccuracyNeeds] = {}
     if "accuracy" in measured:
         checkpoints = Checkpoints(out / "checkpoints", fresh=fresh)
@@ -107,15 +118,15 @@ def run(
         settings={
             "steps": steps,
             "seeds": seeds,
+            "emulate": 0 if no_emulate else emulate,
             FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
             **({"rows": list(rows)} if rows else {}),
             **{experiment.name: at.settings() for experiment, at in chosen},
         },
     )
     progress, balancer = Progress(), Balancer(found)
-    for advice in (one_gpu_advice(found), matplotlib_problem() if tracer else None):
-        if advice is not None:
-            progress.say(advice)
+    if tracer and (problem := matplotlib_problem()) is not None:
+        progress.say(problem)
     progress.say(f"scale {scale} on {found}; what is finished is kept in\n{shown(recorder.path)}")
     state: Literal["finished", "interrupted"] = "interrupted"
     try:
@@ -130,6 +141,8 @@ def run(
                     balancer=balancer,
                     seed=seed,
                     steps=steps,
+                    emulate=0 if no_emulate else emulate,
+                    hardware=link,
                     check=check,
                     trace=tracer,
                     accuracy=accuracy.get(experiment.name),
@@ -140,10 +153,10 @@ def run(
             for session in sessions:
                 plan(session)
             for session in sessions:
-                run_experiment(session)
-                progress.clear()
-                for table in tables(recorder.record, session.experiment.name):
-                    click.echo(f"\n{table.text()}")
+                for done in run_experiment(session):
+                    progress.clear()
+                    for table in tables(recorder.record, session.experiment.name, done):
+                        click.echo(f"\n{table.text()}")
         state = "finished"
     except KeyboardInterrupt:
         progress.clear()
@@ -153,7 +166,7 @@ def run(
     write_atomically(page, document(recorder.record))
     results = recorder.record.results
     if state == "interrupted":
-        kept = many(sum(result.status == "measured" for result in results), "measured row")
+        kept = many(sum(result.status in SUCCESS for result in results), "finished row")
         click.echo(f"interrupted; {kept} kept in {shown(recorder.path)}", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
     written = [recorder.path, page, *(tracer.written if tracer else [])]
@@ -165,22 +178,12 @@ def run(
         raise click.ClickException(f"--trace: {tracer.problems[0]}")
 
 
-def make_tracer(trace: Path, chosen: Chosen, devices: Devices) -> Tracer:
+def make_tracer(trace: Path, chosen: Chosen) -> Tracer:
     """Return what writes timelines; refuse now what could not be written later."""
     timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
     if not timed:
         measures = chosen[0][0].measures
         raise click.UsageError(f"--trace: {measures} experiments time no step; name a speed experiment")
     prepare_folder(trace.absolute().parent, "--trace")
-    several = sum(row.devices <= devices.count for at in timed for row in at.rows) > 1
+    several = sum(len(at.rows) for at in timed) > 1
     return Tracer(trace, several=several, experiments=len(timed) > 1, draw=matplotlib_problem() is None)
-
-
-def one_gpu_advice(devices: Devices) -> str | None:
-    """Say how pipelines can be run where one CUDA device would leave only rows without any."""
-    if devices.kind != "cuda" or devices.count > 1:
-        return None
-    return (
-        "one CUDA device runs rows of one partition only; --on cpu runs pipelines on the CPU's "
-        f"{many(cores(), 'core')}, at scale small"
-    )

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from reproduce.experiments import amoebanet, resnet, resnet_accuracy, unet
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale
-from reproduce.experiments.row import AS_PUBLISHED, COMPONENTS, LIKE_PUBLISHED, Experiment, Optimizer, Row, Scale
+from reproduce.experiments.row import (
+    AS_PUBLISHED,
+    COMPONENTS,
+    LIKE_PUBLISHED,
+    PUBLISHED_BALANCE,
+    Experiment,
+    Optimizer,
+    Row,
+    Scale,
+)
 
 __all__ = [
-    "AS_PUBLISHED", "COMPONENTS", "EXPERIMENTS", "LIKE_PUBLISHED", "AccuracyRow", "AccuracyScale", "Experiment",
-    "Optimizer", "Row", "Scale",
+    "AS_PUBLISHED", "COMPONENTS", "EXPERIMENTS", "LIKE_PUBLISHED", "PUBLISHED_BALANCE", "AccuracyRow", "AccuracyScale",
+    "Experiment", "Optimizer", "Row", "Scale",
 ]  # fmt: skip
 
 EXPERIMENTS: dict[str, Experiment] = {

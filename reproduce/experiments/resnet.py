@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import Balances, Published, controls, published_rows
+from reproduce.experiments.controls import Balances, Published, controls, published_rows, smaller
 from reproduce.experiments.row import PAPER_SCALE, SMALL_SCALE, Experiment, Optimizer, Row
 
 BASE = Row(
@@ -16,20 +16,20 @@ BASE = Row(
     loss="cross_entropy",
     num_classes=1000,
 )
-# Four thin bottlenecks. A side of 64 leaves 2 x 2 pixels at the end, so that a lone sample can be normalized.
-SMALL = replace(BASE, model="ResNet", size=(1, 16, 1), input_shape=(3, 64, 64))
+SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
 
-CHUNKS = (4, 32)
+CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)
 SAMPLES = 50_000  # of an epoch, as published
 
-# name, m, batch size as published and at the small scale, balance, as published
 PUBLISHED: Published = (
-    ("baseline", None, 118, 16, None),
-    ("pipeline-1", 2, 220, 32, (370,)),
-    ("pipeline-2", 1667, 25000, 1667, (135, 235)),
-    ("pipeline-4", 256, 5632, 512, (44, 92, 124, 110)),
-    ("pipeline-8", 150, 5400, 450, (26, 22, 33, 44, 44, 66, 66, 69)),
+    ("baseline", None, 118, None),
+    ("pipeline-1", 2, 220, (370,)),
+    ("pipeline-2", 1667, 25000, (135, 235)),
+    ("pipeline-4", 256, 5632, (44, 92, 124, 110)),
+    ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
+AS_THERE = published_rows(BASE, PUBLISHED, SAMPLES)
+SMALL_BATCHES = (16, 32, 1667 * 8, 256 * 8, 150 * 8)
 
 BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED if balance}
 
@@ -39,11 +39,11 @@ SPEED = Experiment(
     measures="speed",
     table="tg-resnet101-speed",
     scales=(
-        replace(PAPER_SCALE, rows=(*published_rows(BASE, PUBLISHED, SAMPLES), *controls(BASE, 15, CHUNKS, BALANCES))),
+        replace(PAPER_SCALE, rows=(*AS_THERE, *controls(BASE, 15, CHUNKS, BALANCES))),
         replace(
             SMALL_SCALE,
-            rows=(*published_rows(SMALL, PUBLISHED, SAMPLES, small=True), *controls(SMALL, 2, CHUNKS, None)),
-            seconds=100,
+            rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
+            seconds=300,
         ),
     ),
 )

@@ -18,7 +18,9 @@ Equal = Literal["batch", "micro-batch"]
 
 AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
 LIKE_PUBLISHED = "like the published"  # of those that repeat them with a smaller model and batch: the same n and m
+PUBLISHED_BALANCE = "with the published balance"  # of the same once more, in the balance that suited a P40
 GiB = 2**30
+PUBLISHED_NODE = "p40x8"  # the description of what the papers' tables were taken on
 P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
 COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
@@ -38,11 +40,11 @@ class Row:
 
     `partitions=None` is plain training on one device, without a pipeline. `balance=None` asks for one that is
     profiled on the spot. `published` names the row of the experiment's published table that this one reproduces,
-    `over` the row of the same table that the speed-up is taken over, and `over_published` the one that works most
-    like the row that the published speed-up is over. `equal` marks rows of ours that nobody has published: naive,
-    checkpoint-only and GPipe at one batch size, or at one micro-batch size. `options` say about the model what its
-    size does not. `components` are the parts of the pipeline that are switched on. The steps of the first `skip_epochs`
-    epochs are not timed.
+    `over` the row of the same table that the speed-up is taken over. `equal` marks rows of ours that nobody has
+    published: naive, checkpoint-only and GPipe at one batch size, or at one micro-batch size. `options` say about the
+    model what its size does not. `components` are the parts of the pipeline that are switched on. The steps of the
+    first `skip_epochs` epochs are not timed. `link` names the hardware description of which an emulation takes how
+    long copies between devices are; without one, devices share memory and copy nothing.
     """
 
     name: str = ""
@@ -65,8 +67,13 @@ class Row:
     steps_per_epoch: int = 0
     skip_epochs: int = 0
     over: str | None = None
-    over_published: str | None = None
     published: str | None = None
+    link: str | None = None
+
+    @property
+    def group(self) -> str:
+        """Name the rows of its experiment that it is compared with: they are run in turn, and share a table."""
+        return self.equal or self.configuration
 
     @property
     def devices(self) -> int:
@@ -150,7 +157,7 @@ class Scale:
 
 # of experiments that time steps; their rows are filled in
 PAPER_SCALE = Scale(name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800)
-SMALL_SCALE = Scale(name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=2, least_steps=3)
+SMALL_SCALE = Scale(name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=1, least_steps=3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import Balances, Published, Sizes, controls, memory_rows, published_rows
+from reproduce.experiments.controls import Balances, Published, Sizes, controls, memory_rows, published_rows, smaller
 from reproduce.experiments.row import (
     AS_PUBLISHED,
     COMPONENTS,
     LIKE_PUBLISHED,
     P40_MEMORY,
     PAPER_SCALE,
+    PUBLISHED_NODE,
     SMALL_SCALE,
     Experiment,
     GiB,
@@ -28,7 +29,7 @@ BASE = Row(
     optimizer=Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0),
     loss="binary_cross_entropy_with_logits",
 )
-SMALL = replace(BASE, size=(2, 16), input_shape=(3, 64, 64))
+SMALL = replace(BASE, size=(5, 16), input_shape=(3, 96, 96), batch_size=32)
 
 SAMPLES = 10_000  # of an epoch, as published
 
@@ -36,14 +37,17 @@ SAMPLES = 10_000  # of an epoch, as published
 
 CHUNKS = (4, 32)
 
-# name, m, batch size as published and at the small scale, balance, as published
 PUBLISHED_SPEED: Published = (
-    ("baseline", None, 40, 10, None),
-    ("pipeline-1", 2, 80, 20, (241,)),
-    ("pipeline-2", 32, 512, 128, (104, 137)),
-    ("pipeline-4", 16, 512, 128, (30, 66, 84, 61)),
-    ("pipeline-8", 40, 640, 160, (16, 27, 31, 44, 22, 57, 27, 17)),
+    ("baseline", None, 40, None),
+    ("pipeline-1", 2, 80, (241,)),
+    ("pipeline-2", 32, 512, (104, 137)),
+    ("pipeline-4", 16, 512, (30, 66, 84, 61)),
+    ("pipeline-8", 40, 640, (16, 27, 31, 44, 22, 57, 27, 17)),
 )
+AS_THERE = published_rows(BASE, PUBLISHED_SPEED, SAMPLES)
+
+SMALL_CHUNKS = (4, 8)
+SMALL_BATCHES = (8, 16, 128, 128, 160)  # a fourth or a fifth of the published ones
 
 BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED_SPEED if balance}
 
@@ -53,20 +57,18 @@ SPEED = Experiment(
     measures="speed",
     table="tg-unet-speed",
     scales=(
-        replace(
-            PAPER_SCALE, rows=(*published_rows(BASE, PUBLISHED_SPEED, SAMPLES), *controls(BASE, 8, CHUNKS, BALANCES))
-        ),
+        replace(PAPER_SCALE, rows=(*AS_THERE, *controls(BASE, 8, CHUNKS, BALANCES))),
         replace(
             SMALL_SCALE,
-            rows=(*published_rows(SMALL, PUBLISHED_SPEED, SAMPLES, small=True), *controls(SMALL, 1, CHUNKS, None)),
-            seconds=120,
+            rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
+            seconds=300,
         ),
     ),
 )
 
 # --- memory ----------------------------------------------------------------------------------------------------
 
-MEMORY_BASE, MEMORY_SMALL = replace(BASE, batch_size=32), replace(SMALL, batch_size=32)
+MEMORY_BASE, MEMORY_SMALL = replace(BASE, batch_size=32), replace(BASE, batch_size=32, input_shape=(3, 64, 64))
 
 # name, (B, C) as published and at the small scale, m, balance, as published
 SIZES: Sizes = (
@@ -94,20 +96,18 @@ PUBLISHED_ABLATION = ("baseline", "dep-x-x", "dep-str-x", "dep-str-ptl")  # each
 ABLATION_BALANCE = (34, 76, 70, 61)
 
 
-def ablation_rows(base: Row, *, small: bool) -> tuple[Row, ...]:
-    """List the published rows, of four partitions, and the same on two, which nobody has published."""
-    base = replace(base, chunks=8, checkpoint="except_last")
-    published = replace(base, configuration=LIKE_PUBLISHED if small else AS_PUBLISHED, partitions=4,
-                        balance=None if small else ABLATION_BALANCE, steps_per_epoch=0 if small else 16,
-                        skip_epochs=0 if small else 1)  # fmt: skip
-    ours = replace(base, configuration="ours", partitions=2, balance=None if small else BALANCES[2])
-    return (
-        *(replace(published, name=name, published=name, over=PUBLISHED_ABLATION[0], components=COMPONENTS[:count])
-          for count, name in enumerate(PUBLISHED_ABLATION)),
-        *(replace(ours, name=f"{name} n2", over=f"{PUBLISHED_ABLATION[0]} n2", components=COMPONENTS[:count])
-          for count, name in enumerate(PUBLISHED_ABLATION)),
+def ablation_rows(base: Row) -> tuple[Row, ...]:
+    """List the published rows, of four partitions."""
+    return tuple(
+        replace(base, name=name, published=name, over=PUBLISHED_ABLATION[0], components=COMPONENTS[:count],
+                partitions=4, chunks=8, checkpoint="except_last")
+        for count, name in enumerate(PUBLISHED_ABLATION)
     )  # fmt: skip
 
+
+ABLATION_BASE = replace(BASE, configuration=AS_PUBLISHED, batch_size=128, balance=ABLATION_BALANCE,
+                        steps_per_epoch=16, skip_epochs=1)  # fmt: skip
+ABLATION_SMALL = replace(SMALL, configuration=LIKE_PUBLISHED, batch_size=64, link=PUBLISHED_NODE)
 
 ABLATION = Experiment(
     name="unet-ablation",
@@ -115,7 +115,7 @@ ABLATION = Experiment(
     measures="ablation",
     table="tg-unet-ablation",
     scales=(
-        replace(PAPER_SCALE, rows=ablation_rows(replace(BASE, batch_size=128), small=False)),
-        replace(SMALL_SCALE, rows=ablation_rows(replace(SMALL, batch_size=128), small=True), seconds=80),
+        replace(PAPER_SCALE, rows=ablation_rows(ABLATION_BASE)),
+        replace(SMALL_SCALE, rows=ablation_rows(ABLATION_SMALL), seconds=80),
     ),
 )

@@ -26,10 +26,10 @@ class Devices:
     threads: int | None = None
 
     def first(self, n: int) -> list[torch.device]:
-        """Return the first `n` devices."""
+        """Return the first `n` devices; where CUDA has fewer, the first one n times, which then plays all."""
         if self.kind != "cuda":
             return [torch.device(self.kind)] * n
-        return [torch.device("cuda", i) for i in range(n)]
+        return [torch.device("cuda", i if n <= self.count else 0) for i in range(n)]
 
     @property
     def memory(self) -> int | None:
@@ -50,12 +50,13 @@ class Devices:
     def in_use(self) -> Iterator[None]:
         """Set the number of threads of a CPU device, and restore it afterwards."""
         before = torch.get_num_threads()
-        if self.threads is not None:
+        if self.kind == "cpu" and self.threads is not None:
             torch.set_num_threads(self.threads)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
 
     def __str__(self) -> str:
         devices = "device" if self.count == 1 else "devices"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from reproduce.models.amoebanet import amoebanetd
-from reproduce.models.resnet import resnet, resnet101
+from reproduce.models.resnet import RESNET101, resnet, resnet101
 from reproduce.models.unet import unet
 
 __all__ = ["MODELS", "Model", "amoebanetd", "resnet101", "unet"]
@@ -31,6 +31,10 @@ class Model(NamedTuple):
     input_shape: tuple[int, int, int]
 
 
+def _thin(width: int, expansion: int, num_classes: int = 1000) -> nn.Sequential:
+    return resnet(RESNET101, width=width, expansion=expansion, num_classes=num_classes)
+
+
 def _resnet(blocks: int, width: int, expansion: int, num_classes: int = 1000) -> nn.Sequential:
     return resnet((blocks,) * 4, width=width, expansion=expansion, num_classes=num_classes)
 
@@ -39,6 +43,10 @@ MODELS = {
     "AmoebaNet-D": Model(amoebanetd, ("L", "D"), (3, 224, 224)),
     "U-Net": Model(partial(unet, 5), ("B", "C"), (3, 192, 192)),
     "ResNet-101": Model(resnet101, (), (3, 224, 224)),
+    "thin ResNet-101": Model(_thin, ("width", "expansion"), (3, 224, 224)),
     "ResNet": Model(_resnet, ("blocks", "width", "expansion"), (3, 64, 64)),
 }
-"""Every model that an experiment may name. `ResNet` has as many bottlenecks in each of its four stages."""
+"""Every model that an experiment may name.
+
+`thin ResNet-101` has fewer channels than `ResNet-101`; `ResNet` has as many bottlenecks in each of its four stages.
+"""

@@ -15,6 +15,7 @@ from reproduce.numbers.match import Line, differing, same_work
 from reproduce.numbers.metrics import DEFAULTS, Reading, available, better, outcome, over, read
 from reproduce.numbers.significance import Decision, Rule, compare_samples
 from reproduce.numbers.sources import Entry, Side
+from reproduce.records.record import SUCCESS
 
 __all__ = ["ComparedRow", "Comparison", "Verdict", "compare", "verdict"]
 
@@ -209,7 +210,7 @@ def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Re
                 letters.setdefault("missing", []).append(side.letter)
             elif number not in own:
                 result = line.entries[number].result
-                why = "" if result.status in ("measured", "published", "predicted") else f" ({outcome(result)})"
+                why = "" if result.status in SUCCESS else f" ({outcome(result)})"
                 letters.setdefault(f"no number{why}", []).append(side.letter)
         for what, where in letters.items():
             labels.setdefault(f"{what} in {' and '.join(where)}", []).append(line.label)

@@ -1,8 +1,9 @@
 """Match the rows of several sides: those with the same configuration stand on one line.
 
 Two rows have the same configuration if no field that both record differs, but for what a run chooses by itself, such
-as a profiled balance. A published row is also matched with the rows that are marked as reproducing it: with those of
-its own configuration where a side has any, else with all, at whatever scale; a note then says what differs.
+as a profiled balance, and if both were emulated or neither. A published row is also matched with the rows that are
+marked as reproducing it: with those of its own configuration where a side has any, else with all, at whatever scale; a
+note then says what differs.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
 
 def _same(one: Entry, other: Entry) -> bool:
     both = (one.result, other.result)
-    if not same_work(one, other):
+    if one.result.emulated != other.result.emulated or not same_work(one, other):
         return False
     # Rows that record nothing in common, or were published both, differ where their names do.
     named = all(result.status == "published" for result in both) or not (both[0].config.keys() & both[1].config.keys())
@@ -152,15 +153,18 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Name the lines after their rows; add scale, device or hardware where lines would have the same name."""
+    """Name the lines after their rows; add scale, device, hardware or kind where lines would have the same name."""
     for line in lines:
         line.label = line.first.result.row
-    for k in range(3):
+    for k in range(4):
         groups: dict[tuple[str, str], list[Line]] = {}
         for line in lines:
             groups.setdefault((line.experiment, line.label), []).append(line)
         for group in groups.values():
-            extras = [(line.first.result.scale, line.first.result.device, line.first.hardware)[k] for line in group]
+            rows = [line.first.result for line in group]
+            kinds = ["emulated" if row.emulated else "measured" for row in rows]
+            hardware = [line.first.hardware for line in group]
+            extras = ([row.scale for row in rows], [row.device for row in rows], hardware, kinds)[k]
             for line, extra in zip(group, extras, strict=True):
                 if extra is not None and len(set(extras)) > 1:
                     line.label += f" ({extra})"

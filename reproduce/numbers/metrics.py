@@ -14,7 +14,7 @@ from reproduce.records.decode import Json
 from reproduce.records.record import Result
 
 __all__ = ["BYTES", "DEFAULTS", "Reading", "available", "better", "epoch_throughput", "median_ratio", "outcome", "over",
-           "read", "speed_up", "throughput", "utilization"]  # fmt: skip
+           "over_measured", "read", "speed_up", "throughput", "utilization"]  # fmt: skip
 
 Measurement = float | Sequence[float]  # a number taken as exact, such as a published one, or samples
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
@@ -102,6 +102,21 @@ def over(reading: Reading, base: Reading) -> Reading:
     count = max(len(reading.listed), len(base.listed))
     ours, theirs = (each.listed if each.samples else [each.middle] * count for each in (reading, base))
     return Reading([one / two for one, two in zip(ours, theirs)])  # noqa: B905
+
+
+def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
+    """Return how many times as many samples per second a row has emulated as measured; None where one has none.
+
+    Copies that n devices would make are left out, where these devices make none.
+    """
+    steps, copies = emulated.samples.get("step_time"), emulated.samples.get("copy_time")
+    theirs = None if measured is None else throughput(measured)
+    if not steps or theirs is None:
+        return None
+    if copies and emulated.device == "cpu":
+        steps = [step - copy for step, copy in zip(steps, copies, strict=True)]
+    ours = Reading([emulated.config["batch_size"] / step for step in steps], rounds=_rounds(emulated, ""))
+    return over(ours, theirs)
 
 
 def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:

@@ -66,10 +66,10 @@ def load_side(letter: str, name: str) -> Side:
 
 def side_of(letter: str, name: str, records: Sequence[Record]) -> Side:
     """Make a side of records: where several hold a row, the one that started last counts."""
-    newest: dict[tuple[str | None, ...], Entry] = {}
+    newest: dict[tuple[str | bool | None, ...], Entry] = {}
     for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
         for result in record.results:
-            key = (result.experiment, result.scale, result.device, result.row, hardware_name(record, result))
+            key = (*result.key, hardware_name(record, result))
             newest.pop(key, None)
             newest[key] = Entry(record, result)
     count = sum(len(record.results) for record in records)

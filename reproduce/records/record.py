@@ -1,4 +1,4 @@
-"""Keep results in one typed, versioned file format: measured here, or published by others.
+"""Keep results in one typed, versioned file format: measured or emulated here, predicted, or published by others.
 
 A record is a JSON file that says everything needed to read it later. Its requirements:
 
@@ -28,11 +28,15 @@ __all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Record", "Result", "Run", "hard
            "write_atomically"]  # fmt: skip
 
 FORMAT = "torchgpipe-reproduce"
-VERSION = 2
+VERSION = 3
 FREED_MEMORY = "freed_memory"
 """The setting that says whether a run on a CPU kept what tensors let go of (`reproduce.machine.allocator`)."""
 
-Status = Literal["measured", "published", "predicted", "out of memory", "needs devices", "failed", "not run"]
+Status = Literal[
+    "measured", "emulated", "published", "predicted", "out of memory", "needs devices", "failed", "not run"
+]
+SUCCESS = ("measured", "emulated", "published", "predicted")
+"""The statuses of rows that have numbers."""
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -45,12 +49,17 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     device: str | None = None  # 'cpu', 'cuda' or 'meta'
     config: dict[str, Json] = {}
     over: str | None = None  # the row that its speed-up is taken over
-    over_published: str | None = None  # the row that works most like the one the published speed-up is over
     published: str | None = None  # the published row that it reproduces
     reason: str | None = None  # of a status that is not a success
     hardware: str | None = None  # the name of the hardware description that a prediction was made with
+    emulated: bool = False  # whether one device played all of the row's (reproduce/run/emulation.py), or failed to
     values: dict[str, Json] = {}
     samples: dict[str, list[int | float]] = {}
+
+    @property
+    def key(self) -> tuple[str | bool | None, ...]:
+        """Give what tells a row of a record from all others."""
+        return (self.experiment, self.scale, self.device, self.row, self.emulated, self.hardware)
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -76,7 +85,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     name: str
     title: str
-    kind: Literal["measured", "published", "predicted"]
+    kind: Literal["measured", "published", "predicted"]  # one that a run wrote is "measured", emulated rows or not
     unit: dict[str, str]
     results: list[Result]
     scale: str | None = None
@@ -132,12 +141,14 @@ def save(record: Record, path: Path) -> None:
 
 def _check(record: Record, where: str) -> None:
     """Refuse what the types let pass and no reader could make sense of."""
-    seen: dict[tuple[str | None, ...], int] = {}
+    seen: dict[tuple[str | bool | None, ...], int] = {}
     for i, result in enumerate(record.results):
         here = f"{where}: results[{i}]"
-        first = seen.setdefault((result.experiment, result.scale, result.device, result.row, result.hardware), i)
+        first = seen.setdefault(result.key, i)
         if first != i:
             raise Error(f"{here}: {result.row!r} of {result.experiment} is in results[{first}] already")
+        if result.status == ("measured" if result.emulated else "emulated"):
+            raise Error(f"{here}.emulated: is {result.emulated}, and its status is {result.status!r}")
         if result.status == "predicted" and hardware_name(record, result) is None:
             raise Error(f"{here}.hardware: missing; a prediction names the hardware description it was made with")
         steps, rounds = result.samples.get("step_time"), result.samples.get("round")

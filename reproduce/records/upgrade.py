@@ -1,7 +1,8 @@
 """Turn the contents of a record's file from one version of the format into the next.
 
 Version 2 (2026) moved the driver's version from each GPU to the run's other versions, renamed a GPU's `max_clock`
-to `clock`, beside which there are `memory_clock` and `link` now, and gave results `hardware`.
+to `clock`, beside which there are `memory_clock` and `link` now, and gave results `hardware`. Version 3 (2026) has
+emulated results, and no `over_published` any more.
 """
 
 from __future__ import annotations
@@ -44,4 +45,11 @@ def _gpu_from_1(gpu: Json) -> Json:
     return {"clock" if name == "max_clock" else name: item for name, item in gpu.items() if name != "driver"}
 
 
-UPGRADES: dict[int, Callable[[dict[str, Json]], dict[str, Json]]] = {1: _from_1}
+def _from_2(data: dict[str, Json]) -> dict[str, Json]:
+    for result in data.get("results") or ():
+        if isinstance(result, dict):
+            result.pop("over_published", None)
+    return data
+
+
+UPGRADES: dict[int, Callable[[dict[str, Json]], dict[str, Json]]] = {1: _from_1, 2: _from_2}

@@ -17,7 +17,7 @@ KINDS = {"peak_reserved": "reserved", "peak_allocated": "allocated"}
 PARTS = {"model_memory": "model", "peak_activation_memory": "activations", "memory": "all devices"}
 PALETTE = {
     **{f"device {i}": color for i, color in enumerate(DEVICES * 16)},
-    **dict(zip(PARTS.values(), SERIES[3:], strict=False)),
+    **dict(zip(PARTS.values(), SERIES[4:], strict=False)),
 }
 ABLATED = {
     "throughput": "throughput over the first row's",

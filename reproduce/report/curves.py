@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from reproduce.report.figure import FAINT, SERIES, new_figure, styled, svg
 from reproduce.report.subjects import Source, Subject
 
-COLORS = {"published": SERIES[0], "predicted": SERIES[1], "measured": SERIES[2]}
-LOOKS = {"published": "-o", "predicted": "--s", "measured": "-D"}
+COLORS = {"published": SERIES[0], "predicted": SERIES[1], "emulated": SERIES[3], "measured": SERIES[2]}
+LOOKS = {"published": "-o", "predicted": "--s", "emulated": "-.^", "measured": "-D"}
 Place = tuple[int, int]  # n, m
 Curves = Mapping[Source, Mapping[Place, float]]
 

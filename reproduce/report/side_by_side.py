@@ -1,4 +1,4 @@
-"""Lay published, predicted and measured numbers side by side: a line for each published row, columns by metric."""
+"""Lay the numbers of all sources side by side: a line for each published row, columns by metric."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.match import CHOSEN, differing
 from reproduce.numbers.metrics import BYTES, Reading, outcome
 from reproduce.numbers.sources import Entry
-from reproduce.report.subjects import Source, Subject
+from reproduce.records.record import SUCCESS
+from reproduce.report.subjects import RUN, Source, Subject
 from reproduce.tables.text import number, ratio, reading_text, with_quartiles
 
 METRICS = {  # metric -> what stands above its columns
@@ -56,7 +57,7 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
     if entry is None:
         return "-"
     if reading is None:
-        return "-" if entry.result.status in ("measured", "published", "predicted") else outcome(entry.result)
+        return "-" if entry.result.status in SUCCESS else outcome(entry.result)
     if metric == "utilization":
         return f"{reading.middle:.0%}"
     if metric == "top1_error":
@@ -77,7 +78,7 @@ def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
             "Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what the caching allocator "
             "holds, which is what the papers publish. The two are not to be compared."
         )
-    for source in (source for source in subject.sources if source.kind == "measured"):
+    for source in (source for source in subject.sources if source.kind in RUN):
         both = [(subject.find(subject.sources[0], row), subject.find(source, row)) for row in subject.rows]
         pairs = [(theirs, ours) for theirs, ours in both if theirs and ours and theirs.result is not ours.result]
         fields = dict.fromkeys(name for pair in pairs for name in differing(*pair) if name not in CHOSEN)

@@ -1,7 +1,7 @@
-"""Gather what the report shows: for each experiment its published, predicted and measured numbers, by source.
+"""Gather what the report shows: for each experiment its published, predicted, emulated and measured numbers, by source.
 
-A measured source is one run of the experiment at one scale on one kind of device: of several the one that measured
-most rows, and of those the newest, so that rows which are compared ran side by side.
+A measured or emulated source is one run of the experiment at one scale on one kind of device: of several the one that
+ran most rows, and of those the newest, so that rows which are compared ran side by side.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.metrics import Reading, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.decode import Json
-from reproduce.records.record import Record, Result, hardware_name, load
+from reproduce.records.record import SUCCESS, Record, Result, hardware_name, load
 
 FOLDERS = ("paper", "predicted", "measured")
-CONTROLS = ("naive", "checkpoint-only")  # not what a published pipeline is first compared with
+RUN = ("emulated", "measured")  # the kinds of source whose tasks were run
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """Hold the rows of an experiment that one record says something of; `label` tells it from other sources."""
 
-    kind: Literal["published", "predicted", "measured"]
+    kind: Literal["published", "predicted", "emulated", "measured"]
     label: str
     record: Record
     results: list[Result]
 
     @property
-    def measured(self) -> int:
-        """Count the rows that were measured."""
-        return sum(result.status == "measured" for result in self.results)
+    def finished(self) -> int:
+        """Count the rows that have numbers."""
+        return sum(result.status in SUCCESS for result in self.results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,6 @@ class Subject:
         """Return what is, or reproduces, the row of that name in a source."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
         rows = [result for result in source.results if result.row == row or (link and result.published == link)]
-        rows.sort(key=lambda result: result.config.get("configuration") in CONTROLS)
         return Entry(source.record, rows[0]) if rows else None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
@@ -86,7 +85,7 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
     names = dict.fromkeys([*EXPERIMENTS, *(result.experiment for record in others for result in record.results)])
     subjects = []
     for name in names:
-        known, sources = EXPERIMENTS.get(name), [*_predicted(name, others), *_measured(name, others)]
+        known, sources = EXPERIMENTS.get(name), [*_predicted(name, others), *_run(name, others)]
         links = [result.published for source in sources for result in source.results if result.published]
         table = known.table if known else links[0].rpartition("/")[0] if links else ""
         sources[:0] = [papers[table]] if table in papers else []
@@ -106,19 +105,20 @@ def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
             yield Source("predicted", f"predicted ({', '.join(names)})", record, results)
 
 
-def _measured(experiment: str, records: Sequence[Record]) -> list[Source]:
-    best: dict[tuple[str | None, str | None], Source] = {}
+def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
+    best: dict[tuple[str | bool | None, ...], Source] = {}
     runs = [record for record in records if record.kind == "measured"]
     for record in sorted(runs, key=lambda record: record.run.started if record.run else ""):
-        groups: dict[tuple[str | None, str | None], list[Result]] = {}
+        groups: dict[tuple[str | None, str | None, bool], list[Result]] = {}
         for result in record.results:
             if result.experiment == experiment:
-                groups.setdefault((result.scale, result.device), []).append(result)
-        for (scale, device), results in groups.items():
-            verb = "counted" if device == "meta" else "measured"
+                groups.setdefault((result.scale, result.device, result.emulated), []).append(result)
+        for (scale, device, emulated), results in groups.items():
+            kind: Literal["emulated", "measured"] = "emulated" if emulated else "measured"
+            verb = "counted" if device == "meta" else kind
             where = ", ".join(filter(None, [scale, device.upper() if device and device != "meta" else None]))
-            source = Source("measured", f"{verb} ({where})" if where else verb, record, results)
-            other = best.setdefault((scale, device), source)
-            if source.measured >= other.measured:
-                best[scale, device] = source
-    return [source for source in best.values() if source.measured]
+            source = Source(kind, f"{verb} ({where})" if where else verb, record, results)
+            other = best.setdefault((scale, device, emulated), source)
+            if source.finished >= other.finished:
+                best[scale, device, emulated] = source
+    return [source for source in best.values() if source.finished]

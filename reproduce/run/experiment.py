@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from reproduce.records.record import SUCCESS
 from reproduce.run.accuracy.run import plan_accuracy, run_accuracy
 from reproduce.run.failure import explain
 from reproduce.run.memory import measure_memory, plan_memory, run_memory
@@ -16,30 +19,40 @@ def plan(session: Session) -> None:
     WAYS[session.experiment.measures][0](session)
 
 
-def run_experiment(session: Session) -> None:
-    """Run every row; whatever becomes of one, the others go on."""
+def run_experiment(session: Session) -> Iterator[str]:
+    """Run every row, whatever becomes of others; yield the name of each group that is done, which has its tables."""
     with session.devices.in_use():
-        WAYS[session.experiment.measures][1](session)
-    for row in session.scale.rows:
-        session.progress.drop(session.job(row))
+        yield from WAYS[session.experiment.measures][1](session)
 
 
-def run_ablation(session: Session) -> None:
+def _memory(session: Session) -> Iterator[str]:
+    run_memory(session)
+    yield ""
+
+
+def _accuracy(session: Session) -> Iterator[str]:
+    run_accuracy(session)
+    yield ""
+
+
+def _ablation(session: Session) -> Iterator[str]:
     """Time every row as a speed experiment does, then measure each one's peak memory; one without says why."""
-    run_speed(session)
-    for row in session.scale.rows:
-        if session.recorded(row).status == "measured":
+    for _ in run_speed(session):
+        for row in session.scale.rows:
+            kinds = [kind for kind in (False, True) if session.recorded(row, emulated=kind).status in SUCCESS]
             try:
-                _, values = measure_memory(session, row, MEMORY_STEPS)
+                values = measure_memory(session, row, MEMORY_STEPS)[1] if kinds else {}
             except Exception as error:
                 values = {"memory_problem": explain(error).reason}
-            session.add_values(row, values)
+            for kind in kinds:
+                session.add_values(row, values, emulated=kind)
             session.progress.stop()
+        yield ""
 
 
 WAYS = {  # what is measured -> how to plan, how to run
     "speed": (plan_speed, run_speed),
-    "memory": (plan_memory, run_memory),
-    "ablation": (plan_speed, run_ablation),
-    "accuracy": (plan_accuracy, run_accuracy),
+    "memory": (plan_memory, _memory),
+    "ablation": (plan_speed, _ablation),
+    "accuracy": (plan_accuracy, _accuracy),
 }

@@ -1,7 +1,8 @@
 """Measure a training step's peak memory on each device.
 
 On CUDA PyTorch's caching allocator counts: bytes allocated to tensors, and bytes reserved from the device. On a
-CPU nothing counts, so the bytes of all tensors alive are counted by `LiveBytes`.
+CPU nothing counts, and on one GPU that plays several nothing tells them apart. There the bytes of all tensors alive are
+counted by `LiveBytes`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def measure_peak(
             before(step)
             training.step()
 
-    return _measure_cuda(training, devices, run) if devices.kind == "cuda" else _measure_live(training, run)
+    alone = devices.kind == "cuda" and len(set(training.devices)) == len(training.devices)
+    return _measure_cuda(training, devices, run) if alone else _measure_live(training, run)
 
 
 def _measure_cuda(training: Training, devices: Devices, run: Callable[[], None]) -> Peak:

@@ -34,7 +34,8 @@ class Progress:
         self.clock = clock
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
-        self.deadlines: dict[str, float] = {}  # by the jobs' prefix: when they end at the latest
+        self.limits: dict[str, float] = {}  # by the jobs' prefix: the seconds that they take at most
+        self.deadlines: dict[str, float] = {}  # of those that have begun: when they end at the latest
         self.terminal = self.stream.isatty()
         self.shown_at: float | None = None
         self.width = 0
@@ -53,8 +54,13 @@ class Progress:
             self.jobs[job].left = max(0, self.jobs[job].left - steps)
 
     def limit(self, prefix: str, seconds: float) -> None:
-        """Expect all jobs whose name starts with `prefix` to end within so many seconds from now."""
-        self.deadlines[prefix] = self.clock() + seconds
+        """Expect all jobs whose name starts with `prefix` to end so many seconds after they `begin`."""
+        self.limits[prefix] = seconds
+
+    def begin(self, prefix: str) -> None:
+        """Say that the time of the jobs whose name starts with `prefix` begins now, where it has a limit."""
+        if prefix in self.limits:
+            self.deadlines[prefix] = self.clock() + self.limits[prefix]
 
     def start(self, job: str, text: str) -> None:
         """Say that a step of a job starts now; it ends when the next one starts."""
@@ -79,15 +85,13 @@ class Progress:
         if not done:
             return None
         worth = sum(statistics.median(job.seconds) for job in done) / sum(job.guess for job in done)
-        groups = dict.fromkeys((*self.deadlines, ""), 0.0)
+        groups = dict.fromkeys((*self.limits, ""), 0.0)
         for name, job in self.jobs.items():
-            group = next((prefix for prefix in self.deadlines if name.startswith(prefix)), "")
+            group = next((prefix for prefix in self.limits if name.startswith(prefix)), "")
             groups[group] += job.left * (statistics.median(job.seconds) if job.seconds else job.guess * worth)
         now = self.clock()
-        return sum(
-            min(seconds, max(0.0, self.deadlines[group] - now)) if group else seconds
-            for group, seconds in groups.items()
-        )
+        ends = {group: max(0.0, self.deadlines[group] - now) for group in self.deadlines}
+        return sum(min(seconds, ends.get(group, self.limits.get(group, seconds))) for group, seconds in groups.items())
 
     def show(self, text: str) -> None:
         """Show a status line in place of the last one; where the output is no terminal, only now and then."""

@@ -24,7 +24,7 @@ class Recorder:
     def __init__(self, path: Path, record: Record) -> None:
         self.path = path
         self.empty = record
-        self.results: dict[tuple[str, str | None, str | None, str], Result] = {}
+        self.results: dict[tuple[str | bool | None, ...], Result] = {}
 
     @property
     def record(self) -> Record:
@@ -33,7 +33,7 @@ class Recorder:
 
     def put(self, result: Result) -> None:
         """Add a result, or replace the one of the same row."""
-        self.results[result.experiment, result.scale, result.device, result.row] = result
+        self.results[result.key] = result
 
     def save(self) -> None:
         """Write the file."""

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from reproduce.experiments import Experiment, Row, Scale
-from reproduce.machine.devices import Devices
+from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.records.decode import Json
 from reproduce.records.record import Result
 from reproduce.run.accuracy.needs import AccuracyNeeds
 from reproduce.run.failure import Failure
+from reproduce.run.links import Link
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer, FakeData, Training
+from torchgpipe.plan.hardware import Hardware, load_hardware
 from torchgpipe.plan.replay import Timeline
 
 UNITS = {
-    "step_time": "s",
+    "step_time": "s; of an emulated row replayed over the times of its tasks",
+    "copy_time": "s by which copies lengthen the emulated step",
+    "work_time": "s that running the tasks of an emulated step took: on a CPU its thread's CPU time",
+    "wall_time": "s that running the tasks of an emulated step took on the clock",
+    "executed": "micro-batches of an emulated step that were run; the rest take as long as these",
     "loss": "1",
     "round": "number of the round, from 0; steps of one round ran next to each other",
     "parameters": "count",
@@ -49,9 +55,10 @@ UNITS = {
 class Session:
     """Run `experiment` at `scale`: every row ends in a result of `recorder`, and `progress` shows each step.
 
-    `steps` replaces the number of timed steps, and the time limit, of speed experiments. `check` is called between
-    steps, and raises where the run is to end. `trace` is given experiment, row and timeline of one more step of every
-    speed row. Experiments on accuracy need `accuracy`.
+    `steps` replaces the number of timed steps, and the time limit, of speed experiments. Rows of up to `emulate`
+    devices are emulated, with copies as on `hardware` where it is given; `rounds` counts the rounds that were run.
+    `check` is called between steps, and raises where the run is to end. `trace` is given experiment, row and timeline
+    of a step of every speed row. Experiments on accuracy need `accuracy`.
     """
 
     experiment: Experiment
@@ -62,23 +69,44 @@ class Session:
     balancer: Balancer
     seed: int
     steps: int | None = None
+    emulate: int = MOST_DEVICES
+    hardware: Hardware | None = None
+    rounds: int = 0
     check: Callable[[], None] = lambda: None
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None
+    links: dict[str | None, Link] = field(default_factory=dict)
 
     def fitting(self) -> list[Row]:
-        """Return the rows for which there are devices."""
-        return [row for row in self.scale.rows if row.devices <= self.devices.count]
+        """Return the rows that can be run where no clock is involved: a device may hold several partitions."""
+        many = self.devices.kind != "cuda"  # a CPU device is some threads, and meta devices are nothing
+        return [row for row in self.scale.rows if many or row.partitions or row.devices <= self.devices.count]
 
     def runnable(self) -> list[Row]:
-        """Return the rows for which there are devices, and record what the others need."""
+        """Return the rows that fit, and record what the others need."""
         fitting = self.fitting()
         for row in self.scale.rows:
-            if row in fitting:
-                self.put(row, status="not run")
-            else:
-                self.put(row, status="needs devices", reason=f"needs {row.devices} devices")
+            self.put(row, **({"status": "not run"} if row in fitting else self.lacks(row)))
         return fitting
+
+    def lacks(self, row: Row) -> dict[str, Any]:
+        """Return what to record of a row for which there are too few devices."""
+        return {"status": "needs devices", "reason": f"needs {row.devices} devices"}
+
+    def emulates(self, row: Row) -> bool:
+        """Say whether the row is to be emulated."""
+        return row.devices <= self.emulate
+
+    def link(self, row: Row) -> Link | None:
+        """Return what says how long the row's copies take in an emulation; None where nothing is copied."""
+        name = row.link if self.hardware is None else self.hardware.name
+        if row.devices == 1 or (self.hardware is None and name is None):
+            return None
+        if name not in self.links:
+            papers = {paper.name: paper for paper in self.experiment.scale("paper").rows}
+            hardware = self.hardware or load_hardware(str(name))
+            self.links[name] = Link(hardware, papers if self.scale.name != "paper" else None)
+        return self.links[name]
 
     def job(self, row: Row) -> str:
         """Name the row's steps to the progress display."""
@@ -94,23 +122,23 @@ class Session:
         self.start(f"building {row.name}")
         return Training(row, self.devices, data, self.balancer, self.seed)
 
-    def result(self, row: Row) -> Result:
+    def result(self, row: Row, *, emulated: bool = False) -> Result:
         """Return an empty result for `row`."""
         return Result(
             experiment=self.experiment.name,
             row=row.name,
-            status="measured",
+            status="emulated" if emulated else "measured",
+            emulated=emulated,
             scale=self.scale.name,
             device=self.devices.kind,
             config=row.config(),
             over=row.over,
-            over_published=row.over_published,
             published=None if row.published is None else f"{self.experiment.table}/{row.published}",
         )
 
-    def put(self, row: Row, **changes: Any) -> None:
+    def put(self, row: Row, *, emulated: bool = False, **changes: Any) -> None:
         """Record the row's result with these fields, and write the record."""
-        self.recorder.put(replace(self.result(row), **changes))
+        self.recorder.put(replace(self.result(row, emulated=emulated), **changes))
         self.recorder.save()
 
     def put_failure(self, row: Row, failure: Failure) -> None:
@@ -118,13 +146,14 @@ class Session:
         self.put(row, status=failure.status, reason=failure.reason)
         self.progress.drop(self.job(row))
 
-    def recorded(self, row: Row) -> Result:
-        """Return what is recorded of the row."""
-        return self.recorder.results[self.experiment.name, self.scale.name, self.devices.kind, row.name]
+    def recorded(self, row: Row, *, emulated: bool = False) -> Result:
+        """Return what is recorded of the row: that it was not run, where nothing is."""
+        empty = self.result(row, emulated=emulated)
+        return self.recorder.results.get(empty.key, replace(empty, status="not run"))
 
-    def add_values(self, row: Row, values: dict[str, Json]) -> None:
+    def add_values(self, row: Row, values: dict[str, Json], *, emulated: bool = False) -> None:
         """Add values to a row's result, and write the record."""
-        result = self.recorded(row)
+        result = self.recorded(row, emulated=emulated)
         self.recorder.put(replace(result, values={**result.values, **values}))
         self.recorder.save()
 

@@ -1,7 +1,8 @@
-"""Run a speed experiment: time the steps of all rows in turn, so that a machine's drift hits all rows alike.
+"""Run a speed experiment: measure the rows that there are devices for, and emulate all.
 
-A round is one step of every row, in an order drawn anew for each round. A step is timed from a moment when every
-device is idle to the next such moment, and every time is kept: rows are compared within rounds.
+A round is one step of every row of a group, measured and emulated, in an order drawn anew for each round, so that a
+machine's drift hits all alike. A measured step is timed from a moment when every device is idle to the next such
+moment. Every time is kept: rows are compared within rounds.
 """
 
 from __future__ import annotations
@@ -9,131 +10,245 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from reproduce.experiments import Row
+from msgspec import structs
+
+from reproduce.experiments import PUBLISHED_BALANCE, Row
 from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
+from reproduce.run.emulation import Emulation, executed, memory_needed
 from reproduce.run.failure import Failure, explain
+from reproduce.run.progress import duration
 from reproduce.run.session import Session
 from reproduce.run.timeline import watch_step
 from reproduce.run.training import FakeData, Training
 from reproduce.run.utilization import ask_driver
 from torchgpipe.plan.replay import Timeline
 
+LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Name what is to be run again and again: a row, measured or emulated."""
+
+    row: Row
+    emulated: bool
+
+    def __str__(self) -> str:
+        return f"{self.row.name}, {'emulated' if self.emulated else 'measured'}"
+
+    @property
+    def work(self) -> float:
+        """Guess the cost of a step, as rows do."""
+        return executed(self.row).work() if self.emulated else self.row.work() / self.row.devices
+
 
 def plan_speed(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
-    for row in session.fitting():
-        steps = max(session.scale.warmup, row.skipped_steps) + (session.steps or session.scale.steps)
-        session.progress.plan(session.job(row), steps, row.work())
+    for group, tasks in _groups(session).items():
+        for task in tasks:
+            session.progress.plan(_job(session, task), _warmup(session, task) + _rounds(session), task.work)
+        if (limit := _limit(session, group)) is not None:
+            session.progress.limit(f"{session.experiment.name} {group} ", limit)
 
 
-def run_speed(session: Session) -> None:
-    """Time every row; one that did not fit beside the others is timed alone afterwards."""
-    rows = session.runnable()
-    without_memory = _time_rows(session, rows)
-    for row in without_memory if len(rows) > 1 else []:
-        session.free()
-        _time_rows(session, [row], paired=False)
+def run_speed(session: Session) -> Iterator[str]:
+    """Run one group of rows after another, and yield its name when it is done.
+
+    A row that did not fit beside the others is run alone afterwards.
+    """
+    for row in session.scale.rows:
+        if not session.emulates(row):
+            lacks = {} if row.devices <= session.devices.count else session.lacks(row)
+            session.put(row, **(lacks or {"status": "not run"}))
+    for group, tasks in _groups(session).items():
+        for task in tasks:
+            session.put(task.row, emulated=task.emulated, status="not run")
+        without_memory = _time_rows(session, group, tasks)
+        for task in without_memory if len(tasks) > 1 else []:
+            session.free()
+            _time_rows(session, group, [task], paired=False)
+        yield group
 
 
-def _time_rows(session: Session, rows: Sequence[Row], *, paired: bool = True) -> list[Row]:
-    """Time rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
-    timing = _Timing(session, rows, paired)
-    for row in rows:
-        timing.add(row)
+def _groups(session: Session) -> dict[str, list[Task]]:
+    """Return what is to be run, by the groups of rows that are compared with each other."""
+    groups: dict[str, list[Task]] = {}
+    for row in session.scale.rows:
+        tasks = groups.setdefault(row.group, [])
+        if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
+            tasks.append(Task(row, emulated=False))
+        if session.emulates(row):
+            tasks.append(Task(row, emulated=True))
+    return {group: tasks for group, tasks in groups.items() if tasks}
+
+
+def _limit(session: Session, group: str) -> float | None:
+    """Return the seconds that the group's rounds may take: its share of the scale's time, by the work that it is."""
+    if session.steps is not None or session.scale.seconds is None:
+        return None
+    works = {name: sum(task.work for task in tasks) for name, tasks in _groups(session).items()}
+    return session.scale.seconds * works[group] / sum(works.values())
+
+
+def _rounds(session: Session) -> int:
+    return session.steps or session.scale.steps
+
+
+def _warmup(session: Session, task: Task) -> int:
+    return session.scale.warmup if task.emulated else max(session.scale.warmup, task.row.skipped_steps)
+
+
+def _job(session: Session, task: Task) -> str:
+    return f"{session.experiment.name} {task.row.group} {task}"
+
+
+def _time_rows(session: Session, group: str, tasks: Sequence[Task], *, paired: bool = True) -> list[Task]:
+    """Run rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
+    timing = _Timing(session, group, tasks, paired)
+    for task in sorted(tasks, key=lambda task: not task.emulated):  # these tell how long the others will take
+        timing.add(task)
     timing.run()
     timing.watch()
     return timing.without_memory
 
 
 class _Timing:
-    """Time rows in turn, and record every step after each round.
+    """Run rows in turn, and record every step after each round.
 
     Steps that are not `paired` belong to no round: nothing else ran next to them.
     """
 
-    def __init__(self, session: Session, rows: Sequence[Row], paired: bool) -> None:
-        self.session, self.scale = session, session.scale
+    def __init__(self, session: Session, group: str, tasks: Sequence[Task], paired: bool) -> None:
+        self.session, self.group, self.paired = session, group, paired
+        rows = [executed(task.row) if task.emulated else task.row for task in tasks]
         self.data = FakeData(rows, session.seed)
-        self.series = ("step_time", "loss", "round") if paired else ("step_time", "loss")
-        self.trainings: dict[str, Training] = {}
-        self.taken: dict[str, list[tuple[float, float, int]]] = {}  # of each row: seconds, loss, round
-        self.without_memory: list[Row] = []
+        self.running: dict[Task, Training | Emulation] = {}
+        self.taken: dict[Task, list[dict[str, float]]] = {}
+        self.timelines: dict[str, Timeline] = {}  # of emulated rows, by name: the last step's
+        self.without_memory: list[Task] = []
 
-    def add(self, row: Row) -> None:
+    def add(self, task: Task) -> None:
         """Build a row and run its first steps, which are slower than the rest."""
+        session, row = self.session, task.row
+        if not task.emulated and (reason := self.too_long(row)):
+            session.put(row, status="not run", reason=reason)
+            session.progress.drop(_job(session, task))
+            return
         try:
-            training = self.session.build(row, self.data)
-            for _ in range(max(self.scale.warmup, row.skipped_steps)):
-                self.start("warming up", row)
-                time_step(training, self.session.devices)
+            session.start(f"building {task}")
+            made = self.make(task)
+            for _ in range(_warmup(session, task)):
+                self.start("warming up", task)
+                self.step_of(task, made)
         except Exception as error:
-            self.fail(row, explain(error))
+            self.fail(task, explain(error))
         else:
-            self.trainings[row.name], self.taken[row.name] = training, []
+            self.running[task], self.taken[task] = made, []
         finally:
-            self.session.progress.stop()
+            session.progress.stop()
+
+    def make(self, task: Task) -> Training | Emulation:
+        """Make a row ready to run."""
+        session = self.session
+        shared = task.row, session.devices, self.data, session.balancer, session.seed
+        return Emulation(*shared, session.link(task.row)) if task.emulated else Training(*shared)
+
+    def too_long(self, row: Row) -> str | None:
+        """Say why a row is not measured that was emulated: it would take much of its group's time."""
+        limit, timeline = _limit(self.session, self.group), self.timelines.get(row.name)
+        if limit is None or timeline is None:
+            return None
+        step = timeline.seconds
+        whole = step * (self.session.scale.least_steps + self.session.scale.warmup)
+        if whole <= LARGEST_SHARE * limit:
+            return None
+        return f"not measured: a step takes about {duration(step)} min (--steps K does measure it)"
 
     def run(self) -> None:
-        """Time all rows, round after round, until the scale's time is over where it has a limit."""
-        rounds, limit = self.session.steps or self.scale.steps, math.inf
-        if self.session.steps is None and self.scale.seconds is not None:
-            limit = self.scale.seconds
-            self.session.progress.limit(f"{self.session.experiment.name} ", limit)
-        started, order = time.monotonic(), random.Random(self.session.seed)
+        """Run all rows, round after round, until the group's time is over where it has a limit."""
+        session, rounds = self.session, _rounds(self.session)
+        limit = _limit(session, self.group)
+        session.progress.begin(f"{session.experiment.name} {self.group} ")
+        started, order = time.monotonic(), random.Random(session.seed)
         try:
             for done in range(rounds):
-                for name in order.sample(list(self.trainings), len(self.trainings)):
-                    self.step(name, done, rounds)
+                for task in order.sample(list(self.running), len(self.running)):
+                    self.step(task, done, rounds)
+                session.rounds += 1
                 self.put_all()
-                if done + 1 >= self.scale.least_steps and time.monotonic() - started > limit:
+                if done + 1 >= session.scale.least_steps and time.monotonic() - started > (limit or math.inf):
                     break
         finally:
             self.put_all()
-            self.session.progress.stop()
+            session.progress.stop()
 
-    def step(self, name: str, done: int, rounds: int) -> None:
-        """Time one step of a row; a row that fails is left out from then on."""
-        training = self.trainings[name]
-        self.start(f"round {done + 1} of {rounds},", training.row)
+    def step(self, task: Task, done: int, rounds: int) -> None:
+        """Run one step of a row; a row that fails is left out from then on."""
+        self.start(f"round {done + 1} of {rounds},", task)
         try:
-            seconds, loss = time_step(training, self.session.devices)
+            samples = self.step_of(task, self.running[task])
         except Exception as error:
-            del self.trainings[name], self.taken[name]
-            self.fail(training.row, explain(error))
+            del self.running[task], self.taken[task]
+            self.fail(task, explain(error))
         else:
-            self.taken[name].append((seconds, loss, done))
+            self.taken[task].append({**samples, **({"round": self.session.rounds} if self.paired else {})})
+
+    def step_of(self, task: Task, made: Training | Emulation) -> dict[str, float]:
+        """Run one step and return what is kept of it."""
+        if isinstance(made, Training):
+            seconds, loss = time_step(made, self.session.devices)
+            return {"step_time": seconds, "loss": loss}
+        emulated = made.step()
+        self.timelines[task.row.name] = emulated.timeline
+        return emulated.samples
 
     def watch(self) -> None:
-        """Run every row for one more step or a few, which are not timed, to see how busy each device is."""
-        for training in self.trainings.values():
-            self.start("watching", training.row)
-            values, timeline = watch(training, self.session.devices)
-            self.session.add_values(training.row, values)
+        """See how busy each device is: of a measured row in one more step or a few, which are not timed."""
+        for task, made in self.running.items():
+            timeline: Timeline | None
+            if isinstance(made, Training):
+                self.start("watching", task)
+                values, timeline = watch(made, self.session.devices)
+            else:
+                timeline = self.timelines[task.row.name]
+                values = {"executed": made.training.row.micro_batches or 1, **busy(timeline)}
+            self.session.add_values(task.row, values, emulated=task.emulated)
             if timeline is not None and self.session.trace is not None:
-                self.session.trace(self.session.experiment.name, training.row.name, timeline)
+                name = f"{task.row.name} emulated" if task.emulated else task.row.name
+                self.session.trace(self.session.experiment.name, name, timeline)
         self.session.progress.stop()
 
-    def start(self, what: str, row: Row) -> None:
+    def start(self, what: str, task: Task) -> None:
         """Show that a step starts."""
-        self.session.start(f"{what} {row.name}", self.session.job(row))
+        self.session.start(f"{what} {task}", _job(self.session, task))
 
-    def fail(self, row: Row, failure: Failure) -> None:
+    def fail(self, task: Task, failure: Failure) -> None:
         """Record a row's failure, and remember it where more room might help."""
-        self.session.put_failure(row, failure)
+        reason = failure.reason
         if failure.status == "out of memory":
-            self.without_memory.append(row)
+            self.without_memory.append(task)
+            if task.emulated:
+                reason = f"out of memory: {memory_needed(task.row)}"
+        self.session.put(task.row, emulated=task.emulated, status=failure.status, reason=reason)
+        self.session.progress.drop(_job(self.session, task))
 
     def put_all(self) -> None:
         """Record the steps so far. A loss that is no number is none that JSON could hold."""
-        for name, steps in self.taken.items():
+        for task, steps in self.taken.items():
             if steps:
-                samples = dict(zip(self.series, map(list, zip(*steps, strict=True)), strict=False))
+                samples = {name: [step[name] for step in steps] for name in steps[0]}
                 if not all(map(math.isfinite, samples["loss"])):
                     del samples["loss"]
-                self.session.put(self.trainings[name].row, samples=samples)
+                row = self.running[task].row
+                result = self.session.result(row, emulated=task.emulated)
+                if task.emulated and (link := self.session.link(row)) is not None:
+                    result = structs.replace(result, config={**result.config, "link": link.hardware.name})
+                self.session.recorder.put(structs.replace(result, samples=samples))
+        self.session.recorder.save()
 
 
 def time_step(training: Training, devices: Devices) -> tuple[float, float]:
@@ -153,16 +268,20 @@ def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], Timeli
         training.step()
         devices.synchronize()
 
-    values: dict[str, Json] = {}
     timeline = None
     try:
         timeline = watch_step(training, devices)
+        values = busy(timeline)
         if devices.kind == "cuda":
             values["utilization"] = ask_driver(training.devices, step)
-        else:
-            values["utilization"] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
     except Exception as error:
-        values["utilization_problem"] = explain(error).reason
-    if timeline is not None:
-        values["bubble"] = timeline.bubble
+        values = {"utilization_problem": explain(error).reason}
+        if timeline is not None:
+            values["bubble"] = timeline.bubble
     return values, timeline
+
+
+def busy(timeline: Timeline) -> dict[str, Json]:
+    """Return the share of the step in which each device worked, and the bubble."""
+    shares: list[Json] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
+    return {"utilization": shares, "bubble": timeline.bubble}

@@ -16,6 +16,7 @@ from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
+from torchgpipe.engines import EngineName
 from torchgpipe.observe import Observer, observed
 
 PROFILE_SECONDS = 1.0  # for each balance
@@ -84,7 +85,7 @@ class Balancer:
         return replace(row, balance=self.known[key])
 
 
-def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device]) -> nn.Module:
+def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto") -> nn.Module:
     """Make the row's pipeline of a model; a row without a pipeline has its model on the first device."""
     if row.partitions is None:
         return model.to(devices[0])
@@ -95,6 +96,7 @@ def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device]) -> n
         chunks=row.chunks or 1,
         checkpoint=row.checkpoint or "never",
         deferred_batch_norm=row.deferred_batch_norm,
+        engine=engine,
         dependency="dependency" in row.components,
         copy_streams="streams" in row.components,
         portals="portals" in row.components,
@@ -112,8 +114,12 @@ def make_optimizer(row: Row, model: nn.Module, **options: float) -> torch.optim.
 class Training:
     """Train one row's model, a step at a time. Between steps only parameters and optimizer state stay alive."""
 
-    def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int) -> None:
+    def __init__(
+        self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, *, emulated: bool = False
+    ) -> None:
         """Build everything; `self.row` has the balance that is used.
+
+        `emulated`: all partitions are on the first device, and one thread issues their tasks one after another.
 
         Raises:
             whatever the model, the balancer or the devices raise, out of memory included.
@@ -122,9 +128,9 @@ class Training:
         with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
             model = row.build()
         self.row = balancer.balanced(row, model, data)
-        self.devices = devices.first(row.devices)
+        self.devices = devices.first(1) * row.devices if emulated else devices.first(row.devices)
         self.observer: Observer | None = None
-        self.model = on_devices(self.row, model, self.devices)
+        self.model = on_devices(self.row, model, self.devices, "graph" if emulated else "auto")
         self.partitions = list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
         self.input = data.input(row, self.devices[0])
         self.target = data.target(row, self.devices[-1])
@@ -143,12 +149,22 @@ class Training:
 
     def step(self) -> Tensor:
         """Do one whole training step on the mini-batch and return its loss, still on its device."""
+        loss = self.forward_and_backward()
+        update(self.optimizer)
+        return loss
+
+    def forward_and_backward(self) -> Tensor:
+        """Return the loss, still on its device, and leave its gradients in the parameters."""
         with observed(self.observer, "forward", 0, 0):
             output = self.model(self.input)
         loss = self.loss(output, self.target)
         del output
         with observed(self.observer, "backward", 0, 0):
             loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """Update parameters, and let go of their gradients."""
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -24,8 +24,8 @@ MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
 }
 
 
-def tables(record: Record, experiment: str | None = None) -> list[Table]:
-    """Return the tables of every experiment in the record, or of one."""
+def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
+    """Return the tables of every experiment in the record, or of one, or of one group of its rows."""
     if record.kind == "predicted":
         return predicted_tables(record, measured_rows(record.results[0].experiment))
     made: list[Table] = []
@@ -33,8 +33,11 @@ def tables(record: Record, experiment: str | None = None) -> list[Table]:
         if name in EXPERIMENTS and experiment in (None, name):
             measures = EXPERIMENTS[name].measures
             own = MAKERS[measures](EXPERIMENTS[name], [each for each in record.results if each.experiment == name])
-            busy = None if measures == "memory" else busy_note(record.run)
-            made += [replace(table, notes=[*table.notes, busy]) for table in own] if busy else own
+            own = [table for table in own if group in (None, table.group)]
+            more = (
+                [] if measures == "memory" else [note for note in (busy_note(record.run), threads_note(record)) if note]
+            )
+            made += [replace(table, notes=[*table.notes, *more]) for table in own]
     return made
 
 
@@ -43,6 +46,16 @@ def busy_note(run: Run | None) -> str | None:
     if run is None or run.device != "cpu" or run.load is None or run.load[0] <= run.machine.cores / 4:
         return None
     return f"the machine was busy: load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} before the start"
+
+
+def threads_note(record: Record) -> str | None:
+    """Say where measured and emulated devices are not alike."""
+    threads = record.run and record.run.threads_per_device
+    if record.run is None or record.run.device != "cpu" or threads in (None, 1):
+        return None
+    if not any(result.status == "emulated" for result in record.results):
+        return None
+    return f"a measured device is {threads} threads and an emulated one is one: their samples/s are not to be compared"
 
 
 def document(record: Record) -> str:

@@ -13,6 +13,7 @@ from reproduce.numbers.metrics import BYTES, Reading, better, outcome
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side
 from reproduce.records.decode import Json
+from reproduce.records.record import SUCCESS
 from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.text import reading_text
 
@@ -159,7 +160,7 @@ def _number(row: ComparedRow, side: int) -> str:
     if side not in row.line.entries:
         return "missing"
     result = row.line.entries[side].result
-    known = result.status in ("measured", "published", "predicted")
+    known = result.status in SUCCESS
     return "-" if known else outcome(result).replace(" ", "\n", 1)
 
 

@@ -33,6 +33,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = field(default_factory=tuple)
     left: int = 1  # how many columns, from the first, are words and stand on the left
+    group: str = ""  # the name of the rows' group, where an experiment has several
 
     def text(self) -> str:
         """Return the table for a terminal."""

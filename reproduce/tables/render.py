@@ -6,7 +6,7 @@ A block stands between two comments, which name what it shows, and is replaced a
     ...
     <!-- end -->
 
-- an experiment's name: the tables of its newest finished run; with "/short" behind it, a few rows of the first;
+- an experiment's name: the tables of its newest finished run; with "/short" behind it, two of them;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
 - a name such as "predicted/models": a table about predictions (prediction_docs.py).
 
@@ -23,10 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from msgspec import structs
-
 from reproduce.error import Error
-from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
 from reproduce.machine.description import ROOT
 from reproduce.records.record import FREED_MEMORY, Record, Run, load
 from reproduce.tables.all import about_run, document, tables
@@ -34,6 +32,8 @@ from reproduce.tables.prediction_docs import prediction_block
 
 FOLDERS = ("measured", "predicted")
 BENCHMARKS = ROOT / "results" / "benchmarks"
+SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
+RUN = ("measured", "emulated")
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
@@ -93,22 +93,21 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
 def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
     """Return the tables of the finished run that was started last of those that measured something of it.
 
-    The part "short" is the rows of its first table that were measured at equal batch size, without notes.
+    The part "short" is its rows like the published and those at equal batch size, without notes.
     """
     runs = {
         record.run.started: (path, record, record.run)
         for path, record in records.items()
         if record.run is not None
         and record.run.state == "finished"
-        and any(result.experiment == experiment and result.status == "measured" for result in record.results)
+        and any(result.experiment == experiment and result.status in RUN for result in record.results)
     }
     if not runs:
         return NOTHING
     path, record, run = runs[max(runs)]
     if part == "short":
-        rows = [row for row in record.results if row.status == "measured" and row.config.get("equal") == "batch"]
-        first = tables(structs.replace(record, results=rows), experiment)[0]
-        parts = [replace(first, notes=()).markdown(level=3).strip()]
+        chosen = [each for group in SHORT for each in tables(record, experiment, group)]
+        parts = [replace(each, notes=()).markdown(level=3).strip() for each in chosen]
     else:
         parts = [table.markdown(level=3) for table in tables(record, experiment)]
     devices, machine = about_run(record, run)[:2]

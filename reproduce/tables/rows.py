@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, Experiment
+from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment
 from reproduce.models import MODELS
-from reproduce.numbers.metrics import outcome, speed_up, throughput, utilization
+from reproduce.numbers.metrics import Reading, outcome, over_measured, speed_up, throughput, utilization
 from reproduce.records.decode import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
@@ -15,14 +16,24 @@ from reproduce.tables.layout import Column, Table, by_value, many, span, table
 from reproduce.tables.text import number, ratio, with_quartiles
 
 WHAT_BUSY_IS = {
-    "cpu": "busy: share of a step's time in which the device's worker was in a task",
+    "cpu": "busy: share of a step's time in which the device was in a task",
     "cuda": "busy: GPU utilization as the driver (NVML) reports it, mean over some steps",
 }
 
 
 def is_published(result: Result) -> bool:
     """Say whether a row repeats a published one, with the published model or with a smaller one."""
-    return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED)
+    return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
+
+
+def speed_text(result: Result) -> str | None:
+    """Write samples per second; None where there are none."""
+    speed = throughput(result)
+    return None if speed is None else number(speed.middle)
+
+
+def _ratio_text(reading: Reading | None) -> str | None:
+    return None if reading is None else ratio(reading.middle)
 
 
 def config(heading: str, name: str) -> Column[Result]:
@@ -44,15 +55,71 @@ def _busy(result: Result) -> str | None:
 ROW = Column[Result]("row", lambda result: result.row, left=True)
 SIZE = Column[Result]("size", lambda result: size(result.config), left=True)
 BUSY = Column("busy", _busy)
-THROUGHPUT = Column[Result]("samples/s\n(quartiles)", lambda each: with_quartiles(throughput(each)) or outcome(each))
+MOST_WAITING = 1.1  # times its CPU time that a task may take on the clock before a table warns
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold the rows of a table, and write what stands in it and below."""
+    """Hold the rows of a table, and write what stands in it and below.
+
+    They are the emulated ones of `every` row where there are such, and the measured ones then stand beside.
+    """
 
     experiment: Experiment
-    results: Sequence[Result]
+    every: Sequence[Result]
+
+    @property
+    def emulated(self) -> bool:
+        """Say whether the table is of emulated rows."""
+        return any(result.emulated for result in self.every)
+
+    @property
+    def results(self) -> Sequence[Result]:
+        """Give the rows of the table."""
+        return [result for result in self.every if result.emulated == self.emulated]
+
+    def measured(self, row: str | None) -> Result | None:
+        """Return the row as measured, where that stands beside the emulated one."""
+        return next((each for each in self.every if self.emulated and each.row == row and not each.emulated), None)
+
+    def throughput(self) -> Column[Result]:
+        """Return the column of samples per second, or of how a row without any ended."""
+        if self.emulated:
+            return Column("samples/s\nemulated", lambda each: speed_text(each) or outcome(each))
+        return Column("samples/s\n(quartiles)", lambda each: with_quartiles(throughput(each)) or outcome(each))
+
+    def beside(self) -> list[Column[Result]]:
+        """Return the columns of what was measured of the same rows, and of emulated samples/s over measured ones."""
+        return [
+            Column("mea-\nsured", lambda each: self._measured_speed_up(each)),
+            Column("emul./\nmeas.", lambda each: _ratio_text(over_measured(each, self.measured(each.row)))),
+        ]
+
+    def _measured_speed_up(self, result: Result) -> str | None:
+        times = speed_up(self.measured(result.row), self.measured(result.over))
+        return None if times is None else ratio(times.middle)
+
+    def about_emulation(self) -> Iterator[str]:
+        """Say what emulated numbers are, where there are any."""
+        if not self.emulated:
+            return
+        counts = [result.values["executed"] for result in self if "executed" in result.values]
+        most = f", at most {max(counts)} micro-batches of a step" if counts else ""
+        yield (
+            f"emulated: every task run by itself on one device{most}, and the schedule of n devices replayed over "
+            "their times; measured: the speed-up of n devices at once, by the clock; emul./meas.: of samples/s"
+        )
+        links = dict.fromkeys(str(each.config["link"]) for each in self if each.config.get("link"))
+        if links:
+            proportion = "" if any(each.scale == "paper" for each in self) else ", in proportion to the tasks"
+            yield f"emulated copies: as on {', '.join(links)}{proportion}; emul./meas. is without them"
+        times = [(each.samples["wall_time"], each.samples["work_time"]) for each in self if "work_time" in each.samples]
+        waiting = median([sum(wall) / sum(work) for wall, work in times]) if times else 1.0
+        if waiting > MOST_WAITING:
+            yield (
+                f"the machine was busy: emulated tasks took {waiting:.1f} times their CPU time, which is what counts; "
+                "measured times are too long"
+            )
 
     def __iter__(self) -> Iterator[Result]:
         return iter(self.results)
@@ -115,7 +182,7 @@ class Rows:
             f"scale {first.scale}: {first.config['model']}{sizes and f' {sizes}'}, "
             f"input {' x '.join(map(str, first.config['input_shape']))}",
             f"batch size {span([each['batch_size'] for each in configs])}",
-            f"{span(steps)} timed step{'' if max(steps) == 1 else 's'} per row" if steps else "no step timed",
+            f"{span(steps)} step{'' if max(steps) == 1 else 's'} per row" if steps else "no step timed",
         ]
         return "; ".join(parts)
 
@@ -151,8 +218,13 @@ class Rows:
 
     def problems(self) -> Iterator[str]:
         """Say why rows have no numbers."""
-        failed = by_value({result.row: str(result.reason) for result in self if result.status == "failed"})
+        bad = ("failed", "out of memory") if self.emulated else ("failed",)
+        failed = by_value({result.row: str(result.reason) for result in self if result.status in bad})
         yield from (f"failed: {names}: {reason}" for reason, names in failed.items())
+        left_out = by_value(
+            {each.row: str(each.reason) for each in self.every if each.status == "not run" and each.reason}
+        )
+        yield from (f"{names}: {reason}" for reason, names in left_out.items())
         lacking = sum(result.status == "needs devices" for result in self)
         if lacking:
             yield f"{many(lacking, 'row')} not run for want of devices"

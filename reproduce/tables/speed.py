@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from reproduce.experiments import Experiment
+from reproduce.experiments import PUBLISHED_BALANCE, Experiment
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, in_lines, span
-from reproduce.tables.rows import BUSY, ROW, THROUGHPUT, Rows, config, is_published
+from reproduce.tables.rows import BUSY, ROW, Rows, config, is_published
 
 SMALLER = "n and m as published, with a smaller model and batch: compare the shape, not the numbers"
 
 
 def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return tables of the published rows, of ours at equal batch and at equal micro-batch size, of utilization."""
-    published = Rows(experiment, [each for each in results if is_published(each)])
-    tables = [_as_published(published)] if published.results else []
-    for equal in ("batch", "micro-batch"):
-        ours = [each for each in results if not is_published(each) and (each.config.get("equal") or "batch") == equal]
-        if ours:
-            tables.append(_ours(equal, Rows(experiment, ours)))
-    observed = [result for result in results if "bubble" in result.values]
-    return [*tables, _utilization(Rows(experiment, observed))] if observed else tables
+    """Return a table for each group of rows, and one of how busy the devices were."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(_group(result), []).append(result)
+    tables = []
+    for group, chosen in groups.items():
+        if group == PUBLISHED_BALANCE:
+            table = _balances(Rows(experiment, chosen), Rows(experiment, [each for each in results if each.published]))
+        elif is_published(chosen[0]):
+            table = _as_published(Rows(experiment, chosen))
+        else:
+            table = _ours(group, Rows(experiment, chosen))
+        tables.append(replace(table, group=group))
+    observed = Rows(experiment, [result for result in results if "bubble" in result.values])
+    return [*tables, replace(_utilization(observed), group="utilization")] if observed.results else tables
+
+
+def _group(result: Result) -> str:
+    """Name the rows that a row is compared with, as `Row.group` does; older runs have rows without `equal`."""
+    return str(result.config["configuration"] if is_published(result) else result.config.get("equal") or "batch")
 
 
 def _ours(equal: str, rows: Rows) -> Table:
@@ -30,10 +42,9 @@ def _ours(equal: str, rows: Rows) -> Table:
         Column[Result]("configuration", lambda result: result.config["configuration"], left=True),
         config("n", "partitions"),
         config("m", "chunks"),
-        THROUGHPUT,
+        rows.throughput(),
         Column("over naive\n(quartiles)", lambda result: rows.speed_up(result, result.over)),
-        Column("over one\ndevice", lambda result: rows.speed_up(result, result.over_published, quartiles=False)),
-        Column("published\nover m=1", rows.published_speed_up),
+        *rows.beside(),
     ]
     notes = [
         rows.circumstances(),
@@ -43,10 +54,8 @@ def _ours(equal: str, rows: Rows) -> Table:
     if equal == "micro-batch":
         size = span([result.config["micro_batch_size"] for result in rows])
         notes.append(f"micro-batch size {size}, so the batch size is {size} x m")
-    elif any(result.published for result in rows):
-        notes += [*rows.experiment.notes, rows.about_publication()]
     notes.append("small micro-batches may be faster or slower by themselves: checkpoint-only shows by how much")
-    return rows.table(f", ours at equal {equal} size", columns, [*notes, *rows.problems()])
+    return rows.table(f", ours at equal {equal} size", columns, [*notes, *rows.about_emulation(), *rows.problems()])
 
 
 def _as_published(rows: Rows) -> Table:
@@ -55,20 +64,50 @@ def _as_published(rows: Rows) -> Table:
         ROW,
         config("batch", "batch_size"),
         config("m", "chunks") if len(modes) == 1 else config("checkpoint", "checkpoint"),
-        THROUGHPUT,
+        rows.throughput(),
         Column("publ.", rows.published_throughput),
         Column("speed-up\n(quartiles)", lambda result: rows.speed_up(result, result.over)),
         Column("publ.", rows.published_speed_up),
+        *rows.beside(),
     ]
     bases = dict.fromkeys(result.over for result in rows if result.over)
     notes = [
         rows.circumstances(),
         SMALLER if "like" in rows.published_title else None,
         f"speed-up: over {', '.join(bases)}, taken round by round",
+        *rows.about_emulation(),
         rows.about_publication(),
         *rows.problems(),
     ]
     return rows.table(rows.published_title, columns, notes)
+
+
+def _balances(rows: Rows, profiled: Rows) -> Table:
+    """Make the table of what the published balance is worth beside the one that was profiled here."""
+
+    def here(result: Result) -> Result | None:
+        return profiled.named(result.row.partition("/")[0])
+
+    def balance(result: Result | None) -> str | None:
+        return None if result is None else " ".join(map(str, result.config["balance"] or ()))
+
+    def speed_up(result: Result | None) -> str | None:
+        return None if result is None else profiled.speed_up(result, result.over, quartiles=False)
+
+    columns: list[Column[Result]] = [
+        Column[Result]("row", lambda result: result.row.partition("/")[0], left=True),
+        Column[Result]("profiled here", lambda result: balance(here(result)), left=True),
+        Column("speed-\nup", lambda result: speed_up(here(result))),
+        Column[Result]("published balance", balance),
+        Column("speed-\nup", speed_up),
+        Column("publ.", lambda result: profiled.published_speed_up(paper) if (paper := here(result)) else None),
+    ]
+    notes = [
+        "the rows like the published once more, in the balance that suited the published machine; speed-ups as above",
+        *rows.about_emulation(),
+        *rows.problems(),
+    ]
+    return rows.table(": what the published balance is worth here", columns, notes)
 
 
 def _utilization(rows: Rows) -> Table:
@@ -84,6 +123,6 @@ def _utilization(rows: Rows) -> Table:
     notes = [
         *rows.what_busy_is(),
         "bubble: share of the devices' time, from a step's first task to its last, in which they waited",
-        "of one step of each row that was not timed, or of a few",
+        "of one step of each row",
     ]
-    return rows.table(": how busy the devices were", columns, notes)
+    return rows.table(f": how busy the devices were{', emulated' if rows.emulated else ''}", columns, notes)

@@ -169,7 +169,7 @@ class _OneTraining:
         if differences:
             values["running_statistics_difference"] = differences
         samples = {name: [value for training in self.of_row for value in training.series[name]] for name in SERIES}
-        ended: dict[str, str] = {}
+        ended: dict[str, Any] = {}
         if self.failure is not None:
             ended = {"status": self.failure.status, "reason": f"seed {self.seed}: {self.failure.reason}"}
         self.session.put(self.row, values=values, samples=samples, **ended)

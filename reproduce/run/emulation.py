@@ -1,0 +1,149 @@
+"""Emulate a training step on n devices with one.
+
+The library runs every task of the step, one at a time, on one real device, which holds all partitions. Each task is
+timed by itself: on a CPU by its thread's CPU time, on CUDA by events. Then the schedule is replayed over these times
+as n devices would overlap. So outputs and gradients are real, and only the overlap is worked out. The field calls it
+trace-driven simulation.
+
+It leaves out what devices do to each other: they share memory bandwidth and the interpreter's lock, and take time to
+hand tensors over. `docs/emulation.md` says how much that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from reproduce.experiments import Row
+from reproduce.machine.devices import Devices
+from reproduce.run.links import Link, counts
+from reproduce.run.timeline import Mark, watch_tasks
+from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, update
+from torchgpipe.observe import Kind, Task
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.predict import Setup
+from torchgpipe.plan.replay import Costs, Timeline, replay
+
+MOST_EXECUTED = 4  # micro-batches of a step; the times of equal ones stand for the rest
+
+
+@dataclass(frozen=True)
+class EmulatedStep:
+    """A step as n devices would do it: its seconds, the loss of the samples that were run, and its tasks' timeline.
+
+    `copies` are the seconds by which copies lengthen it. Its tasks took `work` seconds of the device, and `wall`
+    seconds on the clock.
+    """
+
+    seconds: float
+    copies: float
+    loss: float
+    work: float
+    wall: float
+    timeline: Timeline
+
+    @property
+    def samples(self) -> dict[str, float]:
+        """Give what a record keeps of it."""
+        return {"step_time": self.seconds, "copy_time": self.copies, "work_time": self.work, "wall_time": self.wall,
+                "loss": self.loss}  # fmt: skip
+
+
+def executed(row: Row, most: int = MOST_EXECUTED) -> Row:
+    """Return the row with at most so many micro-batches, of the same sizes; the last stays the last.
+
+    A row whose micro-batches cannot be had so is returned as it is.
+    """
+    count, size = row.micro_batches, row.micro_batch_size
+    if count is None or size is None or count <= most:
+        return row
+    last = row.batch_size - size * (count - 1)
+    fewer = replace(row, batch_size=size * (most - 1) + last, chunks=most)
+    return fewer if (fewer.micro_batches, fewer.micro_batch_size) == (most, size) else row
+
+
+class Emulation:
+    """Emulate steps of one row. `self.row` is the whole row, with the balance that is used."""
+
+    def __init__(
+        self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, link: Link | None = None
+    ) -> None:
+        """Build everything; copies take what `link` says, and without one no time.
+
+        Raises:
+            whatever the model, the balancer or the device raise, out of memory included.
+        """
+        self.training = Training(executed(row), devices, data, balancer, seed, emulated=True)
+        self.row = replace(row, balance=self.training.row.balance)
+        self.devices, self.link = devices, link
+        self.optimizers = [make_optimizer(row, partition) for partition in self.training.partitions]
+
+    def step(self) -> EmulatedStep:
+        """Run a step's tasks, one at a time, and replay them."""
+        training, device = self.training, self.training.devices[0]
+        losses = []
+        with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
+            self.devices.synchronize()
+            started = Mark(device)
+            watched = watch_tasks(training, lambda: losses.append(training.forward_and_backward()))
+            updated = [Mark(device)]
+            for optimizer in self.optimizers:
+                update(optimizer)
+                updated.append(Mark(device))
+            self.devices.synchronize()
+
+        seconds = {each.task: each.end.work_since(each.start) for each in watched}
+        last = max((each.end for each in watched if each.task.kind == "forward"), key=lambda mark: mark.time)
+        first = min((each.start for each in watched if each.task.kind != "forward"), key=lambda mark: mark.time)
+        costs = self._costs(seconds, loss=first.work_since(last))
+        updates = max(end.work_since(start) for start, end in pairwise(updated))
+        without = timeline = replay(costs)
+        if self.link is not None:
+            copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
+            timeline = replay(replace(costs, copy=copy, skips=skips))
+        return EmulatedStep(
+            seconds=timeline.seconds + updates,
+            copies=timeline.seconds - without.seconds,
+            loss=float(losses[0]),
+            work=updated[-1].work_since(started),
+            wall=updated[-1].since(started),
+            timeline=timeline,
+        )
+
+    def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
+        """Return what every task of the whole step takes. Tasks that were not run take what equal ones took."""
+        n, run, count = self.row.devices, self.training.row.micro_batches or 1, self.row.micro_batches or 1
+
+        def table(kind: Kind) -> list[list[float]]:
+            times = [[seconds.get(Task(kind, i, j), 0.0) for j in range(n)] for i in range(run)]
+            return times if run == count else [times[i % (run - 1)] for i in range(count - 1)] + times[-1:]
+
+        return Costs(
+            forward=table("forward"),
+            backward=table("backward"),
+            recompute=table("recompute"),
+            loss=loss * self.row.batch_size / self.training.row.batch_size,
+            # Without the dependency nothing asks for a recomputation before its gradient is there.
+            ahead="dependency" in self.row.components,
+            blocking="streams" not in self.row.components,
+        )
+
+
+def memory_needed(row: Row) -> str:
+    """Say what the row's partitions take together, as counted on `meta`."""
+    ran = executed(row)
+    name = ran.optimizer.name.lower()
+    setup = Setup(
+        batch_size=ran.batch_size,
+        balance=ran.balance or (1,),
+        chunks=ran.chunks or 1,
+        checkpoint=ran.checkpoint or "never",
+        optimizer=optimizer_named("momentum" if name == "sgd" and ran.optimizer.options.get("momentum") else name),
+    )
+    counted = counts(ran, memory=True)
+    if ran.balance is None:
+        setup = replace(setup, balance=(len(counted),))
+    peak = sum(device.peak for device in setup_memory(counted, setup))
+    return f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB on the one device that plays all"
