@@ -25,6 +25,7 @@ from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
 from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.schedule import overlaps
 
 MOST_EXECUTED = 4  # micro-batches of a step; the times of equal ones stand for the rest
 
@@ -33,15 +34,17 @@ MOST_EXECUTED = 4  # micro-batches of a step; the times of equal ones stand for 
 class EmulatedStep:
     """A step as n devices would do it: its seconds, the loss of the samples that were run, and its tasks' timeline.
 
-    `copies` are the seconds by which copies lengthen it. Its tasks took `work` seconds of the device, and `wall`
-    seconds on the clock.
+    `copies` are the seconds by which copies lengthen it, and `update` is the optimizer's. Its tasks took `work` seconds
+    of the device, and `wall` seconds on the clock.
     """
 
     seconds: float
     copies: float
+    update: float
     loss: float
     work: float
     wall: float
+    costs: Costs
     timeline: Timeline
 
     @property
@@ -80,8 +83,8 @@ class Emulation:
         self.devices, self.link = devices, link
         self.optimizers = [make_optimizer(row, partition) for partition in self.training.partitions]
 
-    def step(self) -> EmulatedStep:
-        """Run a step's tasks, one at a time, and replay them."""
+    def step(self, *, wall: bool = False) -> EmulatedStep:
+        """Run a step's tasks, one at a time, and replay them; with `wall`, by the time they took on the clock."""
         training, device = self.training, self.training.devices[0]
         losses = []
         with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
@@ -94,11 +97,12 @@ class Emulation:
                 updated.append(Mark(device))
             self.devices.synchronize()
 
-        seconds = {each.task: each.end.work_since(each.start) for each in watched}
+        since = Mark.since if wall else Mark.work_since
+        seconds = {each.task: since(each.end, each.start) for each in watched}
         last = max((each.end for each in watched if each.task.kind == "forward"), key=lambda mark: mark.time)
         first = min((each.start for each in watched if each.task.kind != "forward"), key=lambda mark: mark.time)
-        costs = self._costs(seconds, loss=first.work_since(last))
-        updates = max(end.work_since(start) for start, end in pairwise(updated))
+        costs = self._costs(seconds, loss=since(first, last))
+        updates = max(since(end, start) for start, end in pairwise(updated))
         without = timeline = replay(costs)
         if self.link is not None:
             copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
@@ -106,9 +110,11 @@ class Emulation:
         return EmulatedStep(
             seconds=timeline.seconds + updates,
             copies=timeline.seconds - without.seconds,
+            update=updates,
             loss=float(losses[0]),
             work=updated[-1].work_since(started),
             wall=updated[-1].since(started),
+            costs=costs,
             timeline=timeline,
         )
 
@@ -125,8 +131,9 @@ class Emulation:
             backward=table("backward"),
             recompute=table("recompute"),
             loss=loss * self.row.batch_size / self.training.row.batch_size,
-            # Without the dependency nothing asks for a recomputation before its gradient is there.
-            ahead="dependency" in self.row.components,
+            # Without the dependency nothing asks for a recomputation before its gradient is there. On a CPU, partitions
+            # that cannot overlap run one after another in one thread.
+            ahead="dependency" in self.row.components and (self.devices.kind != "cpu" or overlaps(count, n)),
             blocking="streams" not in self.row.components,
         )
 
