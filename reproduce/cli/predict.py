@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import click
 
 from reproduce.cli.shared import PATH, known, parsed
-from reproduce.predict.rows import predict_table, predictable
-from reproduce.records.places import RESULTS
-from reproduce.records.record import save
+from reproduce.machine.devices import find_devices
+from reproduce.predict.calibrate import calibrate, written
+from reproduce.predict.rows import predict_run, predict_table, predictable
+from reproduce.records.places import RESULTS, find_record
+from reproduce.records.record import load, save
 from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import tables
 from reproduce.tables.layout import many
+from reproduce.tables.predicted import beside_emulated
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 
 ALL = "all"
+HERE = "here"
+
+
+def _load(name: str) -> Hardware:
+    if name != HERE:
+        return load_hardware(name)
+    found = find_devices(None, None)
+    with found.in_use(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{HERE}.json"
+        path.write_bytes(written(calibrate(found, HERE)))
+        return load_hardware(path)
 
 
 @click.command()
-@click.argument("experiments", nargs=-1, required=True,
-                callback=known("experiment that can be predicted", lambda: [*predictable(), ALL]))  # fmt: skip
-@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE", callback=parsed(load_hardware),
-              help=f"A shipped description ({', '.join(hardware_names())}) or the path of one (.json).")  # fmt: skip
+@click.argument(
+    "experiments", nargs=-1, callback=known("experiment that can be predicted", lambda: [*predictable(), ALL])
+)
+@click.option("--run", "run", metavar="RECORD", help="Predict the emulated rows of this run, too: a file, or its name.")
+@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here", callback=parsed(_load),
+              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or here: this "
+              "machine, calibrated now.")  # fmt: skip
 @click.option("--out", type=PATH, default=RESULTS / "predicted", metavar="DIR", help="Where to put the records. "
               "Default: results/predicted.")  # fmt: skip
-def predict(experiments: list[str], hardware: Hardware, out: Path) -> None:
+def predict(experiments: list[str], run: str | None, hardware: Hardware, out: Path) -> None:
     """Predict published tables without running anything.
 
     EXPERIMENTS, or all, are predicted at scale paper. No GPU is needed.
     """
+    if not experiments and run is None:
+        raise click.UsageError("name experiments, or a run by --run")
     prepare_folder(out)
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
@@ -37,4 +57,12 @@ def predict(experiments: list[str], hardware: Hardware, out: Path) -> None:
         for table in tables(record):
             click.echo(f"\n{table.text()}")
         save(record, out / f"{record.name}.json")
-    click.echo(f"\nwritten: {many(len(names), 'record')} to {out}")
+    if run is not None:
+        emulated = load(find_record(run))
+        record = predict_run(emulated, hardware)
+        if not record.results:
+            raise click.UsageError(f"--run {run}: it has no emulated rows")
+        for table in beside_emulated(emulated, record):
+            click.echo(f"\n{table.text()}")
+        save(record, out / f"{record.name}.json")
+    click.echo(f"\nwritten: {many(len(names) + (run is not None), 'record')} to {out}")

@@ -27,7 +27,7 @@ from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
 
-__all__ = ["SPEED_TABLES", "counted", "predict_row", "predict_table", "predictable"]
+__all__ = ["SPEED_TABLES", "counted", "predict_row", "predict_run", "predict_table", "predictable"]
 
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 """Those whose speed-ups the targets are about."""
@@ -67,6 +67,36 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
     )
 
 
+def predict_run(record: Record, hardware: Hardware) -> Record:
+    """Predict the emulated rows of a run, as they were run, on `hardware`."""
+    rows = [row for row in record.results if row.status == "emulated"]
+    predictors: dict[tuple[Json, ...], Predictor] = {}
+    results = []
+    for row in rows:
+        key = (row.config["model"], _sizes(row.config), tuple(row.config["input_shape"]))
+        if key not in predictors:
+            predictors[key] = Predictor(counted(*key, memory=False), hardware)
+        values = _speed(predictors[key], row.config, zeroed=False)
+        rounded = {name: _rounded(value) for name, value in values.items()}
+        results.append(
+            Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over, values=rounded)
+        )
+    return Record(
+        name=f"{record.name}-{hardware.name}",
+        title=f"{record.title}: predicted, on {hardware.name}",
+        kind="predicted",
+        unit=UNITS,
+        scale=record.scale,
+        hardware=_described(hardware),
+        results=results,
+    )
+
+
+def _sizes(config: dict[str, Json]) -> tuple[int, ...]:
+    names = MODELS[config["model"]].sizes if config["model"] in MODELS else ("L", "D", "F")
+    return tuple(config[name] for name in names if name in config)
+
+
 def _described(hardware: Hardware) -> dict[str, Json]:
     """Return the description's figures, as a record keeps them."""
     figures: dict[str, Json] = {key: getattr(hardware, key) for key in ("name", "title", "devices")}
@@ -93,8 +123,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
     with_memory = any(name in row.values for name in RESERVED)
-    sizes = tuple(config[name] for name in ("L", "D", "F", "B", "C") if name in config)
-    counts = counted(config["model"], sizes, tuple(config["input_shape"]), memory=with_memory)
+    counts = counted(config["model"], _sizes(config), tuple(config["input_shape"]), memory=with_memory)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
         values.update(_speed(Predictor(counts, hardware), config))
@@ -103,8 +132,11 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     return structs.replace(result, values={name: _rounded(value) for name, value in values.items()})
 
 
-def _setup(config: dict[str, Json], layers: int) -> Setup:
-    """Return a published row's setup; a row without a pipeline is one partition and one micro-batch."""
+def _setup(config: dict[str, Json], layers: int, *, zeroed: bool = True) -> Setup:
+    """Return a row's setup; a row without a pipeline is one partition and one micro-batch.
+
+    `zeroed`: gradients were kept and set to zero, as PyTorch of the papers' time did.
+    """
     components = config.get("components")
     name = config["optimizer"].lower()
     return Setup(
@@ -116,13 +148,13 @@ def _setup(config: dict[str, Json], layers: int) -> Setup:
         optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,
-        zeroed=True,
+        zeroed=zeroed,
     )
 
 
-def _speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
+def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True) -> dict[str, float]:
     """Predict one step, and the throughput of an epoch as the papers took it: with its last, smaller mini-batch."""
-    setup = _setup(config, len(predictor.counts))
+    setup = _setup(config, len(predictor.counts), zeroed=zeroed)
     step = predictor.step(setup)
     samples, seconds = float(setup.batch_size), step.seconds
     if "last_batch_size" in config:
@@ -134,7 +166,7 @@ def _speed(predictor: Predictor, config: dict[str, Json]) -> dict[str, float]:
 
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak, with PyTorch of today; without portals, nothing."""
-    setup = replace(_setup(config, len(counts)), zeroed=False)
+    setup = _setup(config, len(counts), zeroed=False)
     if not setup.portals:
         return {}
     devices = setup_memory(counts, setup)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from reproduce.numbers.measured_rows import MeasuredRow
-from reproduce.numbers.metrics import BYTES, read
+from reproduce.numbers.metrics import BYTES, read, throughput
 from reproduce.numbers.sources import Entry
 from reproduce.predict.older import OLDER
 from reproduce.predict.rows import SPEED_TABLES
@@ -14,6 +14,7 @@ from reproduce.records.published import published
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, by_value, in_lines, table
 from reproduce.tables.rows import ROW
+from reproduce.tables.text import number, ratio
 
 GiB = BYTES["GiB"]
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
@@ -28,6 +29,32 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
     values = {name for result in record.results for name in result.values}
     makers = {"throughput": _speed, "allocated": _memory}
     return [make(record, measured) for value, make in makers.items() if value in values]
+
+
+def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
+    """Return a table for each experiment of a run: its emulated rows beside the same rows predicted."""
+    found = {(each.experiment, each.row): each for each in predicted.results}
+    pairs = [(row, found[row.experiment, row.row]) for row in emulated.results if row.status == "emulated"]
+    speeds = {row.row: speed.middle for row, _ in pairs if (speed := throughput(row)) is not None}
+    columns: list[Column[Result]] = [
+        ROW,
+        Column("samples/s\nemulated", lambda row: number(speeds[row.row])),
+        Column("predicted", lambda row: number(found[row.experiment, row.row].values["throughput"])),
+        Column(
+            "predicted/\nemulated",
+            lambda row: ratio(found[row.experiment, row.row].values["throughput"] / speeds[row.row]),
+        ),
+    ]
+    made = []
+    for experiment in dict.fromkeys(row.experiment for row, _ in pairs):
+        rows = [row for row, _ in pairs if row.experiment == experiment]
+        off = [abs(found[experiment, row.row].values["throughput"] / speeds[row.row] - 1) for row in rows]
+        notes = [
+            f"predicted: nothing run, from the hardware description {_hardware(predicted)}; emulated: {emulated.name}",
+            f"apart: median {median(off):.1%}, at most {max(off):.1%}; where they part, one of the two is wrong",
+        ]
+        made.append(table(f"{experiment}: emulated and predicted", columns, rows, notes))
+    return made
 
 
 def throughput_errors(record: Record) -> dict[str, float]:

@@ -8,7 +8,8 @@ A block stands between two comments, which name what it shows, and is replaced a
 
 - an experiment's name: the tables of its newest finished run; with "/short" behind it, two of them;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
-- a name such as "predicted/models": a table about predictions (prediction_docs.py).
+- a name such as "predicted/models": a table about predictions (prediction_docs.py);
+- "emulated": how far emulated speed-ups are from published ones (emulated_docs.py).
 
 Where there is no record yet, the block says so.
 """
@@ -19,7 +20,7 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
 from reproduce.machine.description import ROOT
 from reproduce.records.record import FREED_MEMORY, Record, Run, load
 from reproduce.tables.all import about_run, document, tables
+from reproduce.tables.emulated_docs import distances
 from reproduce.tables.prediction_docs import prediction_block
 
 FOLDERS = ("measured", "predicted")
@@ -50,6 +52,7 @@ def render(root: Path) -> dict[Path, str]:
         **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
         "benchmarks": benchmark_block,
         "predicted": lambda page, name: prediction_block(root, name),
+        "emulated": lambda page, name: emulated_block(list(records.values())),
     }
 
     def block(match: re.Match[str]) -> str:
@@ -88,6 +91,12 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
     return f"{made}\n\nMeasured {under}; [every sample]({_link(page, path)})\n\n"
+
+
+def emulated_block(records: Sequence[Record]) -> str:
+    """Return the table of every run's distance from the published speed-ups; or that there is none yet."""
+    table = distances(records)
+    return f"\n{table.markdown().partition(chr(10) * 2)[2].strip()}\n\n" if table.rows else NOTHING
 
 
 def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
