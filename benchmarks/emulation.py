@@ -28,7 +28,7 @@ from reproduce.experiments import Optimizer, Row
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, Result
-from reproduce.run.emulation import Emulation
+from reproduce.run.emulation import Emulation, Executed
 from reproduce.run.speed import time_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.checkpoint import Mode
@@ -114,16 +114,25 @@ class Subject:
         self.emulation, self.other = (Emulation(row, devices, data, balancer, 0) for _ in range(2))
         self.hand_over, self.devices, self.row = hand_over, devices, row
 
-    def step(self) -> list[float]:
-        """Return the seconds of a step: measured, emulated, and emulated with sharing."""
+    def run(self) -> tuple[float, Executed, Executed]:
+        """Return the seconds of a measured step, and its tasks run alone and beside another thread."""
         measured, _ = time_step(self.training, self.devices)
-        alone = self.emulation.step()
+        alone = self.emulation.run()
         with _beside(self.other):
-            beside = self.emulation.step(wall=True)
-        shared = settled(alone.costs, beside.costs, self.hand_over).seconds + self.row.devices * alone.update
+            beside = self.emulation.run(wall=True)
+        return measured, alone, beside
+
+    def seconds(self, runs: Sequence[tuple[float, Executed, Executed]]) -> dict[str, list[float]]:
+        """Return the seconds of every step: measured, emulated, and emulated with sharing."""
+        measured, alone, beside = (list(series) for series in zip(*runs, strict=True))
+        step, slow = self.emulation.step(alone), self.emulation.step(beside)
         # On CPU devices one thread updates all partitions, one after another.
-        emulated = alone.seconds + (self.row.devices - 1) * alone.update
-        return [measured, emulated, shared]
+        updates = self.row.devices * step.update
+        emulated = step.seconds - step.update + updates
+        shared = settled(step.costs, slow.costs, self.hand_over).seconds + updates
+        speeds = [run.work / step.work for run in alone]
+        found = (measured, [emulated * each for each in speeds], [shared * each for each in speeds])
+        return {name: [round(each, 6) for each in series] for name, series in zip(WAYS, found, strict=True)}
 
     def planned(self, predictor: Predictor) -> float:
         """Return what `plan` predicts of the step."""
@@ -143,7 +152,7 @@ def _beside(other: Emulation) -> Iterator[None]:
     def work() -> None:
         torch.set_num_threads(1)
         while not over.is_set():
-            other.step()
+            other.run()
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -212,12 +221,12 @@ def measure(rounds: int) -> Found:
         layers = rows[0].build()
         counted = count(layers, first.input)
         predictors = [predictor_here(layers, first.input, counted, devices=2) for _ in range(PROFILES)]
-        *_, samples = turns({name: subject.step for name, subject in subjects.items()}, rounds, warm_up=1)
+        *_, samples = turns({name: subject.run for name, subject in subjects.items()}, rounds, warm_up=1)
         yield [
             Result(case, way, "measured", config={"balance": list(subjects[way].row.balance or ())},
                    values={"hand_over": hand_over, "planned": [subjects[way].planned(each) for each in predictors]},
-                   samples={name: [round(step[k], 6) for step in steps] for k, name in enumerate(WAYS)})
-            for way, steps in samples.items()
+                   samples=subjects[way].seconds(runs))
+            for way, runs in samples.items()
         ]  # fmt: skip
 
 

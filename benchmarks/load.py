@@ -3,7 +3,7 @@
     python -m benchmarks.load
 
 In every round each row is emulated twice, in an order drawn anew: while nothing else runs, and while a process on each
-core does nothing but compute. What counts is CPU time; the same steps' time on the clock stands beside it.
+core does nothing but compute. What counts is CPU time; beside it stands the same with tasks timed on the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.machine.devices import Devices, cores
 from reproduce.records.record import Record, Result
-from reproduce.run.emulation import Emulation, executed
+from reproduce.run.emulation import Emulation, Executed, executed
 from reproduce.run.training import Balancer, FakeData
 
 EXPERIMENT = "unet-speed"
@@ -33,15 +33,15 @@ def _spin(go: Event) -> None:
         sum(range(10_000))
 
 
-def _step(emulation: Emulation, go: Event, loaded: bool) -> list[float]:
-    """Return the seconds of an emulated step, and of the same with tasks timed by the clock."""
+def _run(emulation: Emulation, go: Event, loaded: bool) -> tuple[Executed, Executed]:
+    """Run a step's tasks, timed by CPU time and on the clock."""
     if loaded:
         go.set()
     try:
-        step = emulation.step()
+        run = emulation.run()
+        return run, emulation.run(wall=True)
     finally:
         go.clear()
-    return [step.seconds, step.seconds * step.wall / step.work]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,8 +65,8 @@ def measure(rounds: int) -> Found:
     busy = [context.Process(target=_spin, args=(go,), daemon=True) for _ in range(cores())]
     for process in busy:
         process.start()
-    steps: dict[str, Callable[[], list[float]]] = {
-        f"{name}, {way}": partial(_step, emulation, go, way == "loaded")
+    steps: dict[str, Callable[[], tuple[Executed, Executed]]] = {
+        f"{name}, {way}": partial(_run, emulation, go, way == "loaded")
         for name, emulation in emulations.items()
         for way in WAYS
     }
@@ -74,9 +74,10 @@ def measure(rounds: int) -> Found:
         for samples in turns(steps, rounds, warm_up=1):
             yield [
                 Result(name, way, "emulated", emulated=True, samples={
-                    what: [round(step[k], 6) for step in samples[f"{name}, {way}"]] for k, what in enumerate(CLOCKS)
+                    what: emulation.samples([both[k] for both in samples[f"{name}, {way}"]])["step_time"]
+                    for k, what in enumerate(CLOCKS)
                 })
-                for name in emulations
+                for name, emulation in emulations.items()
                 for way in WAYS
             ]  # fmt: skip
     finally:

@@ -29,7 +29,7 @@ def _load(name: str) -> Hardware:
     found = find_devices(None, None)
     with found.in_use(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{HERE}.json"
-        path.write_bytes(written(calibrate(found, HERE)))
+        path.write_text(written(calibrate(found, HERE)))
         return load_hardware(path)
 
 

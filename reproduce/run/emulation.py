@@ -11,9 +11,10 @@ hand tensors over. `docs/emulation.md` says how much that is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
@@ -31,27 +32,33 @@ MOST_EXECUTED = 4  # micro-batches of a step; the times of equal ones stand for 
 
 
 @dataclass(frozen=True)
-class EmulatedStep:
-    """A step as n devices would do it: its seconds, the loss of the samples that were run, and its tasks' timeline.
+class Executed:
+    """The tasks of one step as they were run: the seconds of each, of the loss, and of each partition's optimizer.
 
-    `copies` are the seconds by which copies lengthen it, and `update` is the optimizer's. Its tasks took `work` seconds
-    of the device, and `wall` seconds on the clock.
+    In all they took `work` seconds of the device, and `wall` seconds on the clock; `value` is the loss.
+    """
+
+    tasks: Mapping[Task, float]
+    loss: float
+    updates: Sequence[float]
+    work: float
+    wall: float
+    value: float
+
+
+@dataclass(frozen=True)
+class EmulatedStep:
+    """A step as n devices would do it, in `seconds`, of which the optimizer takes `update` and copies add `copies`.
+
+    That is on a device as quick as it was when it ran everything in `work` seconds.
     """
 
     seconds: float
     copies: float
     update: float
-    loss: float
     work: float
-    wall: float
     costs: Costs
     timeline: Timeline
-
-    @property
-    def samples(self) -> dict[str, float]:
-        """Give what a record keeps of it."""
-        return {"step_time": self.seconds, "copy_time": self.copies, "work_time": self.work, "wall_time": self.wall,
-                "loss": self.loss}  # fmt: skip
 
 
 def executed(row: Row, most: int = MOST_EXECUTED) -> Row:
@@ -83,8 +90,8 @@ class Emulation:
         self.devices, self.link = devices, link
         self.optimizers = [make_optimizer(row, partition) for partition in self.training.partitions]
 
-    def step(self, *, wall: bool = False) -> EmulatedStep:
-        """Run a step's tasks, one at a time, and replay them; with `wall`, by the time they took on the clock."""
+    def run(self, *, wall: bool = False) -> Executed:
+        """Run a step's tasks, one at a time; with `wall`, each takes what it took on the clock."""
         training, device = self.training, self.training.devices[0]
         losses = []
         with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
@@ -98,25 +105,47 @@ class Emulation:
             self.devices.synchronize()
 
         since = Mark.since if wall else Mark.work_since
-        seconds = {each.task: since(each.end, each.start) for each in watched}
         last = max((each.end for each in watched if each.task.kind == "forward"), key=lambda mark: mark.time)
         first = min((each.start for each in watched if each.task.kind != "forward"), key=lambda mark: mark.time)
-        costs = self._costs(seconds, loss=since(first, last))
-        updates = max(since(end, start) for start, end in pairwise(updated))
+        return Executed(
+            tasks={each.task: since(each.end, each.start) for each in watched},
+            loss=since(first, last),
+            updates=[since(end, start) for start, end in pairwise(updated)],
+            work=since(updated[-1], started),
+            wall=updated[-1].since(started),
+            value=float(losses[0]),
+        )
+
+    def step(self, runs: Sequence[Executed]) -> EmulatedStep:
+        """Replay a step whose tasks take the share of all work that they took in the median of `runs`.
+
+        The slowest partition decides how long a step takes. Of a single run that would be one that was disturbed.
+        """
+        work = median(run.work for run in runs)
+
+        def typical(seconds: Iterable[float]) -> float:
+            return work * median(each / run.work for each, run in zip(seconds, runs, strict=True))
+
+        tasks = {task: typical(run.tasks[task] for run in runs) for task in runs[0].tasks}
+        costs = self._costs(tasks, typical(run.loss for run in runs))
+        updates = max(map(typical, zip(*(run.updates for run in runs), strict=True)))
         without = timeline = replay(costs)
         if self.link is not None:
             copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
             timeline = replay(replace(costs, copy=copy, skips=skips))
-        return EmulatedStep(
-            seconds=timeline.seconds + updates,
-            copies=timeline.seconds - without.seconds,
-            update=updates,
-            loss=float(losses[0]),
-            work=updated[-1].work_since(started),
-            wall=updated[-1].since(started),
-            costs=costs,
-            timeline=timeline,
-        )
+        copies = timeline.seconds - without.seconds
+        return EmulatedStep(timeline.seconds + updates, copies, updates, work, costs, timeline)
+
+    def samples(self, runs: Sequence[Executed]) -> dict[str, list[float]]:
+        """Return what a record keeps of the runs: the emulated step, as quick or as slow as each run was."""
+        step = self.step(runs)
+        return {
+            "step_time": [step.seconds * run.work / step.work for run in runs],
+            "copy_time": [step.copies * run.work / step.work for run in runs],
+            "work_time": [run.work for run in runs],
+            "wall_time": [run.wall for run in runs],
+            "loss": [run.value for run in runs],
+        }
 
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
         """Return what every task of the whole step takes. Tasks that were not run take what equal ones took."""

@@ -12,13 +12,14 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from msgspec import structs
 
 from reproduce.experiments import PUBLISHED_BALANCE, Row
 from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
-from reproduce.run.emulation import Emulation, executed, memory_needed
+from reproduce.run.emulation import Emulation, Executed, executed, memory_needed
 from reproduce.run.failure import Failure, explain
 from reproduce.run.progress import duration
 from reproduce.run.session import Session
@@ -27,6 +28,7 @@ from reproduce.run.training import FakeData, Training
 from reproduce.run.utilization import ask_driver
 from torchgpipe.plan.replay import Timeline
 
+Step = tuple[float, float] | Executed
 LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
 
 
@@ -127,8 +129,9 @@ class _Timing:
         rows = [executed(task.row) if task.emulated else task.row for task in tasks]
         self.data = FakeData(rows, session.seed)
         self.running: dict[Task, Training | Emulation] = {}
-        self.taken: dict[Task, list[dict[str, float]]] = {}
-        self.timelines: dict[str, Timeline] = {}  # of emulated rows, by name: the last step's
+        self.taken: dict[Task, list[Step]] = {}
+        self.rounds: dict[Task, list[int]] = {}
+        self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first step
         self.without_memory: list[Task] = []
 
     def add(self, task: Task) -> None:
@@ -143,11 +146,13 @@ class _Timing:
             made = self.make(task)
             for _ in range(_warmup(session, task)):
                 self.start("warming up", task)
-                self.step_of(task, made)
+                step = run_step(made, session.devices)
+                if isinstance(made, Emulation) and isinstance(step, Executed):
+                    self.seconds[row.name] = made.step([step]).seconds
         except Exception as error:
             self.fail(task, explain(error))
         else:
-            self.running[task], self.taken[task] = made, []
+            self.running[task], self.taken[task], self.rounds[task] = made, [], []
         finally:
             session.progress.stop()
 
@@ -159,10 +164,9 @@ class _Timing:
 
     def too_long(self, row: Row) -> str | None:
         """Say why a row is not measured that was emulated: it would take much of its group's time."""
-        limit, timeline = _limit(self.session, self.group), self.timelines.get(row.name)
-        if limit is None or timeline is None:
+        limit, step = _limit(self.session, self.group), self.seconds.get(row.name)
+        if limit is None or step is None:
             return None
-        step = timeline.seconds
         whole = step * (self.session.scale.least_steps + self.session.scale.warmup)
         if whole <= LARGEST_SHARE * limit:
             return None
@@ -190,32 +194,24 @@ class _Timing:
         """Run one step of a row; a row that fails is left out from then on."""
         self.start(f"round {done + 1} of {rounds},", task)
         try:
-            samples = self.step_of(task, self.running[task])
+            step = run_step(self.running[task], self.session.devices)
         except Exception as error:
             del self.running[task], self.taken[task]
             self.fail(task, explain(error))
         else:
-            self.taken[task].append({**samples, **({"round": self.session.rounds} if self.paired else {})})
-
-    def step_of(self, task: Task, made: Training | Emulation) -> dict[str, float]:
-        """Run one step and return what is kept of it."""
-        if isinstance(made, Training):
-            seconds, loss = time_step(made, self.session.devices)
-            return {"step_time": seconds, "loss": loss}
-        emulated = made.step()
-        self.timelines[task.row.name] = emulated.timeline
-        return emulated.samples
+            self.taken[task].append(step)
+            self.rounds[task].append(self.session.rounds)
 
     def watch(self) -> None:
         """See how busy each device is: of a measured row in one more step or a few, which are not timed."""
         for task, made in self.running.items():
             timeline: Timeline | None
-            if isinstance(made, Training):
+            if isinstance(made, Emulation):
+                timeline = made.step(cast("list[Executed]", self.taken[task])).timeline
+                values = {"executed": made.training.row.micro_batches or 1, **busy(timeline)}
+            else:
                 self.start("watching", task)
                 values, timeline = watch(made, self.session.devices)
-            else:
-                timeline = self.timelines[task.row.name]
-                values = {"executed": made.training.row.micro_batches or 1, **busy(timeline)}
             self.session.add_values(task.row, values, emulated=task.emulated)
             if timeline is not None and self.session.trace is not None:
                 name = f"{task.row.name} emulated" if task.emulated else task.row.name
@@ -240,7 +236,9 @@ class _Timing:
         """Record the steps so far. A loss that is no number is none that JSON could hold."""
         for task, steps in self.taken.items():
             if steps:
-                samples = {name: [step[name] for step in steps] for name in steps[0]}
+                samples = samples_of(self.running[task], steps)
+                if self.paired:
+                    samples["round"] = list(self.rounds[task])
                 if not all(map(math.isfinite, samples["loss"])):
                     del samples["loss"]
                 row = self.running[task].row
@@ -249,6 +247,19 @@ class _Timing:
                     result = structs.replace(result, config={**result.config, "link": link.hardware.name})
                 self.session.recorder.put(structs.replace(result, samples=samples))
         self.session.recorder.save()
+
+
+def run_step(made: Training | Emulation, devices: Devices) -> Step:
+    """Run one step: of an emulation its tasks, else its time in seconds and its loss."""
+    return made.run() if isinstance(made, Emulation) else time_step(made, devices)
+
+
+def samples_of(made: Training | Emulation, steps: Sequence[Step]) -> dict[str, list[float]]:
+    """Return what a record keeps of a row's steps."""
+    if isinstance(made, Emulation):
+        return made.samples(cast("Sequence[Executed]", steps))
+    times, losses = zip(*cast("Sequence[tuple[float, float]]", steps), strict=True)
+    return {"step_time": list(times), "loss": list(losses)}
 
 
 def time_step(training: Training, devices: Devices) -> tuple[float, float]:

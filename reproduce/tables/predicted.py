@@ -35,20 +35,21 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
     """Return a table for each experiment of a run: its emulated rows beside the same rows predicted."""
     found = {(each.experiment, each.row): each for each in predicted.results}
     pairs = [(row, found[row.experiment, row.row]) for row in emulated.results if row.status == "emulated"]
+    foreseen = {key: float(each.values["throughput"]) for key, each in found.items()}
     speeds = {row.row: speed.middle for row, _ in pairs if (speed := throughput(row)) is not None}
     columns: list[Column[Result]] = [
         ROW,
         Column("samples/s\nemulated", lambda row: number(speeds[row.row])),
-        Column("predicted", lambda row: number(found[row.experiment, row.row].values["throughput"])),
+        Column("predicted", lambda row: number(foreseen[row.experiment, row.row])),
         Column(
             "predicted/\nemulated",
-            lambda row: ratio(found[row.experiment, row.row].values["throughput"] / speeds[row.row]),
+            lambda row: ratio(foreseen[row.experiment, row.row] / speeds[row.row]),
         ),
     ]
     made = []
     for experiment in dict.fromkeys(row.experiment for row, _ in pairs):
         rows = [row for row, _ in pairs if row.experiment == experiment]
-        off = [abs(found[experiment, row.row].values["throughput"] / speeds[row.row] - 1) for row in rows]
+        off = [abs(foreseen[experiment, row.row] / speeds[row.row] - 1) for row in rows]
         notes = [
             f"predicted: nothing run, from the hardware description {_hardware(predicted)}; emulated: {emulated.name}",
             f"apart: median {median(off):.1%}, at most {max(off):.1%}; where they part, one of the two is wrong",
