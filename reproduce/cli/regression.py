@@ -50,10 +50,10 @@ def regression(
     """Say whether a change slowed training down.
 
     Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for real:
-    significantly, and by more than the threshold.
+    significantly, and by more than the threshold. With --bisect, it is 0 if a slower commit was found.
     """
-    if bool(base) == bool(bisect) or (head and bisect):
-        raise click.UsageError("give either --base, with or without --head, or --bisect")
+    if bool(base) == bool(bisect) or (bisect and (head or markdown)):
+        raise click.UsageError("give --base REV, or --bisect GOOD BAD, which takes no --head and no --markdown")
     from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
     from reproduce.regression.bisect import bisected

@@ -46,8 +46,8 @@ def bisected(
             judged = measure(*both, settings, rule, progress)
         for case, samples in judged.samples.items():
             if "head" in samples.unable:
-                raise Error(f"{case} cannot run in {commit}: {samples.unable['head']}")
-        say(f"{commit} is {'slower: ' + ', '.join(judged.worse) if judged.worse else 'not slower'}")
+                raise Error(f"{case} cannot run in {commit[:9]}: {samples.unable['head']}")
+        say(f"{commit[:9]} is {'slower: ' + ', '.join(judged.worse) if judged.worse else 'not slower'}")
         return judged.worse
 
     worse = slower(bad, settings)

@@ -116,6 +116,7 @@ def test_exit_code_and_verdict(
         ("--bisect v1 v2", 0, "the first commit that is slower than v1: 12ab it"),
         ("--bisect v1 v2 --base v1", 2, ""),
         ("--bisect v1 v2 --head v1", 2, ""),
+        ("--bisect v1 v2 --markdown FILE", 2, ""),
         ("", 2, ""),
     ],
 )

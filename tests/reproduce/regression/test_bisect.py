@@ -70,7 +70,7 @@ def test_the_first_slower_commit(
         ("v0", "HEAD", 5, [], 20, "HEAD is not slower than v0"),
         ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
         ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
-        ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{40}: ImportError: gone"),
+        ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
         ("v0", "v2", 1, [], 3, "nothing could be called significant"),
     ],
 )
