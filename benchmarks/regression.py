@@ -1,18 +1,23 @@
-"""Does the regression tell apart what it should? Many runs on an unchanged tree, and many with a planted delay.
+"""Does the regression tell apart what it should? Runs on an unchanged tree, and runs with a planted delay.
 
-    python -m benchmarks.regression                  # 20 unchanged and 10 planted runs
-    python -m benchmarks.regression --unchanged 2 --planted 1 --json trial.json
+    python -m benchmarks.regression                  # 16 runs: without a delay, with 3 %, without, with 5 %, and so on
+    python -m benchmarks.regression --runs 4 --json trial.json
 
 As in `make regression`, the working tree is compared with a revision beside it: HEAD, from which the tree does not
 differ. An alarm is a run in which anything is called worse. Every finished run is kept beside the result at once, with
-every sample, and an experiment that was broken off goes on there; the result's own file is replaced when all runs are
-done. A run during which the tree was changed is not kept.
+every sample, and an experiment that was broken off goes on there, to more runs or fewer; the result's own file is
+replaced when all runs are done. A run during which the tree was changed is not kept.
+
+What so few runs cannot tell is resampled at the end: restarts of all runs with the same delay are drawn at random, as
+many as a run has, and judged as a run is. This takes restarts for independent, also those of one run.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,26 +28,23 @@ from reproduce.machine.git import Git, checkout
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.records.record import Record, Result, load
 from reproduce.regression.cases import CASES
-from reproduce.regression.job import Settings
-from reproduce.regression.judge import TOGETHER, Judgement
+from reproduce.regression.job import Samples, Settings
+from reproduce.regression.judge import RULE, TOGETHER, Judgement, judge
 from reproduce.regression.main import measure
 from reproduce.regression.trees import trees
 from reproduce.tables.render import BENCHMARKS
 
-DELAY = 0.1
+DELAYS = (0.0, 0.03, 0.0, 0.05)  # of the runs in turn: a drift of the machine meets all kinds
+DRAWS = 200  # resampled runs of each kind
+ALARM = "any of these: an alarm"
 Measure = Callable[[Settings], Judgement]
 
 
-def order(unchanged: int, planted: int) -> list[float]:
-    """Return the delay of each run: the kinds spread evenly, so that a drift of the machine meets both."""
-    places = [((i + 0.5) / unchanged, 0.0) for i in range(unchanged)]
-    places += [((i + 0.5) / planted, DELAY) for i in range(planted)]
-    return [delay for _, delay in sorted(places)]
-
-
-def prove(measured: Measure, delays: Sequence[float], settings: Settings, finished: int = 0) -> Found:
-    """Yield the result of one run for each delay, but for those that are `finished`."""
-    for number, delay in list(enumerate(delays))[finished:]:
+def prove(measured: Measure, settings: Settings, rule: Rule, finished: Sequence[Result], runs: int) -> Found:
+    """Yield the result of each run that is not `finished`, and then how often resampled runs call a case worse."""
+    done = list(finished)
+    for number in range(len(done), runs):
+        delay = DELAYS[number % len(DELAYS)]
         began = time.perf_counter()
         judged = measured(replace(settings, slow_down=delay, seed=number))
         cases = {
@@ -54,7 +56,35 @@ def prove(measured: Measure, delays: Sequence[float], settings: Settings, finish
             "worse": judged.worse,
             "cases": {**cases, TOGETHER: _judged(judged.decisions[TOGETHER])},
         }
-        yield [Result("regression", f"run {number + 1}", "measured", config={"planted": delay}, values=values)]
+        done.append(Result("regression", f"run {number + 1}", "measured", config={"planted": delay}, values=values))
+        yield done[-1:]
+    for delay in sorted({one.config["planted"] for one in done}):
+        worse = resampled([one for one in done if one.config["planted"] == delay], rule)
+        yield [Result("resampled", f"{delay:.0%}", "measured", config={"planted": delay}, values=dict(worse))]
+
+
+def resampled(runs: Sequence[Result], rule: Rule) -> Counter[str]:
+    """Count in how many of `DRAWS` runs, made of restarts drawn from these runs, each case is called worse."""
+    draw = random.Random(0)
+    restarts = [(run.values["cases"], i) for run in runs for i in range(len(_any_case(run)["base"]))]
+    worse: Counter[str] = Counter()
+    for _ in range(DRAWS):
+        drawn = draw.sample(restarts, len(_any_case(runs[0])["base"]))
+        samples = {
+            case: Samples(
+                [cases[case]["base"][i] for cases, i in drawn], [cases[case]["head"][i] for cases, i in drawn]
+            )
+            for case in runs[0].values["cases"]
+            if case != TOGETHER
+        }
+        found = judge(samples, rule).worse
+        worse.update([*found, ALARM] if found else [])
+    return worse
+
+
+def _any_case(run: Result) -> dict[str, list[list[float]]]:
+    case: dict[str, list[list[float]]] = next(iter(run.values["cases"].values()))
+    return case
 
 
 def _judged(decision: Decision) -> dict[str, float]:
@@ -72,14 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is left of the experiment, and print its table."""
     parser = command("regression", __doc__)
     parser.set_defaults(json=BENCHMARKS / "regression.json")
-    parser.add_argument("--unchanged", type=positive, default=20, help="runs on an unchanged tree (default 20)")
-    parser.add_argument("--planted", type=positive, default=10, help=f"runs with a delay of {DELAY:.0%}% (default 10)")
+    parser.add_argument("--runs", type=positive, default=16, help="runs, half of them unchanged (default 16)")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an experiment that was broken off")
     options = parser.parse_args(arguments)
-    fresh = vars(options).pop("fresh")
+    fresh, total = vars(options).pop("fresh"), vars(options).pop("runs")
 
-    settings, rule, delays = Settings([case.name for case in CASES]), Rule(), order(options.unchanged, options.planted)
-    vars(options).update(restarts=settings.restarts, rounds=settings.rounds, alpha=rule.alpha, threshold=rule.threshold)
+    settings = Settings([case.name for case in CASES])
+    vars(options).update(
+        restarts=settings.restarts, rounds=settings.rounds, clock=settings.clock, alpha=RULE.alpha,
+        threshold=RULE.threshold, draws=DRAWS,
+    )  # fmt: skip
     record = start(options, "regression", "is a planted delay seen?", {"seconds": "s"}, devices=2)
     assert record.run is not None
     revision, what = record.run.git, record.run.settings
@@ -95,8 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"{error}; start --fresh")
         if record.run is None or (record.run.git, record.run.settings) != (revision, what):
             parser.error(f"{unfinished} is of another revision or other settings; finish that, or start --fresh")
-    runs = prove(partial(_measured, revision, rule), delays, settings, len(record.results))
-    keep(record, unfinished, runs, len(delays) - len(record.results), table)
+    finished = [one for one in record.results if one.experiment == "regression"]
+    found = prove(partial(_measured, revision, RULE), settings, RULE, finished, total)
+    keep(record, unfinished, found, max(total - len(finished), 0) + len({*DELAYS}), table)
     unfinished.replace(options.json)
 
 
@@ -119,24 +152,33 @@ def table(record: Record, style: str = "simple") -> str:
     """Render how often each case, and any of them, was called worse, and the ratios that were found."""
     assert record.run is not None
     settings = record.run.settings
-    kinds = [[one for one in record.results if bool(one.config["planted"]) is planted] for planted in (False, True)]
+    runs = [one for one in record.results if one.experiment == "regression"]
+    resampled = {one.config["planted"]: one.values for one in record.results if one.experiment == "resampled"}
+    kinds: dict[float, list[Result]] = {}
+    for one in sorted(runs, key=lambda run: float(run.config["planted"])):
+        kinds.setdefault(one.config["planted"], []).append(one)
     rows = []
-    for case in record.results[0].values["cases"]:
+    for case in [*runs[0].values["cases"], ALARM]:
         row = [case]
-        for kind in kinds:
-            found = [one.values["cases"][case]["ratio"] for one in kind]
-            row += [f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})" if found else "",
-                    f"{sum(case in one.values['worse'] for one in kind)} of {len(kind)}"]  # fmt: skip
+        for delay, kind in kinds.items():
+            ratios = [one.values["cases"][case]["ratio"] for one in kind] if case != ALARM else []
+            worse = sum(case in one.values["worse"] or (case == ALARM and bool(one.values["worse"])) for one in kind)
+            drawn = f", {resampled[delay].get(case, 0)} of {settings['draws']}" if delay in resampled else ""
+            row += [f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})" if ratios else "",
+                    f"{worse} of {len(kind)}{drawn}"]  # fmt: skip
         rows.append(row)
-    alarms = [f"{sum(bool(one.values['worse']) for one in kind)} of {len(kind)}" for kind in kinds]
-    rows.append(["any of these: an alarm", "", alarms[0], "", alarms[1]])
-    body = render(["case", "unchanged: ratio", "worse", f"{DELAY:.0%} slower: ratio", "worse"], rows, style)
-    seconds = [one.values["seconds"] for one in record.results]
+    headers = [
+        text for delay in kinds for text in (f"{delay:.0%} slower: ratio" if delay else "unchanged: ratio", "worse")
+    ]
+    seconds = [one.values["seconds"] for one in runs]
     took = f"{statistics.median(seconds):.0f} s each ({min(seconds):.0f}-{max(seconds):.0f})"
+    counts = ", ".join(f"{len(kind)} {f'with a delay of {delay:.0%}' if delay else 'on an unchanged tree'}"
+                       for delay, kind in kinds.items())  # fmt: skip
     return (
-        f"{len(kinds[0])} runs on an unchanged tree and {len(kinds[1])} with a planted delay, {took}: "
-        f"{settings['restarts']} restarts of {settings['rounds']} pairs; threshold {settings['threshold']:.0%}, "
-        f"alpha {settings['alpha']:g}. Ratios: head by base, median of the runs (least-greatest)\n\n{body}"
+        f"{len(runs)} runs, {counts}; {took}: {settings['restarts']} restarts of {settings['rounds']} pairs; threshold "
+        f"{settings['threshold']:.0%}, alpha {settings['alpha']:g}. Ratios: head by base, median of the runs "
+        "(least-greatest). Worse: first of the runs, then of runs resampled from their restarts\n\n"
+        + render(["case", *headers], rows, style)
     )
 
 

@@ -22,7 +22,7 @@ fields = parsed(lambda names: names.split(",") if names else [])
               help="With --col: print a grid of ratios, with a row for each value of these fields.")  # fmt: skip
 @click.option("--col", "across", metavar="FIELD[,FIELD]", default="", callback=fields,
               help="The grid's columns, as in --row n --col m.")  # fmt: skip
-@threshold
+@threshold(0.05)
 @alpha("in each row")
 @style
 @click.option("--force", is_flag=True, help="Compare absolute numbers even of different machines.")

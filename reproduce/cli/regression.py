@@ -4,33 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from reproduce.cli.shared import COUNT, FILE, alpha, style, threshold
 
+if TYPE_CHECKING:
+    from reproduce.regression.cases import Clock
+
 
 @click.command()
-@click.option("--base", required=True, metavar="REV", help="The git revision to compare with.")
+@click.option("--base", metavar="REV", help="The git revision to compare with.")
 @click.option("--head", metavar="REV", help="The git revision to judge. Default: the working tree, as it is.")
+@click.option("--bisect", nargs=2, metavar="GOOD BAD",
+              help="Instead of --base and --head: name the first commit that is slower than GOOD.")  # fmt: skip
 @click.option("--case", "wanted", multiple=True, metavar="TEXT",
               help="Only cases with TEXT in their names. May be given more than once.")  # fmt: skip
 @click.option("--restarts", type=COUNT, metavar="N", default=20, show_default=True,
               help="How often both sides are started anew; each restart is one piece of evidence.")  # fmt: skip
-@click.option("--rounds", type=COUNT, metavar="N", default=4, show_default=True,
+@click.option("--rounds", type=COUNT, metavar="N", default=8, show_default=True,
               help="Pairs of samples of each case per restart.")  # fmt: skip
-@threshold
+@click.option("--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True,
+              help="CPU time on one core; or the wall clock, which also sees waiting, but less surely.")  # fmt: skip
+@threshold(0.02)
 @alpha("in any of the cases")
 @style
 @click.option("--markdown", type=FILE, metavar="FILE", help="Also write the table to FILE, as Markdown.")
 @click.option("--slow-down", type=click.FloatRange(min=0), default=0.0, metavar="SHARE",
               help="Delay each step of the head by that share of a step, to see whether it is noticed.")  # fmt: skip
 def regression(
-    base: str,
+    base: str | None,
     head: str | None,
+    bisect: tuple[str, str] | None,
     wanted: Sequence[str],
     restarts: int,
     rounds: int,
+    clock: Clock,
     threshold: float,
     alpha: float,
     style: str,
@@ -40,10 +50,13 @@ def regression(
     """Say whether a change slowed training down.
 
     Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for real:
-    significantly, and by more than the threshold.
+    significantly, and by more than the threshold. With --bisect, it is 0 if a slower commit was found.
     """
+    if bool(base) == bool(bisect) or (bisect and (head or markdown)):
+        raise click.UsageError("give --base REV, or --bisect GOOD BAD, which takes no --head and no --markdown")
     from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
+    from reproduce.regression.bisect import bisected
     from reproduce.regression.job import Settings
     from reproduce.regression.main import answer, choose_cases
     from reproduce.run.progress import Progress
@@ -51,13 +64,22 @@ def regression(
 
     if markdown is not None:
         prepare_folder(markdown.absolute().parent, "--markdown")
-    settings = Settings(choose_cases(wanted), restarts, rounds, slow_down)
+    settings, rule = Settings(choose_cases(wanted), restarts, rounds, clock, slow_down), Rule(alpha, threshold)
     progress = Progress()
+
+    def done(restart: int) -> None:
+        progress.show(f"restart {restart} of {restarts} done")
+
     try:
-        found = answer(base, head, settings, Rule(alpha, threshold),
-                       lambda restart: progress.show(f"restart {restart} of {restarts} done"))  # fmt: skip
+        if bisect is not None:
+            culprit = bisected(*bisect, settings, rule, done, progress.say)
+        else:
+            assert base is not None
+            found = answer(base, head, settings, rule, done)
     finally:
         progress.clear()
+    if bisect is not None:
+        return click.echo(f"the first commit that is slower than {bisect[0]}: {culprit}")
     click.echo(found.text(style), nl=False)
     if markdown is not None:
         write_atomically(markdown, found.text("markdown"))

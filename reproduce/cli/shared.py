@@ -21,8 +21,6 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 devices = click.option(
     "--devices", type=COUNT, metavar="N", help="How many devices. Default: all. A CPU device is a share of the cores."
 )
-threshold = click.option("--threshold", type=click.FloatRange(min=0), metavar="SHARE", default=0.05, show_default=True,
-                         help="Smallest relative difference that matters.")  # fmt: skip
 style = click.option("--format", "style", type=click.Choice(["text", "markdown", "csv", "json"]), default="text",
                      show_default=True, help="How to write the table.")  # fmt: skip
 
@@ -32,6 +30,12 @@ def on(*kinds: str) -> Option:
     meta = " meta: devices that hold no data; memory experiments count on them what the published sizes take."
     text = "Kind of devices. Default: cuda if there is any, else cpu." + meta * ("meta" in kinds)
     return click.option("--on", type=click.Choice(kinds), help=text)
+
+
+def threshold(default: float) -> Option:
+    """Return the option `--threshold`."""
+    return click.option("--threshold", type=click.FloatRange(min=0), metavar="SHARE", default=default,
+                        show_default=True, help="Smallest relative difference that matters.")  # fmt: skip
 
 
 def alpha(where: str) -> Option:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Model = Literal["linear", "AmoebaNet-D", "U-Net"]
+Clock = Literal["cpu", "wall"]
 Step = Callable[[], Tensor]
 
 
@@ -50,7 +51,7 @@ def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tupl
 
 TRAINING = (*training("AmoebaNet-D", 2, 2, (4, 5)), *training("U-Net", 8, 2, (20, 21)))
 MACHINERY = tuple(
-    Case(f"machinery {checkpoint}", "linear", (1, 1), 8, checkpoint, 8, steps=10) for checkpoint in ("never", "always")
+    Case(f"machinery {checkpoint}", "linear", (1, 1), 8, checkpoint, 8, steps=4) for checkpoint in ("never", "always")
 )
 CASES = (*MACHINERY, *TRAINING)
 

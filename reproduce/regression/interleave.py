@@ -4,8 +4,11 @@
 clock are this checkout's. For each case of each restart the program prints a line of JSON that holds the seconds per
 step of either side; the i-th of both ran next to each other.
 
-- Only the side that is timed runs, and who goes first is drawn anew for each pair: a drift of the machine meets both.
-  Who is started and warmed up first is drawn for each restart.
+- Only the side that is timed runs. A case's pairs follow each other, A B B A A B and so on: what makes the machine slow
+  for a tenth of a second meets both. Who goes first is drawn for each case of each restart; who is started and warmed
+  up first, for each restart.
+- The seconds are CPU time of all of a process's threads, and all processes share one core. So what else runs on this
+  core, and how the cores differ, is no part of them. With the clock "wall" they are seconds of a clock, on all cores.
 - A process has a speed of its own: where its memory happens to lie makes it quicker or slower for as long as it lives.
   Both sides are therefore forked off one process, which has imported torch but nothing of torchgpipe, so that they
   start out alike; and they are forked anew at each restart, so that what is left of it is drawn anew.
@@ -32,9 +35,10 @@ from typing import Any
 import torch
 
 from reproduce.error import Error
-from reproduce.regression.cases import CASES, Case, prepare
+from reproduce.regression.cases import CASES, Case, Clock, prepare
 
 NAMES = ("base", "head")
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
 
 
@@ -73,14 +77,16 @@ def interleave(
                     raise _no_longer(case, *next(iter(unable.items())))
                 running.remove(case)
                 yield {"case": case, "unable": unable}
-            for _ in range(rounds):
-                for case, seconds in samples.items():
-                    for i in order.sample((0, 1), 2):
+            for case, seconds in samples.items():
+                turns = order.sample((0, 1), 2)
+                for _ in range(rounds):
+                    for i in turns:
                         sides[i].send(case)
                         answer = sides[i].recv()
                         if isinstance(answer, str):
                             raise _no_longer(case, NAMES[i], answer)
                         seconds[i].append(answer)
+                    turns.reverse()
         for case, (base, head) in samples.items():
             yield {"case": case, "restart": restart, "base": base, "head": head}
 
@@ -90,7 +96,7 @@ def _no_longer(case: str, name: str, why: str) -> Error:
 
 
 @contextlib.contextmanager
-def fork(folder: Path, slow_down: float = 0.0) -> Iterator[Connection]:
+def fork(folder: Path, clock: Clock = "cpu", slow_down: float = 0.0) -> Iterator[Connection]:
     """Fork a process that measures the torchgpipe in `folder`, and yield the connection to it.
 
     Sent a case's name, it answers with seconds per step; the first time with None, when it has warmed up, or with a
@@ -98,7 +104,7 @@ def fork(folder: Path, slow_down: float = 0.0) -> Iterator[Connection]:
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(ours, theirs, folder, slow_down), daemon=True)
+    process = context.Process(target=_serve, args=(ours, theirs, folder, clock, slow_down), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -111,7 +117,7 @@ def fork(folder: Path, slow_down: float = 0.0) -> Iterator[Connection]:
         ours.close()
 
 
-def _serve(ours: Connection, theirs: Connection, folder: Path, slow_down: float) -> None:
+def _serve(ours: Connection, theirs: Connection, folder: Path, clock: Clock, slow_down: float) -> None:
     """Answer until there is nobody left to ask."""
     ours.close()
     os.dup2(2, 1)  # what a version of torchgpipe prints is no line of the job
@@ -131,7 +137,7 @@ def _serve(ours: Connection, theirs: Connection, folder: Path, slow_down: float)
                 import torchgpipe
 
                 assert Path(torchgpipe.__file__).is_relative_to(folder), torchgpipe.__file__  # and no other
-                ready[case] = Timed(next(each for each in CASES if each.name == case), slow_down)
+                ready[case] = Timed(next(each for each in CASES if each.name == case), clock, slow_down)
         except Exception as error:  # a base may lack what a case uses
             answer = f"{type(error).__name__}: {error}".splitlines()[0]
         theirs.send(answer)
@@ -140,8 +146,9 @@ def _serve(ours: Connection, theirs: Connection, folder: Path, slow_down: float)
 class Timed:
     """Time a case. With `slow_down`, each sample is followed by a delay of that share of the usual sample."""
 
-    def __init__(self, case: Case, slow_down: float) -> None:
+    def __init__(self, case: Case, clock: Clock, slow_down: float) -> None:
         self.case = case
+        self.now = CLOCKS[clock]
         self.step = prepare(case)
         self.slow_down = slow_down
         self.own: list[float] = []  # seconds of each sample, without the delay
@@ -151,25 +158,27 @@ class Timed:
 
     def sample(self) -> float:
         """Return the seconds per step of a sample."""
-        began = time.perf_counter()
+        began = self.now()
         for _ in range(self.case.steps):
             self.step()
-        ran = time.perf_counter()
+        ran = self.now()
         self.own.append(ran - began)
         if self.slow_down:
             until = ran + self.slow_down * statistics.median_low(self.own)
-            while time.perf_counter() < until:  # to sleep would take longer than was asked for
+            while self.now() < until:  # to sleep takes no CPU time, and longer than was asked for
                 pass
-        return (time.perf_counter() - began) / self.case.steps
+        return (self.now() - began) / self.case.steps
 
 
 def main(job: dict[str, Any]) -> None:
     """Print a line for each case of each restart."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports what would else be imported by each fork
     gc.freeze()
-    folders, delays = job.pop("folders"), (0.0, job.pop("slow_down"))
+    folders, clock, delays = job.pop("folders"), job.pop("clock"), (0.0, job.pop("slow_down"))
+    if clock == "cpu" and hasattr(os, "sched_setaffinity"):  # macOS has it not
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the last core: the first serves most interrupts
     try:
-        for line in interleave(lambda i: fork(Path(folders[i]), delays[i]), **job):
+        for line in interleave(lambda i: fork(Path(folders[i]), clock, delays[i]), **job):
             print(json.dumps(line), flush=True)
     except Error as error:
         raise SystemExit(str(error)) from None

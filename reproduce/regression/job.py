@@ -20,6 +20,7 @@ from typing import Any
 from reproduce.error import Error
 from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT
+from reproduce.regression.cases import Clock
 from reproduce.regression.trees import Tree
 
 RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
@@ -32,7 +33,8 @@ class Settings:
 
     cases: Sequence[str]
     restarts: int = 20
-    rounds: int = 4
+    rounds: int = 8
+    clock: Clock = "cpu"
     slow_down: float = 0.0
     seed: int = 0
 

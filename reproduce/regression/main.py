@@ -48,13 +48,7 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress
         Error: with so few restarts nothing could ever be significant, a revision cannot be had, or the measuring job
             ended before it was done.
     """
-    least = least_restarts(rule, len(settings.cases))
-    if settings.restarts < least:
-        raise Error(
-            f"--restarts {settings.restarts}: with {many(len(settings.cases), 'case')} and --alpha {rule.alpha:g}, "
-            f"nothing could be called significant; give at least {least}",
-            USAGE,
-        )
+    check_restarts(settings, rule)
     run = new_run(Devices("cpu", 2, 1), settings.seed, ["python", "-m", "reproduce", *sys.argv[1:]])
     with trees(base, head) as both:
         judged = measure(*both, settings, rule, progress)
@@ -65,6 +59,17 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress
     ]
     complaint = _complaint(judged, both[0].name, both[1].name)
     return Answer(comparison(judged, settings, rule.alpha), sides, judged.rule, complaint)
+
+
+def check_restarts(settings: Settings, rule: Rule) -> None:
+    """Raise `Error` where with so few restarts nothing could ever be significant."""
+    least = least_restarts(rule, len(settings.cases))
+    if settings.restarts < least:
+        raise Error(
+            f"--restarts {settings.restarts}: with {many(len(settings.cases), 'case')} and --alpha {rule.alpha:g}, "
+            f"nothing could be called significant; give at least {least}",
+            USAGE,
+        )
 
 
 def measure(

@@ -22,9 +22,14 @@ def side(letter: str, name: str, run: Run) -> Side:
 
 def comparison(judged: Judgement, settings: Settings, alpha: float) -> Comparison:
     """Return the table's content, with what its reader has to know."""
+    seen = {
+        "cpu": "times are CPU time on one core; waiting and overlap are seen only with --clock wall",
+        "wall": "times are wall-clock times on all cores",
+    }
     planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
     rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in judged.samples.items()]
     notes = [
+        seen[settings.clock],
         f"{many(settings.restarts, 'restart')} of both sides; in each, {many(settings.rounds, 'pair')} of samples of "
         "every case, in turn; a restart counts as one number, the median ratio of its pairs",
         f"the risk of calling noise significant, {alpha:g}, is shared by {many(len(judged.decisions), 'test')}",

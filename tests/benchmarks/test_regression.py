@@ -1,52 +1,70 @@
-"""The experiment: kinds of runs spread evenly, nothing finished lost, and a table that is made from the record."""
+"""The experiment: kinds of runs in turn, nothing finished lost, and a table that is made from the record."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import regression as experiment
-from benchmarks.regression import order, table
+from benchmarks.regression import ALARM, DELAYS, prove, resampled, table
 from reproduce.error import Error
 from reproduce.machine.git import Git
 from reproduce.numbers.significance import Rule
 from reproduce.records.record import load
 from reproduce.regression.job import Samples, Settings
-from reproduce.regression.judge import Judgement, judge
+from reproduce.regression.judge import RULE, TOGETHER, Judgement, judge
 from reproduce.regression.trees import Tree
 
 CLEAN = Git("0123456789", dirty=False)
 
 
 def measured(settings: Settings) -> Judgement:
-    """Make up a job of steady samples, the head's slower by the delay."""
+    """Make up a job of fairly steady samples, the head's slower by the delay."""
     draw = random.Random(settings.seed)
-    ratio = 1 + settings.slow_down
-    samples = Samples([[1.0] * 3] * 12, [[ratio * draw.uniform(0.999, 1.001) for _ in range(3)] for _ in range(12)])
-    return judge({case: samples for case in settings.cases}, Rule())
+
+    def side(level: float) -> list[list[float]]:
+        return [[level * draw.uniform(0.999, 1.001) for _ in range(3)] for _ in range(12)]
+
+    samples = Samples(side(1.0), side(1 + settings.slow_down))
+    return judge({case: samples for case in settings.cases}, RULE)
 
 
-def test_the_kinds_are_spread() -> None:
-    assert order(unchanged=4, planted=2) == [0.0, 0.1, 0.0, 0.0, 0.1, 0.0]
-    assert order(unchanged=1, planted=1) == [0.0, 0.1]
+def test_restarts_of_all_runs_are_resampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "DRAWS", 20)
+    ratios = iter([1.0, 1.5])
+
+    def mixed(settings: Settings) -> Judgement:
+        return measured(replace(settings, slow_down=next(ratios) - 1))
+
+    runs = [run for (run,) in itertools.islice(prove(mixed, Settings(["a", "b"]), RULE, [], 2), 2)]
+    assert [run.values["worse"] for run in runs] == [[], ["a", "b", TOGETHER]]
+    assert not resampled(runs[:1], RULE)
+    assert resampled(runs[1:], RULE) == dict.fromkeys(["a", "b", TOGETHER, ALARM], 20)
+    assert resampled(runs, RULE)["a"] < 20, "of both, some are drawn that are not slower"
 
 
 class Machine:
     """Stands in for what takes long: the tree is clean, unless a test changes that, and a run takes no time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-        self.command = ["--unchanged", "2", "--planted", "1", "--json", str(file)]
+        self.command = ["--runs", "3", "--json", str(file)]
         self.runs: list[float] = []
         self.ends_at: dict[int, BaseException] = {}
         self.revisions: list[Git] = []
         self.head = Tree(Path("head"), "the working tree", "1")
+        self.fake(monkeypatch)
+
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("reproduce.run.recorder.checkout", lambda: CLEAN)
         monkeypatch.setattr(experiment, "checkout", lambda: self.revisions.pop(0) if self.revisions else CLEAN)
         monkeypatch.setattr(experiment, "trees", self.trees)
         monkeypatch.setattr(experiment, "measure", self.measure)
+        monkeypatch.setattr(experiment, "DRAWS", 5)
 
     def trees(self, base: str, head: str | None) -> contextlib.AbstractContextManager[tuple[Tree, Tree]]:
         """Compare what a user does: a revision, and the working tree."""
@@ -70,30 +88,43 @@ def test_from_start_to_end(machine: Machine, tmp_path: Path, capsys: pytest.Capt
     record = load(tmp_path / "x.json")
     assert table(record) in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-    assert [(run.row, run.config["planted"]) for run in record.results] == [("run 1", 0), ("run 2", 0.1), ("run 3", 0)]
-    assert record.results[1].values["cases"]["machinery never"]["base"] == [[1.0] * 3] * 12
+    assert [(run.row, run.config["planted"]) for run in record.results] == [
+        ("run 1", 0), ("run 2", 0.03), ("run 3", 0), ("0%", 0), ("3%", 0.03)
+    ]  # fmt: skip
+    assert list(map(len, record.results[1].values["cases"]["machinery never"]["base"])) == [3] * 12
     record.results[0].values["worse"].append("U-Net naive")  # as if noise had
     lines = {line.split("|")[1].strip(): line for line in table(record, "pipe").splitlines() if line.startswith("|")}
-    assert "0 of 2" in lines["machinery never"] and "1 of 1" in lines["machinery never"]
-    assert "1.10 (1.10-1.10)" in lines["machinery never"]
-    assert "1 of 2" in lines["U-Net naive"] and "1 of 2" in lines["any of these: an alarm"]
+    assert "0 of 2, 0 of 5" in lines["machinery never"] and "1 of 1, 5 of 5" in lines["machinery never"]
+    ratio = record.results[1].values["cases"]["machinery never"]["ratio"]
+    assert f"{ratio:.3f} ({ratio:.3f}-{ratio:.3f})" in lines["machinery never"]
+    assert "1 of 2" in lines["U-Net naive"] and "1 of 2" in lines[ALARM]
 
 
 @pytest.mark.parametrize(("ending", "code"), [(KeyboardInterrupt(), 130), (Error("it ended"), 1)], ids=repr)
 def test_it_goes_on_where_it_was_broken_off(
-    ending: BaseException, code: int, machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    ending: BaseException, code: int, machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     (tmp_path / "x.json").write_text("the result before")
     machine.ends_at[2] = ending
     with pytest.raises(SystemExit) as exit:
         experiment.main(machine.command)
     assert exit.value.code == code and len(load(tmp_path / ".x.unfinished.json").results) == 1
     assert (tmp_path / "x.json").read_text() == "the result before", "until the new one is whole"
+    monkeypatch.setattr(experiment, "RULE", Rule(0.02))
     with pytest.raises(SystemExit):
-        experiment.main([*machine.command, "--planted", "2"])
+        experiment.main(machine.command)
     assert "is of another revision or other settings" in capsys.readouterr().err
-    experiment.main(machine.command)
-    assert machine.runs == [0.0, 0.1, 0.1, 0.0] and len(load(tmp_path / "x.json").results) == 3
+    monkeypatch.undo()
+    machine.fake(monkeypatch)
+    experiment.main([*machine.command, "--runs", "4"])
+    assert machine.runs == [0.0, 0.03, *DELAYS[1:]]
+    assert [one.row for one in load(tmp_path / "x.json").results] == [
+        *(f"run {k}" for k in range(1, 5)),
+        "0%",
+        "3%",
+        "5%",
+    ]
 
 
 def test_a_tree_with_changes_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +144,3 @@ def test_a_run_during_which_the_tree_changed_is_not_kept(meanwhile: Git, machine
     with pytest.raises(SystemExit):
         experiment.main(machine.command)
     assert len(load(tmp_path / ".x.unfinished.json").results) == 1
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """A lone percent sign in an option's help would break it."""
-    with pytest.raises(SystemExit) as exit:
-        experiment.main(["--help"])
-    assert exit.value.code == 0 and "with a delay of 10%" in " ".join(capsys.readouterr().out.split())

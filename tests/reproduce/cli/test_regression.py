@@ -17,10 +17,11 @@ import pytest
 from reproduce.cli.main import main
 from reproduce.cli.regression import regression
 from reproduce.error import USAGE, Error
-from reproduce.numbers.significance import Rule
+from reproduce.regression import bisect
 from reproduce.regression import main as asked
 from reproduce.regression.cases import CASES
 from reproduce.regression.job import Settings
+from reproduce.regression.judge import RULE
 from reproduce.regression.trees import Tree
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,7 +68,7 @@ def test_an_unchanged_tree_passes(made_up: Callable[..., None], capsys: pytest.C
     (mean,) = (line for line in out.splitlines() if line.startswith("geometric mean of 8"))
     assert mean.split()[4] == "1.00" and mean.endswith("~"), "it is judged, too"
     assert "A: v1 (" in out and "git 0000000" in out and "B: the working tree (" in out and "git 1111111+" in out
-    assert "20 restarts of both sides; in each, 4 pairs" in said and "0.01, is shared by 9 tests" in said
+    assert "20 restarts of both sides; in each, 8 pairs" in said and "0.01, is shared by 9 tests" in said
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -75,8 +76,8 @@ def test_an_unchanged_tree_passes(made_up: Callable[..., None], capsys: pytest.C
     ("made", "options", "code", "verdict", "said"),
     [
         ({"slower": {CASE: 1.1}}, "", 1, "worse", f"slower than v1: {CASE}"),
-        ({"slower": {CASE: 1.04}}, "", 0, "~", ""),
-        ({"slower": {CASE: 1.04}}, "--threshold 0.03", 1, "worse", f"slower than v1: {CASE}"),
+        ({"slower": {CASE: 1.015}}, "", 0, "~", ""),
+        ({"slower": {CASE: 1.015}}, "--threshold 0.01", 1, "worse", f"slower than v1: {CASE}"),
         ({"slower": {CASE: 0.8}}, "", 0, "better", ""),
         ({"slower": dict.fromkeys(NAMES, 1.2)}, "", 1, "worse", f"{NAMES[0]}, {NAMES[1]}, "),
         ({"slower": {CASE: 1.1}}, "--head v2 --case naive --case MACHINERY", 0, None, ""),
@@ -109,6 +110,24 @@ def test_exit_code_and_verdict(
     assert [line.split()[-1] for line in out.splitlines() if line.startswith(CASE)] == ([verdict] if verdict else [])
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "out"),
+    [
+        ("--bisect v1 v2", 0, "the first commit that is slower than v1: 12ab it"),
+        ("--bisect v1 v2 --base v1", 2, ""),
+        ("--bisect v1 v2 --head v1", 2, ""),
+        ("--bisect v1 v2 --markdown FILE", 2, ""),
+        ("", 2, ""),
+    ],
+)
+def test_bisect_or_base(
+    options: str, code: int, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bisect, "bisected", lambda *asked: "12ab it")
+    assert main(["regression", *options.split()]) == code
+    assert capsys.readouterr().out.strip() == out
+
+
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
 def test_formats(style: str, made_up: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each says that a delay was planted; and `--markdown` writes its file also where something is slower."""
@@ -134,9 +153,10 @@ def test_formats(style: str, made_up: Callable[..., None], tmp_path: Path, capsy
 def test_defaults_stand_in_one_place() -> None:
     """The command's are written out, as to import the others takes seconds that `--help` has no use for."""
     offered = {option.name: option.default for option in regression.params}
-    settings, rule = Settings([]), Rule()
-    assert (offered["restarts"], offered["rounds"]) == (settings.restarts, settings.rounds)
-    assert (offered["alpha"], offered["threshold"]) == (rule.alpha, rule.threshold)
+    settings = Settings([])
+    for name in ("restarts", "rounds", "clock", "slow_down"):
+        assert offered[name] == getattr(settings, name)
+    assert (offered["alpha"], offered["threshold"]) == (RULE.alpha, RULE.threshold)
 
 
 # --- for real --------------------------------------------------------------------------------------------------------
@@ -144,24 +164,26 @@ def test_defaults_stand_in_one_place() -> None:
 
 @pytest.fixture
 def begun(tmp_path: Path, start: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a repository of this tree, with one commit and an edit, to compare; copies go to `tmp_path/tmp`."""
+    """Make a repository of this tree, with two commits and an edit, to compare; copies go to `tmp_path/tmp`."""
     root = tmp_path / "repository"
     for package in ("torchgpipe", "reproduce"):
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for command in ("init --quiet", "add .", "commit --quiet -m all"):
+    subprocess.run(["git", "init", "--quiet"], cwd=root, check=True)
+    for command in ("add .", "commit --quiet -m all", "commit --quiet -a -m change"):
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
         subprocess.run(["git", *identity, *command.split()], cwd=root, check=True)
-    with (root / "torchgpipe" / "__init__.py").open("a") as file:
-        file.write("\n# a change\n")
+        if command.startswith("commit"):
+            with (root / "torchgpipe" / "__init__.py").open("a") as file:
+                file.write("\n# a change\n")
     (tmp_path / "tmp").mkdir()
-    arguments = ["-m", "reproduce", "regression", "--base", "HEAD", "--case", "machinery never"]
+    arguments = ["-m", "reproduce", "regression", "--case", "machinery never"]
     return lambda *options: start(*arguments, *options, root=root, TMPDIR=str(tmp_path / "tmp"))
 
 
 @pytest.mark.slow
 def test_for_real(begun: Callable[..., Any], tmp_path: Path) -> None:
     """No difference can be larger than this threshold, so that the machine's noise is no part of the test."""
-    process = begun("--threshold", "1000", "--restarts", "8", "--rounds", "1")
+    process = begun("--base", "HEAD", "--threshold", "1000", "--restarts", "8", "--rounds", "1")
     out, err = process.communicate()
     assert process.returncode == 0 and "reproduce:" not in err, err
     assert "machinery never" in out and "8 restarts of both sides" in out and "B: the working tree (" in out
@@ -170,12 +192,17 @@ def test_for_real(begun: Callable[..., Any], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "reproduce: interrupted\n"), (signal.SIGTERM, 143, "")]
+    ("asked", "number", "code", "said"),
+    [
+        ("--base HEAD", signal.SIGINT, 130, "reproduce: interrupted\n"),
+        ("--base HEAD", signal.SIGTERM, 143, ""),
+        ("--bisect HEAD~1 HEAD", signal.SIGINT, 130, "reproduce: interrupted\n"),
+    ],
 )
 def test_ended_it_leaves_nothing(
-    number: signal.Signals, code: int, said: str, begun: Callable[..., Any], tmp_path: Path
+    asked: str, number: signal.Signals, code: int, said: str, begun: Callable[..., Any], tmp_path: Path
 ) -> None:
-    process = begun("--restarts", "100000")
+    process = begun(*asked.split(), "--restarts", "100000")
     while not jobs(tmp_path):
         assert process.poll() is None
         time.sleep(0.1)

@@ -1,9 +1,12 @@
-"""Interleaving: one side at a time, in random order, both warm, anew at each restart; and what a side cannot run."""
+"""Interleaving: one side at a time, in turn, both warm, anew at each restart; and what a side cannot run."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -14,7 +17,7 @@ import pytest
 
 import reproduce.regression.interleave as interleaving
 from reproduce.error import Error
-from reproduce.regression.cases import Case
+from reproduce.regression.cases import Case, Clock
 from reproduce.regression.interleave import NAMES, Timed, fork, interleave
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,23 +82,22 @@ def test_both_are_warm_before_any_sample_and_end_with_the_restart() -> None:
     assert len(one) == 2 + 8 + 2 * 20 * 4 + 2
 
 
-def test_samples_come_in_pairs_of_one_case_and_each_side_is_first_about_as_often() -> None:
+def test_pairs_of_a_case_follow_each_other_and_the_sides_take_turns_to_be_first() -> None:
     log: list[str] = []
-    list(run(log, restarts=1, rounds=50))
+    list(run(log, restarts=1, rounds=4))
     asked, answers = log[10:-2:2], log[11:-2:2]
     assert answers == [line.replace("ask", "answer") for line in asked], "one side at a time"
-    pairs = list(zip(asked[::2], asked[1::2], strict=True))
-    assert all(one.split()[2] == other.split()[2] and one != other for one, other in pairs)
-    assert 35 <= sum(one.startswith("ask base") for one, _ in pairs) <= 65 and len(pairs) == 100
-    assert len({line.split()[1] for line in asked[::4]}) == 2, "not in a fixed order either"
+    for case, of_case in (("a", asked[:8]), ("b", asked[8:])):
+        first, second = of_case[:2]
+        assert {first, second} == {f"ask base {case}", f"ask head {case}"}
+        assert of_case == [first, second, second, first] * 2
 
 
-@pytest.mark.parametrize("what", ["start", "ask"])
-def test_who_comes_first_is_drawn_for_each_restart(what: str) -> None:
+@pytest.mark.parametrize("place", [0, 2, 10, 12], ids=["start", "warm-up", "case a", "case b"])
+def test_who_comes_first_is_drawn_for_each_restart(place: int) -> None:
     log: list[str] = []
     list(run(log, restarts=40, rounds=1))
-    length = len(log) // 40
-    firsts = [next(line.split()[1] for line in log[i:] if line.startswith(what)) for i in range(0, len(log), length)]
+    firsts = [line.split()[1] for line in log[place :: len(log) // 40]]
     assert len(firsts) == 40 and 10 <= firsts.count("base") <= 30
 
 
@@ -132,7 +134,54 @@ def test_a_process_that_ended_by_itself(ask: Callable[[Connection], object], tmp
         ask(side)
 
 
-class Clock:
+@pytest.mark.parametrize(("clock", "cores"), [("cpu", 1), ("wall", len(os.sched_getaffinity(0)))])
+def test_cpu_time_is_taken_on_one_core(clock: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"folders": ["", ""], "clock": clock, "slow_down": 0.0, "cases": [], "restarts": 0, "rounds": 1, "seed": 0}
+    used: list[int] = []
+
+    def fake(*_: object, **__: object) -> list[dict[str, Any]]:
+        used.append(len(os.sched_getaffinity(0)))
+        return []
+
+    monkeypatch.setattr(interleaving, "interleave", fake)
+    before = os.sched_getaffinity(0)
+    try:
+        interleaving.main(job)
+    finally:
+        os.sched_setaffinity(0, before)
+        gc.unfreeze()
+    assert used == [cores]
+
+
+def busy() -> None:
+    until = time.thread_time() + 0.02
+    while time.thread_time() < until:
+        pass
+
+
+def busy_thread() -> None:
+    thread = threading.Thread(target=busy)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("clock", "step", "least", "most"),
+    [
+        ("cpu", lambda: time.sleep(0.05), 0.0, 0.01),
+        ("cpu", busy_thread, 0.02, 0.5),
+        ("wall", lambda: time.sleep(0.05), 0.05, 50.0),
+    ],
+    ids=["waiting takes no CPU time", "CPU time is of all threads", "waiting takes time"],
+)
+def test_the_clocks(
+    clock: Clock, step: Callable[[], None], least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interleaving, "prepare", lambda case: step)
+    assert least <= Timed(Case("a", "linear", (1,), 1, "never", 1), clock, 0.0).sample() <= most
+
+
+class Time:
     """Time that passes only where it is told to, and a little whenever it is read."""
 
     def __init__(self) -> None:
@@ -147,12 +196,12 @@ class Clock:
 def test_a_planted_delay_is_a_share_of_the_usual_step(
     slow_down: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
+    clock = Time()
 
     def step() -> None:
         clock.now += 1.0
 
     monkeypatch.setattr(interleaving, "prepare", lambda case: step)
-    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setitem(interleaving.CLOCKS, "cpu", clock)
     case = Case("a", "linear", (1,), 1, "never", 1, steps=4)
-    assert Timed(case, slow_down).sample() == pytest.approx(seconds, rel=1e-3)
+    assert Timed(case, "cpu", slow_down).sample() == pytest.approx(seconds, rel=1e-3)

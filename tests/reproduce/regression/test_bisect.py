@@ -1,0 +1,84 @@
+"""Bisect: the first slower commit is named, with few measurements; the working tree stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reproduce.error import Error
+from reproduce.numbers.significance import Decision, Rule
+from reproduce.regression import bisect
+from reproduce.regression.job import Samples, Settings
+from reproduce.regression.judge import TOGETHER, Judgement
+from reproduce.regression.trees import Tree
+from tests.reproduce.regression.test_trees import git, version
+
+SLOWER, SAME = Decision("higher", 1.1), Decision("~", 1.0)
+SETTINGS = Settings(["a", "b"])
+
+
+class History:
+    """A repository whose commits hold the numbers 0, 1, ... as their version; from `culprit` on, cases are slower."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, commits: int, culprit: int, slower: list[str]):
+        self.root, self.culprit, self.slower = root, culprit, slower
+        self.broken: list[int] = []
+        self.asked: list[tuple[int, list[str]]] = []
+        self.said: list[str] = []
+        (root / "torchgpipe").mkdir(parents=True)
+        git(root, "init", "--quiet")
+        for number in range(commits):
+            (root / "torchgpipe" / "__init__.py").write_text(f"version = '{number}'\n")
+            git(root, "add", ".")
+            git(root, "commit", "--quiet", "-m", f"change {number}")
+            git(root, "commit", "--quiet", "--allow-empty", "-m", f"of nothing {number}")
+            git(root, "tag", f"v{number}")
+        monkeypatch.setattr(bisect, "measure", self.measure)
+
+    def measure(self, base: Tree, head: Tree, settings: Settings, rule: Rule, progress: object) -> Judgement:
+        assert version(base.folder) == "0"
+        number = int(version(head.folder))
+        self.asked.append((number, list(settings.cases)))
+        outcome = SLOWER if number >= self.culprit else SAME
+        unable = {"head": "ImportError: gone"} if number in self.broken else {}
+        decisions = {case: outcome if case in self.slower else SAME for case in [*settings.cases, TOGETHER]}
+        return Judgement({case: Samples(unable=unable) for case in settings.cases}, decisions, rule)
+
+    def search(self, good: str = "v0", bad: str = "HEAD", settings: Settings = SETTINGS) -> str:
+        return bisect.bisected(good, bad, settings, Rule(), lambda restarts: None, self.said.append, self.root)
+
+
+@pytest.mark.parametrize("slower", [["b"], ["a", "b", TOGETHER], [TOGETHER]], ids=str)
+@pytest.mark.parametrize("culprit", [1, 2, 5, 9])
+def test_the_first_slower_commit(
+    culprit: int, slower: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(tmp_path, monkeypatch, 10, culprit, slower)
+    (tmp_path / "torchgpipe" / "__init__.py").write_text("version = 'edited'\n")
+    before = git(tmp_path, "status", "--porcelain", "--branch")
+    assert history.search().split(maxsplit=1)[1] == f"change {culprit}"
+    assert git(tmp_path, "status", "--porcelain", "--branch") == before and version(tmp_path) == "edited"
+    assert len(history.asked) == len(history.said) <= 1 + 4, "all nine would take long"
+    assert history.asked[0] == (9, ["a", "b"])
+    assert all(cases == (["b"] if slower == ["b"] else ["a", "b"]) for _, cases in history.asked[1:])
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "culprit", "broken", "restarts", "said"),
+    [
+        ("v0", "HEAD", 5, [], 20, "HEAD is not slower than v0"),
+        ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
+        ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
+        ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
+        ("v0", "v2", 1, [], 3, "nothing could be called significant"),
+    ],
+)
+def test_what_cannot_be_searched(
+    good: str, bad: str, culprit: int, broken: list[int], restarts: int, said: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    history = History(tmp_path, monkeypatch, 3, culprit, ["a"])
+    history.broken = broken
+    with pytest.raises(Error, match=said):
+        history.search(good, bad, Settings(["a", "b"], restarts=restarts))
