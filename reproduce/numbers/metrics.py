@@ -107,14 +107,12 @@ def over(reading: Reading, base: Reading) -> Reading:
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return how many times as many samples per second a row has emulated as measured; None where one has none.
 
-    Copies that n devices would make are left out, where these devices make none.
+    That is of devices like those that it was measured on, without a described link.
     """
-    steps, copies = emulated.samples.get("step_time"), emulated.samples.get("copy_time")
+    steps = emulated.samples.get("here_time")
     theirs = None if measured is None else throughput(measured)
     if not steps or theirs is None:
         return None
-    if copies and emulated.device == "cpu":
-        steps = [step - copy for step, copy in zip(steps, copies, strict=True)]
     ours = Reading([emulated.config["batch_size"] / step for step in steps], rounds=_rounds(emulated, ""))
     return over(ours, theirs)
 

@@ -48,13 +48,14 @@ class Executed:
 
 @dataclass(frozen=True)
 class EmulatedStep:
-    """A step as n devices would do it, in `seconds`, of which the optimizer takes `update` and copies add `copies`.
+    """A step as n devices would do it, in `seconds`, of which the optimizer takes `update`.
 
-    That is on a device as quick as it was when it ran everything in `work` seconds.
+    It would take `here` seconds on n of this machine's devices, where `seconds` are of devices behind a described link.
+    Both are of a device as quick as it was when it ran everything in `work` seconds.
     """
 
     seconds: float
-    copies: float
+    here: float
     update: float
     work: float
     costs: Costs
@@ -80,7 +81,10 @@ class Emulation:
     def __init__(
         self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, link: Link | None = None
     ) -> None:
-        """Build everything; copies take what `link` says, and without one no time.
+        """Build everything.
+
+        With a `link`, copies take what it says, and devices are like those behind it, each with a queue of its own.
+        Without, they are like this machine's: CPU devices copy nothing, and wait for each other where m = 1.
 
         Raises:
             whatever the model, the balancer or the device raise, out of memory included.
@@ -129,23 +133,27 @@ class Emulation:
         tasks = {task: typical(run.tasks[task] for run in runs) for task in runs[0].tasks}
         costs = self._costs(tasks, typical(run.loss for run in runs))
         updates = max(map(typical, zip(*(run.updates for run in runs), strict=True)))
-        without = timeline = replay(costs)
+        here = timeline = replay(costs)
         if self.link is not None:
             copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
-            timeline = replay(replace(costs, copy=copy, skips=skips))
-        copies = timeline.seconds - without.seconds
-        return EmulatedStep(timeline.seconds + updates, copies, updates, work, costs, timeline)
+            timeline = replay(replace(costs, copy=copy, skips=skips, ahead=self._dependency))
+        return EmulatedStep(timeline.seconds + updates, here.seconds + updates, updates, work, costs, timeline)
 
     def samples(self, runs: Sequence[Executed]) -> dict[str, list[float]]:
         """Return what a record keeps of the runs: the emulated step, as quick or as slow as each run was."""
         step = self.step(runs)
         return {
             "step_time": [step.seconds * run.work / step.work for run in runs],
-            "copy_time": [step.copies * run.work / step.work for run in runs],
+            "here_time": [step.here * run.work / step.work for run in runs],
             "work_time": [run.work for run in runs],
             "wall_time": [run.wall for run in runs],
             "loss": [run.value for run in runs],
         }
+
+    @property
+    def _dependency(self) -> bool:
+        """Say whether recomputations are asked for before their gradients are there."""
+        return "dependency" in self.row.components
 
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
         """Return what every task of the whole step takes. Tasks that were not run take what equal ones took."""
@@ -160,9 +168,8 @@ class Emulation:
             backward=table("backward"),
             recompute=table("recompute"),
             loss=loss * self.row.batch_size / self.training.row.batch_size,
-            # Without the dependency nothing asks for a recomputation before its gradient is there. On a CPU, partitions
-            # that cannot overlap run one after another in one thread.
-            ahead="dependency" in self.row.components and (self.devices.kind != "cpu" or overlaps(count, n)),
+            # CPU devices that cannot overlap run one after another in one thread.
+            ahead=self._dependency and (self.devices.kind != "cpu" or overlaps(count, n)),
             blocking="streams" not in self.row.components,
         )
 

@@ -25,7 +25,7 @@ from torchgpipe.plan.replay import Timeline
 
 UNITS = {
     "step_time": "s; of an emulated row replayed over the times of its tasks",
-    "copy_time": "s by which copies lengthen the emulated step",
+    "here_time": "s of the emulated step on devices like this machine's, where step_time is of ones behind a link",
     "work_time": "s that running the tasks of an emulated step took: on a CPU its thread's CPU time",
     "wall_time": "s that running the tasks of an emulated step took on the clock",
     "executed": "micro-batches of an emulated step that were run; the rest take as long as these",

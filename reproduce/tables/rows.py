@@ -112,7 +112,10 @@ class Rows:
         links = dict.fromkeys(str(each.config["link"]) for each in self if each.config.get("link"))
         if links:
             proportion = "" if any(each.scale == "paper" for each in self) else ", in proportion to the tasks"
-            yield f"emulated copies: as on {', '.join(links)}{proportion}; emul./meas. is without them"
+            yield (
+                f"emulated copies: as on {', '.join(links)}{proportion}, and recomputation starts early as there; "
+                "emul./meas. is of devices like these"
+            )
         times = [(each.samples["wall_time"], each.samples["work_time"]) for each in self if "work_time" in each.samples]
         waiting = median([sum(wall) / sum(work) for wall, work in times]) if times else 1.0
         if waiting > MOST_WAITING:
