@@ -107,14 +107,17 @@ class Rows:
         most = f", at most {max(counts)} micro-batches of a step" if counts else ""
         yield (
             f"emulated: every task run by itself on one device{most}, and the schedule of n devices replayed over "
-            "their times; measured: the speed-up of n devices at once, by the clock; emul./meas.: of samples/s"
+            "their times"
         )
+        both = any(over_measured(each, self.measured(each.row)) for each in self)
+        if both:
+            yield "measured: the speed-up of n devices at once, by the clock; emul./meas.: of samples/s"
         links = dict.fromkeys(str(each.config["link"]) for each in self if each.config.get("link"))
         if links:
             proportion = "" if any(each.scale == "paper" for each in self) else ", in proportion to the tasks"
+            here = "; emul./meas. is of devices like these" if both else ""
             yield (
-                f"emulated copies: as on {', '.join(links)}{proportion}, and recomputation starts early as there; "
-                "emul./meas. is of devices like these"
+                f"emulated copies: as on {', '.join(links)}{proportion}, and recomputation starts early as there{here}"
             )
         times = [(each.samples["wall_time"], each.samples["work_time"]) for each in self if "work_time" in each.samples]
         waiting = median([sum(wall) / sum(work) for wall, work in times]) if times else 1.0
