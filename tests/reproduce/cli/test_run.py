@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from reproduce.cli.main import main
-from reproduce.cli.run import INTERRUPTED, one_gpu_advice
+from reproduce.cli.run import INTERRUPTED
 from reproduce.experiments import Experiment
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, load
