@@ -17,7 +17,7 @@ PROFILE_SECONDS = 0.05
 CORES = 2  # whatever this machine has: tests run small things, and two threads run anywhere
 EPOCHS = int(os.environ.get("TINY_EPOCHS", "2"))
 SIZES: dict[str, dict[str, Any]] = {
-    "AmoebaNet-D": {"size": (3, 16), "batch_size": 4, "input_shape": (3, 64, 64)},
+    "AmoebaNet-D": {"size": (3, 16), "batch_size": 4},
     "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
 }
 BALANCE = (1, 1, 1, 1, 1, 1, 1, 2)  # of a small AmoebaNet-D over eight partitions

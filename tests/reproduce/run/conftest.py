@@ -40,7 +40,7 @@ class Runner:
         plan(session)
         try:
             self.groups = list(run_experiment(session))
-            assert not session.progress.jobs, "no time is left to tell"
+            assert not session.progress.seconds_left(), "no time is left to tell"
         finally:
             self.said = stream.getvalue()
             found = load(recorder.path).results
