@@ -37,7 +37,7 @@ def _group(result: Result) -> str:
 
 
 def _ours(equal: str, rows: Rows) -> Table:
-    first = min(result.config["partitions"] for result in rows if result.config["partitions"] != 1)
+    first = min((result.config["partitions"] for result in rows if result.config["partitions"] != 1), default=2)
     columns = [
         Column[Result]("configuration", lambda result: result.config["configuration"], left=True),
         config("n", "partitions"),
