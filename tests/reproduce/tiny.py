@@ -31,7 +31,9 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
         rows = (row for row in scale.rows if row.name in KEPT or experiment.measures != "speed")
         return replace(
             scale,
-            rows=tuple(replace(row, balance=None if row.balance is None else BALANCE, **SIZES[row.model]) for row in rows),
+            rows=tuple(
+                replace(row, balance=None if row.balance is None else BALANCE, **SIZES[row.model]) for row in rows
+            ),
         )
 
     paper = experiment.scale("paper")
