@@ -52,15 +52,13 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
     assert record.run.settings["freed_memory"] in ("kept", "as the C library does")
     assert f"freed memory: {record.run.settings['freed_memory']}" in page
     assert (record.run.settings["steps"], record.run.settings["emulate"]) == (2, 8)
-    found = {(result.row, result.status): result for result in record.results if result.scale == "small"}
+    found = {(result.row, result.emulated): result for result in record.results if result.scale == "small"}
     for row in tiny["tiny-speed"].scale("small").rows:
-        kinds = ["emulated"] if row.devices == 8 else ["emulated", "measured"]
-        for kind in kinds:
-            times = found[row.name, kind].samples["step_time"]
-            assert len(times) == 2 and min(times) > 0
-            assert len(found[row.name, kind].values["utilization"]) == row.devices
-            assert sum(found[row.name, kind].config["balance"]) == 3 + 6
-    peaks = found["pipeline-8", "measured"].values
+        for emulated in (True,) if row.devices == 8 else (True, False):
+            result = found[row.name, emulated]
+            assert len(result.samples["step_time"]) == 2 and min(result.samples["step_time"]) > 0
+            assert len(result.values["utilization"]) == row.devices and sum(result.config["balance"]) == 3 + 6
+    peaks = found["pipeline-8", False].values
     assert len(peaks["peak_allocated"]) == 8 and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0
     assert "how busy the devices were, emulated" in page and "## AmoebaNet-D: speed" in page
     assert page.count("\n## ") == 6, "the page has the tables of the run, and one of how busy the devices were"

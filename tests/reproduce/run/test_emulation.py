@@ -13,13 +13,13 @@ from torch import nn
 
 from reproduce.experiments import COMPONENTS, EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
-from reproduce.run.emulation import MOST_EXECUTED, Emulation, executed, memory_needed
+from reproduce.run.emulation import MOST_EXECUTED, EmulatedStep, Emulation, Executed, executed, memory_needed
 from reproduce.run.links import Link
 from reproduce.run.timeline import Watched, watch_tasks
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.observe import Kind, Task
 from torchgpipe.plan.hardware import load_hardware
-from torchgpipe.plan.replay import Costs, replay
+from torchgpipe.plan.replay import Costs, Timeline, replay
 
 CPU = Devices("cpu", 2, threads=1)
 PLAIN = replace(
@@ -38,6 +38,18 @@ def pipeline(n: int = 2, m: int = 4, checkpoint: Any = "except_last", **changes:
 
 def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
     return Emulation(row, devices, FakeData([executed(row)], 0), Balancer(devices), 0, link)
+
+
+def step(row: Row, devices: Devices = CPU, link: Any = None) -> EmulatedStep:
+    emulated = emulation(row, devices, link)
+    return emulated.step([emulated.run()])
+
+
+def same(timeline: Timeline, expected: Timeline) -> bool:
+    """Say whether two timelines agree, but for rounding."""
+    ours, theirs = ([each[:3] for each in of.events] for of in (timeline, expected))
+    times = [[x for each in of.events for x in each[3:]] + [of.seconds] for of in (timeline, expected)]
+    return ours == theirs and times[0] == pytest.approx(times[1])
 
 
 def cost(task: Task) -> float:
@@ -114,22 +126,19 @@ def costs(row: Row, **changes: Any) -> Costs:
 @pytest.mark.parametrize("n", BALANCES)
 def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(made: Made, n: int, checkpoint: str) -> None:
     row = pipeline(n, checkpoint=checkpoint)
-    step = emulation(row).step()
+    emulated = emulation(row)
+    run = emulated.run()
     again = {"always": 4, "except_last": 3, "never": 0}[checkpoint]
     counts = Counter((task.kind, task.partition) for task in made.seen)
     for j in range(n):
         assert [counts[kind, j] for kind in KINDS] == [4, again, 4]
     assert len(set(made.seen)) == len(made.seen) == n * (8 + again)
-    timeline = replay(costs(row))
-    assert step.seconds == timeline.seconds + max(UPDATES[:n]), "partitions are updated at the same time"
-    assert step.timeline == timeline and step.copies == 0
-    assert step.work == made.now == sum(map(cost, made.seen)) + LOSS + sum(UPDATES[:n])
-    assert step.wall == 3 * step.work
-
-
-def test_by_the_clock_everything_takes_as_long_as_on_it(made: Made) -> None:
-    row = pipeline(m=1, checkpoint="never")
-    assert emulation(row).step(wall=True).seconds == 3 * emulation(row).step().seconds
+    assert run.work == made.now == sum(map(cost, made.seen)) + LOSS + sum(UPDATES[:n])
+    assert run.wall == 3 * run.work
+    found, timeline = emulated.step([run]), replay(costs(row))
+    assert same(found.timeline, timeline) and found.copies == 0
+    assert found.update == pytest.approx(max(UPDATES[:n])), "partitions are updated at the same time"
+    assert found.seconds == pytest.approx(timeline.seconds + max(UPDATES[:n]))
 
 
 @pytest.mark.parametrize(
@@ -142,9 +151,30 @@ def test_by_the_clock_everything_takes_as_long_as_on_it(made: Made) -> None:
 )
 def test_by_hand(made: Made, checkpoint: str, m: int, seconds: float) -> None:
     """Two partitions, the second of which takes twice as long; the longer update is of 8 seconds."""
-    row = pipeline(m=m, checkpoint=checkpoint)
-    assert emulation(row).step().seconds == seconds
-    assert emulation(row).step(wall=True).seconds == 3 * seconds, "by the clock"
+    emulated = emulation(pipeline(m=m, checkpoint=checkpoint))
+    for wall, times in ((False, 1), (True, 3)):
+        assert emulated.step([emulated.run(wall=wall)]).seconds == pytest.approx(times * seconds)
+
+
+def test_a_task_takes_its_share_in_the_median_run() -> None:
+    """One that was disturbed decides nothing; a slow machine slows down all alike."""
+    emulated = emulation(pipeline(m=1, checkpoint="never"))
+    tasks = {Task(kind, 0, j): 1.0 + j for kind in KINDS if kind != "recompute" for j in range(2)}
+
+    def run(slow: float = 1.0, disturbed: float = 0.0) -> Executed:
+        taken = {task: slow * seconds for task, seconds in tasks.items()}
+        taken[Task("forward", 0, 1)] += disturbed
+        return Executed(taken, slow * 0.5, [slow, slow * 0.5], work=slow * 8 + disturbed, wall=9.0, value=slow)
+
+    assert emulated.step([run()]).seconds == 1 + 2 + 0.5 + 2 + 1 + 1
+    for disturbed in (0.0, 5.0):
+        runs = [run(), run(slow=2), run(disturbed=disturbed), run(), run(slow=0.5)]
+        found = emulated.step(runs)
+        assert (found.work, found.seconds, found.update) == (8, 7.5, 1)
+        samples = emulated.samples(runs)
+        assert samples["step_time"] == [7.5, 15, 7.5 + disturbed * 7.5 / 8, 7.5, 3.75], "as slow as all work was"
+        assert samples["work_time"] == [each.work for each in runs] and samples["wall_time"] == [9.0] * 5
+        assert samples["loss"] == [1, 2, 1, 1, 0.5] and samples["copy_time"] == [0] * 5
 
 
 @pytest.mark.parametrize(
@@ -172,9 +202,9 @@ def test_equal_micro_batches_are_not_all_run(batch_size: int, chunks: int | None
 def test_the_times_of_those_that_are_run_stand_for_the_rest(made: Made) -> None:
     row = pipeline(m=16, batch_size=31)  # the last is of one sample instead of two
     emulated = emulation(row)
-    step = emulated.step()
+    found = emulated.step([emulated.run()])
     assert len(made.seen) == 2 * (2 * MOST_EXECUTED + MOST_EXECUTED - 1)
-    assert step.timeline == replay(costs(row)), "the loss grows with the batch, too"
+    assert same(found.timeline, replay(costs(row))), "the loss grows with the batch, too"
     assert (emulated.row.batch_size, emulated.row.micro_batches) == (31, 16)
 
 
@@ -187,12 +217,12 @@ def test_loss_and_gradients_are_those_of_the_plain_model_on_the_same_micro_batch
     for layer in (*emulated.training.model.modules(), *model.modules()):
         if isinstance(layer, (nn.Dropout, nn.Dropout2d)):
             layer.p = 0.0  # whose random numbers would depend on the order of the tasks
-    step = emulated.step()
+    value = emulated.run().value
     parts = data.input(row, torch.device("cpu")).chunk(row.chunks or 1)
     output = torch.cat([model(part) for part in parts])
     loss = nn.functional.binary_cross_entropy_with_logits(output, data.target(row, torch.device("cpu")))
     loss.backward()
-    assert step.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert value == pytest.approx(loss.item(), rel=1e-6)
     theirs = [parameter.grad for parameter in model.parameters()]
     ours = [parameter.grad for partition in emulated.training.partitions for parameter in partition.parameters()]
     torch.testing.assert_close(ours, theirs)
@@ -201,28 +231,29 @@ def test_loss_and_gradients_are_those_of_the_plain_model_on_the_same_micro_batch
 def test_a_step_trains() -> None:
     emulated = emulation(pipeline())
     before = [parameter.detach().clone() for parameter in emulated.training.model.parameters()]
-    step = emulated.step()
+    run = emulated.run()
     for old, parameter in zip(before, emulated.training.model.parameters(), strict=True):
         assert parameter.grad is None and not torch.equal(old, parameter)
-    assert 0 < step.timeline.seconds < step.seconds < step.work < 1.5 * step.wall
+    found = emulated.step([run])
+    assert 0 < found.timeline.seconds < found.seconds < found.work < 1.5 * run.wall
 
 
 def test_without_a_pipeline_forward_and_backward_are_one_task_each(made: Made) -> None:
-    assert emulation(PLAIN).step().seconds == 1 + LOSS + 2 + UPDATES[0]
+    assert step(PLAIN).seconds == pytest.approx(1 + LOSS + 2 + UPDATES[0])
 
 
 def test_a_partition_without_parameters_has_nothing_to_update(made: Made) -> None:
     layers = list(PLAIN.build())
     bare = next(i for i, layer in enumerate(layers) if not any(True for _ in layer.parameters()))
     row = replace(pipeline(3), balance=(bare, 1, len(layers) - bare - 1))
-    assert emulation(row).step().seconds == replay(costs(row)).seconds + max(UPDATES[:2])
+    assert step(row).seconds == pytest.approx(replay(costs(row)).seconds + max(UPDATES[:2]))
 
 
 class FakeLink:
     """Copies take half a second, and so does a skip."""
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        assert forward == 1 + 2 + 3, "what the first micro-batch takes in all partitions"
+        assert forward == pytest.approx(1 + 2 + 3), "what the first micro-batch takes in all partitions"
         return [0.5, 0.5], {(0, 2): 0.5}
 
 
@@ -239,11 +270,10 @@ class FakeLink:
 def test_components(made: Made, components: tuple[Any, ...], changes: Mapping[str, Any], linked: bool) -> None:
     row = pipeline(3, components=components)
     copies = {"copy": [0.5, 0.5], "skips": {(0, 2): 0.5}} if linked else {}
-    step = emulation(row, link=FakeLink() if linked else None).step()
+    found = step(row, link=FakeLink() if linked else None)
     expected = replay(costs(row, **changes, **copies))
-    assert step.timeline == expected
-    assert step.copies == expected.seconds - replay(costs(row, **changes)).seconds
-    assert (step.copies > 0) == linked
+    assert same(found.timeline, expected) and (found.copies > 0) == linked
+    assert found.copies == pytest.approx(expected.seconds - replay(costs(row, **changes)).seconds)
 
 
 HARDWARE = replace(load_hardware("p40x8"), link_latency=0.0)
@@ -293,7 +323,7 @@ def test_one_thread_plays_every_device(made: Made, before: int) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(before)
-        emulation(pipeline(), Devices("cpu", 1, threads=before)).step()
+        emulation(pipeline(), Devices("cpu", 1, threads=before)).run()
         assert (made.threads, torch.get_num_threads()) == (1, before)
     finally:
         torch.set_num_threads(threads)

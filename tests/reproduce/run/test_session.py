@@ -14,7 +14,7 @@ import torch
 from reproduce.experiments import PUBLISHED_BALANCE, Experiment, Row
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Result
-from reproduce.run.emulation import EmulatedStep
+from reproduce.run.emulation import EmulatedStep, Emulation, Executed
 from reproduce.run.training import FakeData
 from torchgpipe.plan.hardware import load_hardware
 from torchgpipe.plan.replay import Costs, Event, Timeline
@@ -47,30 +47,33 @@ class Fake:
         if error is not None:
             raise error
 
-    def step(self) -> Any:
+    def train(self) -> torch.Tensor:
         self.steps[self.name] = self.steps.get(self.name, 0) + 1
         self.order.append(self.name)
         self.act()
         return torch.tensor(1.0)
 
 
-class FakeEmulation:
+class Measured(Fake):
+    def step(self) -> torch.Tensor:
+        return self.train()
+
+
+class Emulated(Fake, Emulation):
     """Stand in for an emulation; its rows are told what to raise under names that end in ` emulated`."""
 
-    class Emulated(Fake):
-        kind = " emulated"
+    kind = " emulated"
 
     def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int, link: object) -> None:
-        self.training = self.Emulated(row, devices, data, balancer, seed)
-        self.row = self.training.row
+        Fake.__init__(self, row, devices, data, balancer, seed)
+        self.training = self  # type: ignore[assignment]
 
-    def step(self) -> EmulatedStep:
-        loss = float(self.training.step())
+    def run(self, *, wall: bool = False) -> Executed:
+        return Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(self.train()))
+
+    def step(self, runs: Sequence[Executed]) -> EmulatedStep:
         timeline = Timeline([Event("forward", 0, 0, 0.0, 1.0)], SECONDS, self.row.devices)
-        costs = Costs([[1.0]], [[0.0]], [[0.0]])
-        return EmulatedStep(
-            seconds=SECONDS, copies=0.5, update=0.0, loss=loss, work=3.0, wall=4.0, costs=costs, timeline=timeline
-        )
+        return EmulatedStep(SECONDS, 0.5, 0.0, 3.0, Costs([[1.0]], [[0.0]], [[0.0]]), timeline)
 
 
 def fake_peak(training: Any, devices: Devices, *, steps: int, before: Callable[[int], None]) -> dict[str, list[int]]:
@@ -83,8 +86,8 @@ def fake_peak(training: Any, devices: Devices, *, steps: int, before: Callable[[
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     for module in ("session", "speed"):
-        monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
-    monkeypatch.setattr("reproduce.run.speed.Emulation", FakeEmulation)
+        monkeypatch.setattr(f"reproduce.run.{module}.Training", Measured)
+    monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
     monkeypatch.setattr("reproduce.run.memory.measure_peak", fake_peak)
     for name in ("raises", "alive", "steps", "order"):
         monkeypatch.setattr(Fake, name, type(getattr(Fake, name))())
