@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from reproduce.numbers.accuracy import FinalError, final_error
-from reproduce.numbers.metrics import Reading, epoch_throughput, median_ratio, over, read, speed_up, throughput
+from reproduce.numbers.metrics import (
+    Reading,
+    epoch_throughput,
+    median_ratio,
+    over,
+    over_measured,
+    read,
+    speed_up,
+    throughput,
+)
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import Record, Result
 
@@ -59,6 +69,26 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 def test_speed_up(ours: Result, base: Result | None, ratios: float | list[float] | None) -> None:
     found = speed_up(ours, base)
     assert (None if found is None else found.measurement) == ratios
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "device", "copies", "ratios"),
+    [
+        (timed([2, 8], [0, 1]), timed([4, 4], [0, 1]), "cpu", [], [2, 0.5]),
+        (timed([2, 8], [0, 1]), timed([4, 4], [0, 1]), "cpu", [1, 4], [4, 1]),  # which devices of a CPU do not make
+        (timed([2, 8], [0, 1]), timed([4, 4], [0, 1]), "cuda", [1, 4], [2, 0.5]),
+        (timed([2, 8], [0, 1]), timed([4], [1]), "cpu", [], [0.5]),
+        (timed([2, 8], [0, 1]), timed([]), "cpu", [], None),
+        (timed([]), timed([1], [0]), "cpu", [], None),
+        (timed([1], [0]), None, "cpu", [], None),
+    ],
+)
+def test_emulated_over_measured(
+    ours: Result, theirs: Result | None, device: str, copies: list[float], ratios: list[float] | None
+) -> None:
+    samples = {**ours.samples, **({"copy_time": copies} if copies else {})}
+    found = over_measured(msgspec.structs.replace(ours, device=device, samples=samples), theirs)
+    assert (found and found.measurement) == ratios
 
 
 @pytest.mark.parametrize(
