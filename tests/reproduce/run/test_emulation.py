@@ -136,7 +136,7 @@ def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(made: Made, n: in
     assert run.work == made.now == sum(map(cost, made.seen)) + LOSS + sum(UPDATES[:n])
     assert run.wall == 3 * run.work
     found, timeline = emulated.step([run]), replay(costs(row))
-    assert same(found.timeline, timeline) and found.copies == 0
+    assert same(found.timeline, timeline) and found.here == found.seconds, "there is no link"
     assert found.update == pytest.approx(max(UPDATES[:n])), "partitions are updated at the same time"
     assert found.seconds == pytest.approx(timeline.seconds + max(UPDATES[:n]))
 
@@ -170,11 +170,11 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
     for disturbed in (0.0, 5.0):
         runs = [run(), run(slow=2), run(disturbed=disturbed), run(), run(slow=0.5)]
         found = emulated.step(runs)
-        assert (found.work, found.seconds, found.update) == (8, 7.5, 1)
+        assert (found.work, found.seconds, found.here, found.update) == (8, 7.5, 7.5, 1)
         samples = emulated.samples(runs)
         assert samples["step_time"] == [7.5, 15, 7.5 + disturbed * 7.5 / 8, 7.5, 3.75], "as slow as all work was"
         assert samples["work_time"] == [each.work for each in runs] and samples["wall_time"] == [9.0] * 5
-        assert samples["loss"] == [1, 2, 1, 1, 0.5] and samples["copy_time"] == [0] * 5
+        assert samples["loss"] == [1, 2, 1, 1, 0.5] and samples["here_time"] == samples["step_time"]
 
 
 @pytest.mark.parametrize(
@@ -250,11 +250,12 @@ def test_a_partition_without_parameters_has_nothing_to_update(made: Made) -> Non
 
 
 class FakeLink:
-    """Copies take half a second, and so does a skip."""
+    """Copies take half a second, and so does a skip from the first partition to the last."""
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        assert forward == pytest.approx(1 + 2 + 3), "what the first micro-batch takes in all partitions"
-        return [0.5, 0.5], {(0, 2): 0.5}
+        n = row.devices
+        assert forward == pytest.approx(sum(range(1, n + 1))), "what the first micro-batch takes in all partitions"
+        return [0.5] * (n - 1), {(0, n - 1): 0.5}
 
 
 @pytest.mark.parametrize(
@@ -272,8 +273,14 @@ def test_components(made: Made, components: tuple[Any, ...], changes: Mapping[st
     copies = {"copy": [0.5, 0.5], "skips": {(0, 2): 0.5}} if linked else {}
     found = step(row, link=FakeLink() if linked else None)
     expected = replay(costs(row, **changes, **copies))
-    assert same(found.timeline, expected) and (found.copies > 0) == linked
-    assert found.copies == pytest.approx(expected.seconds - replay(costs(row, **changes)).seconds)
+    assert same(found.timeline, expected) and (found.seconds > found.here) == linked
+    assert found.here == pytest.approx(replay(costs(row, **changes)).seconds + found.update)
+
+
+def test_behind_a_link_recomputation_starts_early_also_where_cpu_devices_cannot_overlap(made: Made) -> None:
+    found = step(pipeline(m=1, checkpoint="always"), link=FakeLink())
+    assert found.here == pytest.approx(1 + 2 + LOSS + 3 + 4 + 1.5 + 2 + 8)
+    assert found.seconds == pytest.approx(1 + 2 + LOSS + 3 + 4 + 2 + 8 + 2 * 0.5), "a skip beside a copy takes no time"
 
 
 HARDWARE = replace(load_hardware("p40x8"), link_latency=0.0)

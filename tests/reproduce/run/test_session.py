@@ -146,7 +146,7 @@ def test_what_is_kept_of_an_emulated_row(run: Run, runs: Any) -> None:
     run("tiny-speed", asked=2)
     result = runs.emulated["GPipe n8m4"]
     assert result.samples == {
-        "step_time": [SECONDS] * 2, "copy_time": [0.5] * 2, "work_time": [3.0] * 2, "wall_time": [4.0] * 2,
+        "step_time": [SECONDS] * 2, "here_time": [0.5] * 2, "work_time": [3.0] * 2, "wall_time": [4.0] * 2,
         "loss": [1, 1], "round": runs.emulated["naive n8"].samples["round"],
     }  # fmt: skip
     assert result.values["executed"] == 4 and result.values["bubble"] == 1 - 1 / 8

@@ -27,7 +27,7 @@ def record(*results: Result, **run: object) -> Record:
 
 
 def results(name: str, scale: str, speeds: Speeds, device: str = "cpu", emulated: bool = False,
-            copies: float = 0.0, **values: Any) -> list[Result]:  # fmt: skip
+            linked: float = 0.0, **values: Any) -> list[Result]:  # fmt: skip
     """Make a result of every row but those of None."""
     made = []
     for row in EXPERIMENTS[name].scale(scale).rows:
@@ -39,7 +39,7 @@ def results(name: str, scale: str, speeds: Speeds, device: str = "cpu", emulated
         own = {k: v(row) if callable(v) else v for k, v in values.items()} if status == good else {}
         samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
         if emulated and steps:
-            samples |= {"copy_time": [copies * each for each in steps], "work_time": steps, "wall_time": steps}
+            samples |= {"here_time": [each * (1 - linked) for each in steps], "work_time": steps, "wall_time": steps}
         config = {**row.config(), **({"link": row.link} if emulated and row.link else {})}
         made.append(Result(
             name, row.name, status, scale, device, config, row.over,  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def both(name: str, scale: str, **options: Any) -> list[Result]:
 MEASURED = results("amoebanet-speed", "paper", gpipe_is_faster)
 SPEED = record(*MEASURED)
 EMULATED = record(*both("amoebanet-speed", "paper"), device="cpu", threads_per_device=1, load=None)
-COPIED = record(*both("amoebanet-speed", "small", copies=0.5))
+COPIED = record(*both("amoebanet-speed", "small", linked=0.5))
 LIKE = record(*both("unet-speed", "small", utilization=lambda row: [0.25] * row.devices, bubble=0.75))
 PUBLISHED = record(*results("amoebanet-speed", "paper", lambda row: None if row.equal else [row.batch_size / 2]))
 LIVE = memory("small", "cpu", lambda n: [(100 + j) * MiB for j in range(n)], model_bytes=50 * MiB)
@@ -183,7 +183,7 @@ def test_rows_without_numbers(status: str, cell: str, note: str) -> None:
             "nobody has published these rows",
         ]),
         (EMULATED, ["every task run by itself on one device", "measured: the speed-up of n devices at once"]),
-        (COPIED, ["emulated copies: as on p40x8, in proportion to the tasks; emul./meas. is without them"]),
+        (COPIED, ["emulated copies: as on p40x8, in proportion to the tasks", "emul./meas. is of devices like these"]),
         (observed("unet-ablation", "small"), ["without the dependency nothing asks for a recomputation"]),
         (observed("unet-speed", "small"), ["so the batch size is", "with a smaller model"]),
         (UNKNOWN, ["no utilization: no pynvml"]),
