@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from reproduce.cli.shared import devices, on
-from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, LIKE_PUBLISHED, Experiment, Row, Scale
+from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment, Row, Scale
 from reproduce.experiments.scale import why_not
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.tables.layout import Column, Table, many, table
@@ -43,8 +43,12 @@ def list_experiments(on: str | None, devices: int | None) -> None:
 def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Table]:
     """Return a table of the rows that reproduce published ones, and one of ours, which nobody has published."""
     reason = why_not(scale, devices)
-    runnable = sum(row.devices <= devices.count for row in scale.rows)
-    here = f"cannot run; {reason}" if reason else f"can run; {runnable} of {len(scale.rows)} rows"
+    if experiment.measures in ("speed", "ablation"):
+        measured = sum(row.devices <= devices.count and row.configuration != PUBLISHED_BALANCE for row in scale.rows)
+        rows = f"measures {measured} and emulates all of {len(scale.rows)} rows"
+    else:
+        rows = f"all {len(scale.rows)} rows"
+    here = f"cannot run; {reason}" if reason else f"can run; {rows}"
     notes = [
         f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)",
         f"on {devices}: {here}",

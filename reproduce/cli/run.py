@@ -97,7 +97,8 @@ def run(
     scale = choose_scale(asked, found, scale)
     chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
     prepare_folder(out)
-    tracer = None if trace is None else make_tracer(trace, chosen)
+    emulate = 0 if no_emulate else emulate
+    tracer = None if trace is None else make_tracer(trace, chosen, emulate)
     accuracy: dict[str, AccuracyNeeds] = {}
     if "accuracy" in measured:
         checkpoints = Checkpoints(out / "checkpoints", fresh=fresh)
@@ -118,7 +119,7 @@ def run(
         settings={
             "steps": steps,
             "seeds": seeds,
-            "emulate": 0 if no_emulate else emulate,
+            "emulate": emulate,
             FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
             **({"rows": list(rows)} if rows else {}),
             **{experiment.name: at.settings() for experiment, at in chosen},
@@ -141,7 +142,7 @@ def run(
                     balancer=balancer,
                     seed=seed,
                     steps=steps,
-                    emulate=0 if no_emulate else emulate,
+                    emulate=emulate,
                     hardware=link,
                     check=check,
                     trace=tracer,
@@ -178,12 +179,12 @@ def run(
         raise click.ClickException(f"--trace: {tracer.problems[0]}")
 
 
-def make_tracer(trace: Path, chosen: Chosen) -> Tracer:
+def make_tracer(trace: Path, chosen: Chosen, emulate: int) -> Tracer:
     """Return what writes timelines; refuse now what could not be written later."""
     timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
     if not timed:
         measures = chosen[0][0].measures
         raise click.UsageError(f"--trace: {measures} experiments time no step; name a speed experiment")
     prepare_folder(trace.absolute().parent, "--trace")
-    several = sum(len(at.rows) for at in timed) > 1
+    several = emulate > 0 or sum(len(at.rows) for at in timed) > 1  # a row may be measured and emulated
     return Tracer(trace, several=several, experiments=len(timed) > 1, draw=matplotlib_problem() is None)

@@ -146,10 +146,11 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
 def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> tuple[Line, Readings]:
     """Return the line to divide by: the one that the row's speed-up is over, where all sides have a number of it.
 
-    Else the first line that all sides have a number of, one of the same scale where there is one.
+    Else the first line that all sides have a number of, one of the same scale and kind where there is one.
     """
     result = line.first.result
     complete = [(other, readings) for other, readings in lines if own.keys() <= readings.keys()]
+    complete = [pair for pair in complete if pair[0].first.result.emulated == result.emulated]  # the line itself is one
     alike = [pair for pair in complete if pair[0].first.result.scale == result.scale]
     named = [pair for pair in alike if pair[0].first.result.row == result.over]
     return [*named, *alike, *complete][0]

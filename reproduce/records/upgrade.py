@@ -46,7 +46,8 @@ def _gpu_from_1(gpu: Json) -> Json:
 
 
 def _from_2(data: dict[str, Json]) -> dict[str, Json]:
-    for result in data.get("results") or ():
+    results = data.get("results")
+    for result in results if isinstance(results, list) else ():
         if isinstance(result, dict):
             result.pop("over_published", None)
     return data

@@ -43,10 +43,10 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
 
 
 def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
-    """Yield a figure for each step that was measured, with its caption."""
+    """Yield a figure for each step that was run, with its caption; the title says whether it was emulated."""
     for i, (title, timeline) in enumerate(traces):
         start, end = timeline.window
-        caption = f"Measured: {title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
+        caption = f"{title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
         yield _page_figure(f"trace-{i}", title, timeline), caption
 
 

@@ -65,14 +65,17 @@ class EmulatedStep:
 def executed(row: Row, most: int = MOST_EXECUTED) -> Row:
     """Return the row with at most so many micro-batches, of the same sizes; the last stays the last.
 
-    A row whose micro-batches cannot be had so is returned as it is.
+    Where a batch of so many would be split otherwise, for its last micro-batch is small, they are as few as can be.
     """
     count, size = row.micro_batches, row.micro_batch_size
-    if count is None or size is None or count <= most:
+    if count is None or size is None:
         return row
     last = row.batch_size - size * (count - 1)
-    fewer = replace(row, batch_size=size * (most - 1) + last, chunks=most)
-    return fewer if (fewer.micro_batches, fewer.micro_batch_size) == (most, size) else row
+    for few in range(most, count):
+        fewer = replace(row, batch_size=size * (few - 1) + last, chunks=few)
+        if (fewer.micro_batches, fewer.micro_batch_size) == (few, size):
+            return fewer
+    return row
 
 
 class Emulation:
@@ -92,7 +95,8 @@ class Emulation:
         self.training = Training(executed(row), devices, data, balancer, seed, emulated=True)
         self.row = replace(row, balance=self.training.row.balance)
         self.devices, self.link = devices, link
-        self.optimizers = [make_optimizer(row, partition) for partition in self.training.partitions]
+        with_parameters = [each for each in self.training.partitions if any(True for _ in each.parameters())]
+        self.optimizers = [make_optimizer(row, partition) for partition in with_parameters]
 
     def run(self, *, wall: bool = False) -> Executed:
         """Run a step's tasks, one at a time; with `wall`, each takes what it took on the clock."""
@@ -178,12 +182,13 @@ def memory_needed(row: Row) -> str:
     """Say what the row's partitions take together, as counted on `meta`."""
     ran = executed(row)
     name = ran.optimizer.name.lower()
+    name = "momentum" if name == "sgd" and ran.optimizer.options.get("momentum") else name
     setup = Setup(
         batch_size=ran.batch_size,
         balance=ran.balance or (1,),
         chunks=ran.chunks or 1,
         checkpoint=ran.checkpoint or "never",
-        optimizer=optimizer_named("momentum" if name == "sgd" and ran.optimizer.options.get("momentum") else name),
+        optimizer=optimizer_named(name, foreach=False),
     )
     counted = counts(ran, memory=True)
     if ran.balance is None:

@@ -17,7 +17,7 @@ FLOAT_BYTES = 4
 
 def plan_memory(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
-    for row in session.fitting():
+    for row in session.scale.rows:
         session.progress.plan(session.job(row), session.scale.steps, row.work())
 
 
@@ -29,7 +29,7 @@ def run_memory(session: Session) -> None:
         counted = replace(session.result(row), scale="paper", device="meta", values=_model_values(row))
         session.recorder.put(counted)
 
-    for row in session.runnable():
+    for row in session.expected():
         try:
             used, values = measure_memory(session, row, session.scale.steps)
         except Exception as error:

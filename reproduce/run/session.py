@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,17 +77,11 @@ class Session:
     accuracy: AccuracyNeeds | None = None
     links: dict[str | None, Link] = field(default_factory=dict)
 
-    def fitting(self) -> list[Row]:
-        """Return the rows that can be run where no clock is involved: a device may hold several partitions."""
-        many = self.devices.kind != "cuda"  # a CPU device is some threads, and meta devices are nothing
-        return [row for row in self.scale.rows if many or row.partitions or row.devices <= self.devices.count]
-
-    def runnable(self) -> list[Row]:
-        """Return the rows that fit, and record what the others need."""
-        fitting = self.fitting()
+    def expected(self) -> Sequence[Row]:
+        """Return all rows, none of which was run yet: where no clock is involved, a device may play several."""
         for row in self.scale.rows:
-            self.put(row, **({"status": "not run"} if row in fitting else self.lacks(row)))
-        return fitting
+            self.put(row, status="not run")
+        return self.scale.rows
 
     def lacks(self, row: Row) -> dict[str, Any]:
         """Return what to record of a row for which there are too few devices."""

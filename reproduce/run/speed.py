@@ -64,12 +64,13 @@ def run_speed(session: Session) -> Iterator[str]:
     """
     for row in session.scale.rows:
         if not session.emulates(row):
-            lacks = {} if row.devices <= session.devices.count else session.lacks(row)
-            session.put(row, **(lacks or {"status": "not run"}))
-    for group, tasks in _groups(session).items():
+            session.put(row, **({"status": "not run"} if row.devices <= session.devices.count else session.lacks(row)))
+    groups = _groups(session)
+    for group in dict.fromkeys(row.group for row in session.scale.rows):
+        tasks = groups.get(group, [])  # none where too few devices are to be had
         for task in tasks:
             session.put(task.row, emulated=task.emulated, status="not run")
-        without_memory = _time_rows(session, group, tasks)
+        without_memory = _time_rows(session, group, tasks) if tasks else []
         for task in without_memory if len(tasks) > 1 else []:
             session.free()
             _time_rows(session, group, [task], paired=False)

@@ -231,7 +231,7 @@ class Rows:
             {each.row: str(each.reason) for each in self.every if each.status == "not run" and each.reason}
         )
         yield from (f"{names}: {reason}" for reason, names in left_out.items())
-        lacking = sum(result.status == "needs devices" for result in self)
+        lacking = sum(result.status == "needs devices" for result in self.every)
         if lacking:
             yield f"{many(lacking, 'row')} not run for want of devices"
         for what in ("utilization", "memory"):

@@ -36,6 +36,11 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
     return replace(base, **changes)
 
 
+def emulated(row: Result, **changes: Any) -> Result:
+    """Make the same row emulated."""
+    return replace(row, status="emulated", emulated=True, **changes)
+
+
 def record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: Any) -> Record:
     """Make a record of rows that were measured on a machine with that CPU."""
     run = replace(RUN, machine=replace(RUN.machine, cpu=cpu), versions={"torch": torch})

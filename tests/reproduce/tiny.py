@@ -11,7 +11,7 @@ from typing import Any
 
 import reproduce.machine.devices
 import reproduce.run.training
-from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment
+from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
 
 PROFILE_SECONDS = 0.05
 CORES = 2  # whatever this machine has: tests run small things, and two threads run anywhere
@@ -20,18 +20,25 @@ SIZES: dict[str, dict[str, Any]] = {
     "AmoebaNet-D": {"size": (3, 16), "batch_size": 4},
     "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
 }
+BALANCE = (1, 1, 1, 1, 1, 1, 1, 2)  # of a small AmoebaNet-D over eight partitions
+KEPT = ("n2m1", "n2m4", "n8m4", "n8m4/pb", "naive n2", "naive n8", "checkpoint-only m4", "GPipe n2m4", "GPipe n8m4")
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment with a smaller `small` scale, as `name`."""
-    small = experiment.scale("small")
-    rows = tuple(
-        replace(row, **SIZES[row.model])
-        for row in small.rows
-        if (row.equal != "micro-batch" and row.chunks != 32) or row.configuration == "pipeline"
-    )
-    scale = replace(small, rows=rows, memory=0, warmup=0, steps=2)
-    return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
+    """Return the experiment with a smaller `small` scale, as `name`; of a speed one also the papers' is smaller."""
+
+    def smaller(scale: Scale) -> Scale:
+        rows = (row for row in scale.rows if row.name in KEPT or experiment.measures != "speed")
+        return replace(
+            scale,
+            rows=tuple(
+                replace(row, balance=None if row.balance is None else BALANCE, **SIZES[row.model]) for row in rows
+            ),
+        )
+
+    paper = experiment.scale("paper")
+    small = replace(smaller(experiment.scale("small")), memory=0, warmup=0, steps=2)
+    return replace(experiment, name=name, scales=(paper if experiment.measures == "memory" else smaller(paper), small))
 
 
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
@@ -41,7 +48,7 @@ def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
     rows = tuple(
         replace(row, batch_size=16, recipe=replace(row.recipe, epochs=EPOCHS, lr_decay_epochs=(1,)))
         for row in small.rows
-        if row.name in ("plain", "GPipe n2m4", "GPipe n8m4")
+        if row.name in ("plain", "GPipe n8m4")
     )
     made = replace(small.made, train_size=32, val_size=16)
     scale = replace(small, rows=rows, made=made, memory=0, seeds=2)

@@ -22,7 +22,7 @@ SERIES = ("seed", "epoch", "top1_error", "train_loss", "epoch_time", "learning_r
 def plan_accuracy(session: Session) -> None:
     """Tell the progress display what is to come."""
     accuracy, _ = _parts(session)
-    for row in cast("list[AccuracyRow]", session.fitting()):
+    for row in cast("list[AccuracyRow]", session.scale.rows):
         epochs, steps = len(accuracy.seeds) * row.recipe.epochs, accuracy.data.train_size // row.batch_size
         # Backward, which an evaluation has not, takes about twice as long as forward.
         forward_only = row.work() / row.batch_size * accuracy.data.val_size / 3
@@ -33,7 +33,7 @@ def plan_accuracy(session: Session) -> None:
 def run_accuracy(session: Session) -> None:
     """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible."""
     accuracy, _ = _parts(session)
-    rows = cast("list[AccuracyRow]", session.runnable())
+    rows = cast("list[AccuracyRow]", session.expected())
     trainings: dict[str, list[_OneTraining]] = {row.name: [] for row in rows}
     for seed in accuracy.seeds:
         for row in rows:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from reproduce.cli.main import main
-from reproduce.cli.run import INTERRUPTED, one_gpu_advice
+from reproduce.cli.run import INTERRUPTED
 from reproduce.experiments import Experiment
-from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, load
 from reproduce.tables.layout import WIDTH
 
@@ -40,10 +39,10 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["run", "tiny-speed", "tiny-memory", *SMALL, "--steps", "2", "--out", "new/folder"]) == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= WIDTH
-    for said in ("at equal batch size", "how busy the devices", "the published models", "measured peak, live bytes"):
-        assert said in " ".join(out.split())
-    assert "1,844,858,344" in out and "needs 8 devices" in out
-    assert err.startswith("scale small on 2 CPU devices of 1 thread")
+    flat = " ".join(out.split())
+    titles = ("like the published rows", "published balance is worth", "at equal batch size", "live bytes")
+    assert sorted(titles, key=flat.index) == list(titles), "a group's table follows when it is done"
+    assert "1,844,858,344" in out and err.startswith("scale small on 2 CPU devices of 1 thread")
 
     record_path, tables_path = sorted(Path("new/folder").iterdir())
     assert record_path.stem == tables_path.stem and record_path.stem.startswith("tiny-speed_tiny-memory-small-2")
@@ -52,45 +51,69 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
     assert record.run.command[:3] == ["python", "-m", "reproduce"]
     assert record.run.settings["freed_memory"] in ("kept", "as the C library does")
     assert f"freed memory: {record.run.settings['freed_memory']}" in page
-    assert record.run.settings["steps"] == 2 and record.run.settings["tiny-speed"]["warmup"] == 0
-    found = {result.row: result for result in record.results if result.scale == "small"}
-    for name in ("naive n2", "checkpoint-only m1", "checkpoint-only m4", "GPipe n2m1", "GPipe n2m4"):
-        times = found[name].samples["step_time"]
-        assert len(times) == 2 and min(times) > 0
-    assert sum(found["naive n2"].config["balance"]) == 3 + 6
-    peaks = found["pipeline-2"].values
-    assert len(peaks["peak_allocated"]) == 2 and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0
-    assert page.count("\n## ") == 4 and "## AmoebaNet-D: speed" in page
+    assert (record.run.settings["steps"], record.run.settings["emulate"]) == (2, 8)
+    found = {(result.row, result.emulated): result for result in record.results if result.scale == "small"}
+    for row in tiny["tiny-speed"].scale("small").rows:
+        for emulated in (True,) if row.devices == 8 else (True, False):
+            result = found[row.name, emulated]
+            assert len(result.samples["step_time"]) == 2 and min(result.samples["step_time"]) > 0
+            assert len(result.values["utilization"]) == row.devices and sum(result.config["balance"]) == 3 + 6
+    peaks = found["pipeline-8", False].values
+    assert len(peaks["peak_allocated"]) == 8 and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0
+    assert "how busy the devices were, emulated" in page and "## AmoebaNet-D: speed" in page
+    assert page.count("\n## ") == 6, "the page has the tables of the run, and one of how busy the devices were"
 
     assert main(["show", str(record_path)]) == 0
-    assert capsys.readouterr().out.strip() in out
+    shown = capsys.readouterr().out
+    assert set(out.splitlines()) - set(shown.splitlines()) == {"written:", str(record_path), str(tables_path)}
     assert main(["show", "--markdown", str(record_path)]) == 0
     assert capsys.readouterr().out == page
 
 
+@pytest.mark.parametrize(
+    ("options", "kinds", "link"),
+    [
+        (["--link", "h100x8"], {"n2m4": "me", "n8m4": "e"}, "h100x8"),
+        (["--emulate", "2"], {"n2m4": "me", "n8m4": ""}, "p40x8"),
+        (["--no-emulate"], {"n2m4": "m", "n8m4": ""}, None),
+    ],
+)
+def test_which_rows_are_emulated_and_on_what(
+    tiny: Tiny, options: list[str], kinds: Mapping[str, str], link: str | None
+) -> None:
+    rows = [option for row in kinds for option in ("--row", row)]
+    assert main(["run", "tiny-speed", *SMALL, *rows, *options, "--steps", "1", "--out", "out"]) == 0
+    record = the_record()
+    found = {row: "".join(e.status[0] for e in record.results if e.row == row and e.samples) for row in kinds}
+    assert found == kinds
+    assert {each.config.get("link") for each in record.results if each.emulated} == ({link} if link else set())
+    assert {each.reason for each in record.results if not each.samples} <= {"needs 8 devices"}
+
+
 def test_rows_and_their_traces(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured and emulated steps have traces of their own, also those of a single row."""
     pytest.importorskip("matplotlib")
-    rows = ("--row", "dep-str-ptl n2", "--row", "baseline n2")
-    assert main(["run", "tiny-ablation", *SMALL, *rows, "--steps", "1", "--out", "out", "--trace", "t.png"]) == 0
-    written = [f"t-{row}.{kind}" for row in ("baseline-n2", "dep-str-ptl-n2") for kind in ("json", "png")]
-    assert sorted(path.name for path in Path().glob("t-*")) == written
+    row = ("--row", "GPipe n2m4")
+    assert main(["run", "tiny-speed", *SMALL, *row, "--steps", "1", "--out", "out", "--trace", "t.png"]) == 0
+    written = [f"t-GPipe-n2m4{way}.{kind}" for way in ("-emulated", "") for kind in ("json", "png")]
     assert capsys.readouterr().out.splitlines()[-4:] == written
+    assert sorted(path.name for path in Path().glob("t-*")) == sorted(written)
 
     record = the_record()
-    assert [result.row for result in record.results] == ["baseline n2", "dep-str-ptl n2"]
-    assert record.run is not None and record.run.settings["rows"] == ["dep-str-ptl n2", "baseline n2"]
+    assert record.run is not None and record.run.settings["rows"] == ["GPipe n2m4"]
+    assert [(result.row, result.emulated) for result in record.results] == [("GPipe n2m4", False), ("GPipe n2m4", True)]
     for result in record.results:
         assert len(result.values["utilization"]) == 2 and 0 < sum(result.values["utilization"]) <= 2
         assert 0 <= result.values["bubble"] < 1
-        events = json.loads(Path(f"t-{result.row.replace(' ', '-')}.json").read_text())["traceEvents"]
-        assert sum(event["ph"] == "X" and event["cat"] == "forward" for event in events) == 2 * 8
+        events = json.loads(Path(f"t-GPipe-n2m4{'-emulated' * result.emulated}.json").read_text())["traceEvents"]
+        assert sum(event["ph"] == "X" and event["cat"] == "forward" for event in events) == 2 * 4
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("reproduce.cli.run.matplotlib_problem", lambda: "no picture")
-    Path("t.json").mkdir()
+    Path("t-naive-n2.json").mkdir()
     row = ("--row", "naive n2", "--steps", "1")
     assert main(["run", "tiny-speed", *SMALL, *row, "--out", "out", "--trace", "t"]) == 1
     out, err = capsys.readouterr()
@@ -102,21 +125,14 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
 def test_a_failed_row_is_told_at_the_end(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError("no such luck")
 
-    monkeypatch.setattr("reproduce.run.session.Training", fail)
-    assert main(["run", "tiny-speed", *SMALL, "--out", "out"]) == 1
+    monkeypatch.setattr("reproduce.run.emulation.Training", fail)
+    assert main(["run", "tiny-speed", *SMALL, "--row", "n2m1", "--row", "n8m4", "--steps", "1", "--out", "out"]) == 1
     out, err = capsys.readouterr()
-    said = "reproduce: 5 rows failed, the first being naive n2: ValueError: no such luck"
+    said = "reproduce: 2 rows failed, the first being n2m1: ValueError: no such luck"
     assert "failed" in out and err.splitlines()[-1].startswith(said)
-
-
-@pytest.mark.parametrize("devices", [Devices("cuda", 1), Devices("cuda", 2), Devices("cpu", 1, 2)], ids=str)
-def test_advice_to_who_has_one_gpu(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reproduce.cli.run.cores", lambda: 2)
-    said = one_gpu_advice(devices) or ""
-    assert ("--on cpu runs pipelines on the CPU's 2 cores, at scale small" in said) == (devices == Devices("cuda", 1))
 
 
 def wait_for(process: subprocess.Popen[str], arrived: Callable[[Record], bool]) -> None:
@@ -133,16 +149,16 @@ def test_ctrl_c_keeps_what_was_finished(start: Callable[..., Any], tmp_path: Pat
     process = start(
         SCRIPT, "run", "tiny-speed", *SMALL, "--steps", "999", "--out", str(tmp_path / "out"), TINY_SLEEP="0.05"
     )
-    wait_for(process, lambda record: any(len(row.samples.get("step_time", [])) > 1 for row in record.results))
+    wait_for(process, lambda record: record.results[-1].row == "n8m4" and "step_time" in record.results[-1].samples)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (INTERRUPTED, "") and "Traceback" not in err
-    assert err.splitlines()[-1].startswith("interrupted; 5 measured rows kept in ")
+    assert err.splitlines()[-1].startswith("interrupted; 5 finished rows kept in ")
 
     record = the_record()
     assert record.run is not None and record.run.state == "interrupted"
-    measured = [result for result in record.results if result.status == "measured"]
-    assert len(measured) == 5 and all(len(result.samples["step_time"]) >= 2 for result in measured)
+    kept = [(result.row, result.emulated) for result in record.results if result.samples]
+    assert kept == [(row, kind) for row in ("n2m1", "n2m4", "n8m4") for kind in (False, True)[row == "n8m4" :]]
     _, tables = sorted(Path("out").iterdir())
     assert "interrupted: 2" in tables.read_text(), "and no half-written file is left behind"
 
@@ -166,4 +182,4 @@ def test_only_torch_click_msgspec_and_tabulate_are_needed(
     process = start(SCRIPT, *command, first=folder)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
-    assert {result.status for result in the_record().results} == {"measured", "needs devices"}
+    assert {result.status for result in the_record().results} == {"measured", "emulated"}

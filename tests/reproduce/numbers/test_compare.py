@@ -13,7 +13,7 @@ from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import side_of
 from reproduce.records.record import Record
 
-from ..made import record, row
+from ..made import emulated, record, row
 
 
 def compared(*sides: Record, **options: Any) -> tuple[list[Comparison], list[str]]:
@@ -65,6 +65,19 @@ def test_less_time_is_better_as_more_throughput_is(new: list[float], ratio: floa
 )
 def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None:
     assert verdict(Decision(outcome, 1.0), metric) == expected
+
+
+@pytest.mark.parametrize("metric", ["throughput", "speedup"])
+def test_an_emulated_row_is_divided_by_an_emulated_one(metric: str) -> None:
+    def side(cpu: str, **seconds: float) -> Record:
+        rows = [row(name, each, over="x") for name, each in seconds.items()]
+        return record(*rows, *(emulated(row(name, each / 2 if name == "x" else each, over="x"))
+                               for name, each in seconds.items()), cpu=cpu)  # fmt: skip
+
+    comparison = only(side("a CPU", x=4.0, y=1.0), side("another CPU", x=4.0, y=1.0), metric=metric)
+    assert comparison.relative
+    ours = {each.line.label: each.readings[0] and round(each.readings[0].middle, 3) for each in comparison.rows}
+    assert ours == {"x (measured)": 1, "y (measured)": 4, "x (emulated)": 1, "y (emulated)": 2}
 
 
 def test_several_sides_are_each_compared_with_the_first() -> None:

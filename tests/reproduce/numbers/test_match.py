@@ -12,7 +12,7 @@ from reproduce.numbers.match import Line, match, pick
 from reproduce.numbers.sources import side_of
 from reproduce.records.record import Record, Result
 
-from ..made import record, row
+from ..made import emulated, record, row
 
 CONFIG: dict[str, Any] = {"L": 18, "partitions": 2, "chunks": 4}
 N2M4 = "tg-amoebanetd-speed/n2m4"
@@ -70,6 +70,19 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
         ("x (small)", {"small"}),
         ("x (paper)", {"paper"}),
     ]
+
+
+def test_emulated_rows_are_never_on_a_line_with_measured_ones() -> None:
+    measured = row("x", 1.0, published=N2M4, experiment="amoebanet-speed")
+    both = record(measured, emulated(measured))
+    expected = [("x (measured)", {0: "x", 1: "x"}), ("x (emulated)", {0: "x", 1: "x"})]
+    assert shape(lines([both], [both])) == expected
+    assert shape(lines([record(measured)], [record(emulated(measured))])) == [
+        ("x (measured)", {0: "x"}),
+        ("x (emulated)", {1: "x"}),
+    ]
+    found = shape(lines([both], [PUBLISHED]))
+    assert found == [(label, {0: "x", 1: "n2m4"}) for label, _ in expected], "either reproduces the published row"
 
 
 def test_predictions_for_two_machines_are_two_rows() -> None:

@@ -32,6 +32,7 @@ def result(name: str = "n2m1", **changes: Any) -> Result:
         {"scale": "small"},
         {"experiment": "unet-speed"},
         {"status": "failed"},
+        {"emulated": True, "status": "emulated"},
         {"samples": {}},
         {"device": "meta"},
         {"published": None},

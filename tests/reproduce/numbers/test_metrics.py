@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.numbers.accuracy import FinalError, final_error
-from reproduce.numbers.metrics import Reading, epoch_throughput, median_ratio, over, read, speed_up, throughput
+from reproduce.numbers.metrics import (
+    Reading,
+    epoch_throughput,
+    median_ratio,
+    over,
+    over_measured,
+    read,
+    speed_up,
+    throughput,
+)
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import Record, Result
 
@@ -59,6 +69,23 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 def test_speed_up(ours: Result, base: Result | None, ratios: float | list[float] | None) -> None:
     found = speed_up(ours, base)
     assert (None if found is None else found.measurement) == ratios
+
+
+@pytest.mark.parametrize(
+    ("here", "theirs", "ratios"),
+    [
+        ([2, 8], timed([4, 4], [0, 1]), [2, 0.5]),
+        ([2, 8], timed([4], [1]), [0.5]),
+        ([2, 8], timed([]), None),
+        ([2, 8], None, None),
+        ([], timed([1], [0]), None),
+    ],
+)
+def test_emulated_over_measured(here: list[int | float], theirs: Result | None, ratios: list[float] | None) -> None:
+    """It is of devices like these, whatever link the steps are emulated behind."""
+    behind = timed([99.0, 99.0], [0, 1])
+    found = over_measured(replace(behind, samples={**behind.samples, "here_time": here}), theirs)
+    assert (found and found.measurement) == ratios
 
 
 @pytest.mark.parametrize(

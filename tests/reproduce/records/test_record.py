@@ -39,6 +39,8 @@ def predicted(**changes: object) -> Record:
 @pytest.mark.parametrize(
     "record",
     [RECORD, replace(RECORD, run=None, results=[]), replace(RECORD, discrepancies=[FAILED]),
+     replace(RECORD, results=[TIMED, replace(TIMED, status="emulated", emulated=True),
+                              replace(FAILED, emulated=True)]),
      predicted(hardware={"name": "p40x8", "devices": 8})],
 )  # fmt: skip
 def test_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
 def test_is_written_for_people(tmp_path: Path) -> None:
     save(RECORD, tmp_path / "r.json")
     lines = (tmp_path / "r.json").read_text().splitlines()
-    assert lines[1:3] == [' "format": "torchgpipe-reproduce",', ' "version": 2,']
+    assert lines[1:3] == [' "format": "torchgpipe-reproduce",', ' "version": 3,']
     assert '    "step_time": [0.1, 1e-09]' in lines, "a list of values stands on one line"
     assert not any("reason" in line for line in lines[: lines.index('   "row": "s",')]), "what is not there is left out"
 
@@ -80,8 +82,9 @@ def test_a_kill_leaves_the_old_file(
 
 
 ROW = {"experiment": "e", "row": "r", "status": "measured"}
+EMULATED = {**ROW, "status": "emulated", "emulated": True}
 GOOD = {
-    "format": "torchgpipe-reproduce", "version": 2, "name": "n", "title": "t", "kind": "measured", "unit": {},
+    "format": "torchgpipe-reproduce", "version": 3, "name": "n", "title": "t", "kind": "measured", "unit": {},
     "results": [ROW],
 }  # fmt: skip
 
@@ -95,8 +98,13 @@ GOOD = {
         (b'{"x": [1e999]}', "not JSON: Number out of range - at `$[...][0]`"),
         (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
         (b'{"format": "pytest-benchmark"}', 'not a record (its "format" is not "torchgpipe-reproduce")'),
-        ({**GOOD, "version": 3}, "record version 3; this program reads versions 1 and 2"),
-        ({**GOOD, "version": True}, "record version True; this program reads versions 1 and 2"),
+        ({**GOOD, "version": 4}, "record version 4; this program reads versions 1 and 2 and 3"),
+        ({**GOOD, "version": True}, "record version True; this program reads versions 1 and 2 and 3"),
+        ({**GOOD, "results": [{**ROW, "emulated": True}]},
+         "results[0].emulated: is True, and its status is 'measured'"),
+        ({**GOOD, "results": [{**ROW, "status": "emulated"}]},
+         "results[0].emulated: is False, and its status is 'emulated'"),
+        ({**GOOD, "results": [EMULATED, ROW, EMULATED]}, "results[2]: 'r' of e is in results[0] already"),
         ({**GOOD, "results": [ROW, ROW]}, "results[1]: 'r' of e is in results[0] already"),
         ({**GOOD, "results": [{**ROW, "status": "predicted"}]},
          "results[0].hardware: missing; a prediction names the hardware description it was made with"),

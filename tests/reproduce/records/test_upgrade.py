@@ -1,4 +1,4 @@
-"""Upgrade: a record of the version before loads, with everything where it belongs now."""
+"""Upgrade: a record of the first version loads, with everything where it belongs now."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from reproduce.error import Error
 from reproduce.machine.description import Gpu
 from reproduce.records.places import RESULTS
 from reproduce.records.record import VERSION, load, save
+from reproduce.records.upgrade import upgrade
 
-OLD = Path(__file__).with_name("data") / f"record-v{VERSION - 1}.json"
+OLD = Path(__file__).with_name("data") / "record-v1.json"
 COMMITTED = sorted(RESULTS.rglob("*.json"))
 
 
-def test_the_version_before_is_read_and_written_as_the_newest(tmp_path: Path) -> None:
-    record = load(OLD)
+@pytest.mark.parametrize("version", range(1, VERSION))
+def test_an_old_version_is_read_and_written_as_the_newest(version: int, tmp_path: Path) -> None:
+    data = json.loads(OLD.read_text())
+    if version == 2:
+        data = {**upgrade(data, 1), "version": 2}
+        data["results"][0]["over_published"] = "n2m1"
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    record = load(tmp_path / "old.json")
     assert record.run is not None
     assert record.run.versions == {"torch": "2.11.0", "cuda": "12.8", "driver": "575.57.08"}
     assert record.run.machine.gpus == [Gpu("Tesla P40", 24032378880, clock=1531.0, power_limit=250.0)] * 2
@@ -34,6 +41,8 @@ def test_the_version_before_is_read_and_written_as_the_newest(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("place", "content", "message"),
     [
+        (["results"], 3, "results: Expected `array`, got `int`"),
+        (["results", 1], 3, "results[1]: Expected `object`, got `int`"),
         (["run"], [], "run: Expected `object | null`, got `array`"),
         (["run", "machine"], 3, "run.machine: Expected `object`, got `int`"),
         (["run", "machine", "gpus"], {}, "run.machine.gpus: Expected `array`, got `object`"),

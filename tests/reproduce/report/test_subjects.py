@@ -17,7 +17,8 @@ LINK = "tg-amoebanetd-speed/n2m4"
 def test_sources_of_every_experiment(experiment: str, table: str, everything: list[Record]) -> None:
     assert subject(everything, experiment).table == table
     labels = [source.label for source in subject(everything, experiment).sources]
-    assert [label for label in labels if label != "predicted (a<b)"] == ["published", "measured (small, CUDA)"]
+    run = [label for label in labels if label != "predicted (a<b)"]
+    assert run == ["published", "measured (small, CUDA)", "emulated (small, CUDA)"][: 3 - experiment.endswith("memory")]
     assert ("predicted (a<b)" in labels) == experiment.endswith(("speed", "ablation"))
 
 
@@ -48,15 +49,21 @@ def run(started: str, *steps: int, **changes: object) -> Record:
         ([run("2020", 0)], []),
         ([run("2020", 1), run("2021", 1, device="cuda")], ["run 2020", "run 2021"]),
         ([run("2020", 1), run("2021", 1, scale="paper")], ["run 2020", "run 2021"]),
+        ([run("2020", 1), run("2021", 1, emulated=True, status="emulated")], ["run 2020", "run 2021"]),
     ],
 )
-def test_the_run_that_measured_most(runs: list[Record], best: list[str]) -> None:
+def test_the_run_that_ran_most(runs: list[Record], best: list[str]) -> None:
     assert [source.record.name for each in find_subjects(runs) for source in each.sources] == best
 
 
-def test_controls_do_not_stand_for_a_published_pipeline() -> None:
-    naive, gpipe = run("2020", 1, 1).results
-    results = [replace(naive, config={"configuration": "naive"}), gpipe]
-    only = subject([replace(run("2020"), results=results)], "e")
-    entry = only.find(only.sources[0], "n2m4")
-    assert entry is not None and entry.result.row == "x1"
+def test_emulated_rows_are_a_source_of_their_own() -> None:
+    both = run("2020", 1, 1)
+    others = [replace(result, status="emulated", emulated=True) for result in both.results]
+    only = subject([replace(both, results=[*both.results, *others])], "e")
+    assert [(source.kind, source.label) for source in only.sources] == [
+        ("measured", "measured (small, CPU)"),
+        ("emulated", "emulated (small, CPU)"),
+    ]
+    for source in only.sources:
+        entry = only.find(source, "n2m4")
+        assert entry is not None and entry.result.emulated == (source.kind == "emulated")

@@ -53,7 +53,7 @@ def test_pictures_say_the_bubble() -> None:
         assert text in picture
     assert gantt(Timeline([], 1.0, 1), "nothing", "png").startswith(b"\x89PNG")
     ((svg, caption),) = trace_figures([(TITLE, TIMELINE)])
-    assert caption == f"Measured: {TITLE}; the devices wait 56% of 1 s."
+    assert caption == f"{TITLE}; the devices wait 56% of 1 s."
     assert TITLE in svg and "recomputation" in svg
 
 

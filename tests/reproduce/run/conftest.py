@@ -17,13 +17,15 @@ from reproduce.run.training import Balancer
 
 
 class Runner:
-    """Run experiments on two CPU devices; keep the results that are in the file, and what was said."""
+    """Run experiments on two CPU devices; keep what is in the file: measured, emulated and counted rows."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.results: dict[str, Result] = {}
+        self.emulated: dict[str, Result] = {}
         self.counted: dict[str, Result] = {}
         """Those of models at paper scale."""
+        self.groups: list[str] = []
         self.said = ""
 
     def __call__(self, experiment: Experiment, scale: Scale, seed: int = 0, **options: Any) -> dict[str, Result]:
@@ -37,12 +39,14 @@ class Runner:
         )  # fmt: skip
         plan(session)
         try:
-            run_experiment(session)
-            assert not session.progress.jobs, "no time is left to tell"
+            self.groups = list(run_experiment(session))
+            assert not session.progress.seconds_left(), "no time is left to tell"
         finally:
             self.said = stream.getvalue()
             found = load(recorder.path).results
-            self.results = {result.row: result for result in found if result.scale == "small"}
+            small = [result for result in found if result.scale == "small"]
+            self.results = {result.row: result for result in small if not result.emulated}
+            self.emulated = {result.row: result for result in small if result.emulated}
             self.counted = {result.row: result for result in found if result.scale == "paper"}
         return self.results
 

@@ -50,6 +50,9 @@ def test_a_time_limit_bounds_the_time_left() -> None:
     progress.plan("other", 3, guess=1.0)
     progress.limit("slow ", 50.0)
     take(progress, clock, "slow a", seconds=10.0)
+    assert progress.seconds_left() == 50.0 + 3 * 10.0, "first steps are not among those that are limited"
+    progress.begin("slow ")
+    take(progress, clock, "slow a", seconds=10.0)
     assert progress.seconds_left() == 40.0 + 3 * 10.0
     clock.time += 100
     assert progress.seconds_left() == 3 * 10.0

@@ -1,0 +1,358 @@
+"""Emulation: every task is run by the library, and a step takes what its schedule makes of their times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from reproduce.experiments import COMPONENTS, EXPERIMENTS, Row
+from reproduce.machine.devices import Devices
+from reproduce.run.emulation import MOST_EXECUTED, EmulatedStep, Emulation, Executed, executed, memory_needed
+from reproduce.run.links import Link
+from reproduce.run.timeline import Watched, watch_tasks
+from reproduce.run.training import Balancer, FakeData, Training
+from torchgpipe.observe import Kind, Task
+from torchgpipe.plan.hardware import load_hardware
+from torchgpipe.plan.replay import Costs, Timeline, replay
+
+CPU = Devices("cpu", 2, threads=1)
+PLAIN = replace(
+    EXPERIMENTS["unet-speed"].scale("small").rows[0],
+    size=(1, 2), input_shape=(3, 64, 64), batch_size=4, partitions=None, chunks=None, checkpoint=None, balance=None,
+)  # fmt: skip
+BALANCES = {1: (65,), 2: (30, 35), 3: (20, 20, 25), 4: (16, 16, 16, 17)}
+KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward")
+UPDATES = (0.25, 8.0, 0.5, 2.0)
+LOSS = 0.125
+
+
+def pipeline(n: int = 2, m: int = 4, checkpoint: Any = "except_last", **changes: Any) -> Row:
+    return replace(PLAIN, partitions=n, chunks=m, checkpoint=checkpoint, balance=BALANCES[n], **changes)
+
+
+def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
+    return Emulation(row, devices, FakeData([executed(row)], 0), Balancer(devices), 0, link)
+
+
+def step(row: Row, devices: Devices = CPU, link: Any = None) -> EmulatedStep:
+    emulated = emulation(row, devices, link)
+    return emulated.step([emulated.run()])
+
+
+def same(timeline: Timeline, expected: Timeline) -> bool:
+    """Say whether two timelines agree, but for rounding."""
+    ours, theirs = ([each[:3] for each in of.events] for of in (timeline, expected))
+    times = [[x for each in of.events for x in each[3:]] + [of.seconds] for of in (timeline, expected)]
+    return ours == theirs and times[0] == pytest.approx(times[1])
+
+
+def cost(task: Task) -> float:
+    """Give each task a time of its own; one that a batch of five samples splits last has half the samples."""
+    return {"forward": 1.0, "recompute": 1.5, "backward": 2.0}[task.kind] * (1 + task.partition) + task.micro_batch / 64
+
+
+@dataclass
+class Made:
+    """Hold a clock that only made-up times move, and what is true while tasks run."""
+
+    now: float = 0.0
+    threads: int = 0
+    seen: tuple[Task, ...] = ()
+    updates: Iterator[float] = field(default_factory=lambda: iter(UPDATES))
+
+
+class FakeMark:
+    made: ClassVar[Made]
+
+    def __init__(self, device: torch.device) -> None:
+        self.time = self.made.now
+
+    def since(self, origin: FakeMark) -> float:
+        return 3 * self.work_since(origin)  # other programs take the rest
+
+    def work_since(self, origin: FakeMark) -> float:
+        return self.time - origin.time
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Run the real tasks, but have them take made-up times; the gradients stay."""
+    made = Made()
+    device = torch.device("cpu")
+
+    def watch(training: Training, run: Callable[[], object]) -> list[Watched]:
+        made.updates = iter(UPDATES)
+        made.seen = tuple(each.task for each in watch_tasks(training, run))
+        made.threads = torch.get_num_threads()
+        watched, phase = [], "forward"
+        for task in made.seen:
+            if phase == "forward" != task.kind:
+                phase, made.now = "backward", made.now + LOSS
+            start = FakeMark(device)
+            made.now += cost(task)
+            watched.append(Watched(task, start, FakeMark(device)))  # type: ignore[arg-type]
+        return watched
+
+    def update(optimizer: torch.optim.Optimizer) -> None:
+        made.now += next(made.updates)
+
+    monkeypatch.setattr("reproduce.run.emulation.watch_tasks", watch)
+    monkeypatch.setattr("reproduce.run.emulation.update", update)
+    monkeypatch.setattr("reproduce.run.emulation.Mark", FakeMark)
+    monkeypatch.setattr(FakeMark, "made", made, raising=False)
+    return made
+
+
+def costs(row: Row, **changes: Any) -> Costs:
+    """Write down what the tasks of a row take: of those that are not run, what equal ones do."""
+    n, m, ran = row.devices, row.micro_batches or 1, executed(row).micro_batches or 1
+    again = {"always": m, "except_last": m - 1}.get(row.checkpoint or "", 0)
+
+    def table(kind: Any, count: int = m) -> list[list[float]]:
+        like = [i if ran == m else ran - 1 if i == m - 1 else i % (ran - 1) for i in range(m)]
+        return [[cost(Task(kind, like[i], j)) if i < count else 0.0 for j in range(n)] for i in range(m)]
+
+    whole = {"forward": table("forward"), "backward": table("backward"), "recompute": table("recompute", again)}
+    return Costs(**{**whole, "loss": LOSS * row.batch_size / executed(row).batch_size, **changes})
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("n", BALANCES)
+def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(made: Made, n: int, checkpoint: str) -> None:
+    row = pipeline(n, checkpoint=checkpoint)
+    emulated = emulation(row)
+    run = emulated.run()
+    again = {"always": 4, "except_last": 3, "never": 0}[checkpoint]
+    counts = Counter((task.kind, task.partition) for task in made.seen)
+    for j in range(n):
+        assert [counts[kind, j] for kind in KINDS] == [4, again, 4]
+    assert len(set(made.seen)) == len(made.seen) == n * (8 + again)
+    assert run.work == made.now == sum(map(cost, made.seen)) + LOSS + sum(UPDATES[:n])
+    assert run.wall == 3 * run.work
+    found, timeline = emulated.step([run]), replay(costs(row))
+    assert same(found.timeline, timeline) and found.here == found.seconds, "there is no link"
+    assert found.update == pytest.approx(max(UPDATES[:n])), "partitions are updated at the same time"
+    assert found.seconds == pytest.approx(timeline.seconds + max(UPDATES[:n]))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "m", "seconds"),
+    [
+        ("never", 1, 1 + 2 + LOSS + 4 + 2 + 8),
+        ("always", 1, 1 + 2 + LOSS + 3 + 4 + 1.5 + 2 + 8),  # what cannot overlap runs in one thread on a CPU
+        ("never", 2, 1 + 2 + 2 + LOSS + 4 + 4 + 2 + 8 + 2 / 64),  # the second micro-batch takes 1/64 longer
+    ],
+)
+def test_by_hand(made: Made, checkpoint: str, m: int, seconds: float) -> None:
+    """Two partitions, the second of which takes twice as long; the longer update is of 8 seconds."""
+    emulated = emulation(pipeline(m=m, checkpoint=checkpoint))
+    for wall, times in ((False, 1), (True, 3)):
+        assert emulated.step([emulated.run(wall=wall)]).seconds == pytest.approx(times * seconds)
+
+
+def test_a_task_takes_its_share_in_the_median_run() -> None:
+    """One that was disturbed decides nothing; a slow machine slows down all alike."""
+    emulated = emulation(pipeline(m=1, checkpoint="never"))
+    tasks = {Task(kind, 0, j): 1.0 + j for kind in KINDS if kind != "recompute" for j in range(2)}
+
+    def run(slow: float = 1.0, disturbed: float = 0.0) -> Executed:
+        taken = {task: slow * seconds for task, seconds in tasks.items()}
+        taken[Task("forward", 0, 1)] += disturbed
+        return Executed(taken, slow * 0.5, [slow, slow * 0.5], work=slow * 8 + disturbed, wall=9.0, value=slow)
+
+    assert emulated.step([run()]).seconds == 1 + 2 + 0.5 + 2 + 1 + 1
+    for disturbed in (0.0, 5.0):
+        runs = [run(), run(slow=2), run(disturbed=disturbed), run(), run(slow=0.5)]
+        found = emulated.step(runs)
+        assert (found.work, found.seconds, found.here, found.update) == (8, 7.5, 7.5, 1)
+        samples = emulated.samples(runs)
+        assert samples["step_time"] == [7.5, 15, 7.5 + disturbed * 7.5 / 8, 7.5, 3.75], "as slow as all work was"
+        assert samples["work_time"] == [each.work for each in runs] and samples["wall_time"] == [9.0] * 5
+        assert samples["loss"] == [1, 2, 1, 1, 0.5] and samples["here_time"] == samples["step_time"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "chunks", "ran"),
+    [
+        (64, 32, (8, 4)),
+        (62, 16, (14, 4)),  # the last is of two samples instead of four
+        (12, 4, (12, 4)),
+        (8, 2, (8, 2)),
+        (5, 4, (5, 4)),  # three micro-batches: 2, 2, 1
+        (25000, 1667, (85, 6)),  # 15 samples each but 10: four parts of 55 samples would be smaller, six of 85 are not
+        (5, None, (5, None)),
+    ],
+)
+def test_equal_micro_batches_are_not_all_run(batch_size: int, chunks: int | None, ran: tuple[int, int | None]) -> None:
+    row = replace(PLAIN, partitions=chunks and 2, chunks=chunks, batch_size=batch_size)
+    found = executed(row)
+    assert (found.batch_size, found.chunks) == ran
+    assert found.micro_batch_size == row.micro_batch_size
+    if chunks is not None:
+        sizes = [[len(part) for part in torch.empty(each.batch_size).chunk(each.chunks or 1)] for each in (row, found)]
+        assert (sizes[0][0], sizes[0][-1]) == (sizes[1][0], sizes[1][-1])
+
+
+def test_the_times_of_those_that_are_run_stand_for_the_rest(made: Made) -> None:
+    row = pipeline(m=16, batch_size=31)  # the last is of one sample instead of two
+    emulated = emulation(row)
+    found = emulated.step([emulated.run()])
+    assert len(made.seen) == 2 * (2 * MOST_EXECUTED + MOST_EXECUTED - 1)
+    assert same(found.timeline, replay(costs(row))), "the loss grows with the batch, too"
+    assert (emulated.row.batch_size, emulated.row.micro_batches) == (31, 16)
+
+
+@pytest.mark.parametrize("n", [None, 1, 4])
+def test_loss_and_gradients_are_those_of_the_plain_model_on_the_same_micro_batches(made: Made, n: int | None) -> None:
+    row = PLAIN if n is None else pipeline(n, m=2)
+    emulated, data = emulation(row), FakeData([row], 0)
+    torch.manual_seed(0)
+    model = row.build()
+    for layer in (*emulated.training.model.modules(), *model.modules()):
+        if isinstance(layer, (nn.Dropout, nn.Dropout2d)):
+            layer.p = 0.0  # whose random numbers would depend on the order of the tasks
+    value = emulated.run().value
+    parts = data.input(row, torch.device("cpu")).chunk(row.chunks or 1)
+    output = torch.cat([model(part) for part in parts])
+    loss = nn.functional.binary_cross_entropy_with_logits(output, data.target(row, torch.device("cpu")))
+    loss.backward()
+    assert value == pytest.approx(loss.item(), rel=1e-6)
+    theirs = [parameter.grad for parameter in model.parameters()]
+    ours = [parameter.grad for partition in emulated.training.partitions for parameter in partition.parameters()]
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_step_trains() -> None:
+    emulated = emulation(pipeline())
+    before = [parameter.detach().clone() for parameter in emulated.training.model.parameters()]
+    run = emulated.run()
+    for old, parameter in zip(before, emulated.training.model.parameters(), strict=True):
+        assert parameter.grad is None and not torch.equal(old, parameter)
+    found = emulated.step([run])
+    assert 0 < found.timeline.seconds < found.seconds < found.work < 1.5 * run.wall
+
+
+def test_without_a_pipeline_forward_and_backward_are_one_task_each(made: Made) -> None:
+    assert step(PLAIN).seconds == pytest.approx(1 + LOSS + 2 + UPDATES[0])
+
+
+def test_a_partition_without_parameters_has_nothing_to_update(made: Made) -> None:
+    layers = list(PLAIN.build())
+    bare = next(i for i, layer in enumerate(layers) if not any(True for _ in layer.parameters()))
+    row = replace(pipeline(3), balance=(bare, 1, len(layers) - bare - 1))
+    assert step(row).seconds == pytest.approx(replay(costs(row)).seconds + max(UPDATES[:2]))
+
+
+class FakeLink:
+    """Copies take half a second, and so does a skip from the first partition to the last."""
+
+    def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
+        n = row.devices
+        assert forward == pytest.approx(sum(range(1, n + 1))), "what the first micro-batch takes in all partitions"
+        return [0.5] * (n - 1), {(0, n - 1): 0.5}
+
+
+@pytest.mark.parametrize(
+    ("components", "changes"),
+    [
+        (COMPONENTS, {}),
+        (("streams", "portals"), {"ahead": False}),  # nothing asks for a recomputation before its gradient is there
+        (("dependency", "portals"), {"blocking": True}),
+        ((), {"ahead": False, "blocking": True}),
+    ],
+)
+@pytest.mark.parametrize("linked", [True, False])
+def test_components(made: Made, components: tuple[Any, ...], changes: Mapping[str, Any], linked: bool) -> None:
+    row = pipeline(3, components=components)
+    copies = {"copy": [0.5, 0.5], "skips": {(0, 2): 0.5}} if linked else {}
+    found = step(row, link=FakeLink() if linked else None)
+    expected = replay(costs(row, **changes, **copies))
+    assert same(found.timeline, expected) and (found.seconds > found.here) == linked
+    assert found.here == pytest.approx(replay(costs(row, **changes)).seconds + found.update)
+
+
+def test_behind_a_link_recomputation_starts_early_also_where_cpu_devices_cannot_overlap(made: Made) -> None:
+    found = step(pipeline(m=1, checkpoint="always"), link=FakeLink())
+    assert found.here == pytest.approx(1 + 2 + LOSS + 3 + 4 + 1.5 + 2 + 8)
+    assert found.seconds == pytest.approx(1 + 2 + LOSS + 3 + 4 + 2 + 8 + 2 * 0.5), "a skip beside a copy takes no time"
+
+
+HARDWARE = replace(load_hardware("p40x8"), link_latency=0.0)
+WITHOUT_PORTALS = ("dependency", "streams")
+
+
+def test_copies_take_what_the_hardware_says() -> None:
+    link = Link(HARDWARE, None)
+    copies, skips = link.copies(pipeline(4), 1.0)
+    assert len(copies) == 3 and {(0, 3)} <= set(skips)
+    assert link.copies(pipeline(4), 2.0) == (copies, skips), "however long tasks take"
+    through, beside = link.copies(pipeline(4, components=WITHOUT_PORTALS), 1.0)
+    assert not beside
+    assert through == pytest.approx(
+        [copy + sum(s for (a, b), s in skips.items() if a <= j < b) for j, copy in enumerate(copies)]
+    ), "without portals, a skip passes every boundary on its way"
+    twice = link.copies(pipeline(4, batch_size=8), 1.0)[0]
+    assert twice == pytest.approx([2 * copy for copy in copies])
+
+
+def test_copies_are_in_proportion_to_the_published_model() -> None:
+    """The row's own paper row counts, or the first one; its published balance suited other devices."""
+    large, small = pipeline(4, batch_size=8, size=(1, 8)), pipeline(4)
+    papers = {"first": replace(large, batch_size=32), "pb": replace(large, balance=None)}
+    link = Link(HARDWARE, papers)
+    copies, skips = link.copies(replace(small, name="pb/x"), 3.0)
+    own, theirs = Link(HARDWARE, None).copies(large, 1.0)
+    forward = sum(link._predictor(large).layers(2).forward)
+    assert copies == pytest.approx([copy / forward * 3 for copy in own])
+    assert skips == pytest.approx({route: skip / forward * 3 for route, skip in theirs.items()})
+    assert link.copies(replace(small, name="none"), 3.0) != (copies, skips)
+    assert link.copies(replace(small, name="first"), 3.0) == link.copies(replace(small, name="none"), 3.0)
+
+
+@pytest.mark.parametrize("n", [None, 2, 4])
+def test_what_does_not_fit_says_what_it_needs(n: int | None) -> None:
+    row = replace(PLAIN if n is None else pipeline(n, m=8), batch_size=1 << 16)
+    needed = memory_needed(row)
+    start, _, gib = needed.removesuffix(" GiB on the one device that plays all").partition(" take ")
+    assert start == f"its {n or 1} partition(s)" and int(gib) > 1
+    assert memory_needed(replace(row, balance=None)).startswith(start), "also where the balance is not known yet"
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_one_thread_plays_every_device(made: Made, before: int) -> None:
+    """The CPU time of further threads would not be counted."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before)
+        emulation(pipeline(), Devices("cpu", 1, threads=before)).run()
+        assert (made.threads, torch.get_num_threads()) == (1, before)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"), [(Devices("cuda", 1), "cuda:0"), (Devices("cuda", 2), "cuda:0"), (CPU, "cpu")]
+)
+def test_all_partitions_are_on_the_first_device(
+    devices: Devices, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    asked: list[torch.device] = []
+
+    def on_devices(row: Row, model: nn.Module, on: list[torch.device], engine: str) -> nn.Module:
+        assert engine == "graph", "one thread issues all tasks"
+        asked.extend(on)
+        raise Stop
+
+    monkeypatch.setattr("reproduce.run.training.on_devices", on_devices)
+    with pytest.raises(Stop):
+        emulation(pipeline(4), devices)
+    assert asked == [torch.device(expected)] * 4
