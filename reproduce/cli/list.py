@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from reproduce.cli.shared import devices, on
-from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment, Row, Scale
+from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, PUBLISHED_BALANCE, Experiment, Row, Scale
 from reproduce.experiments.scale import why_not
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.tables.layout import Column, Table, many, table
@@ -53,7 +53,7 @@ def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Tabl
         f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)",
         f"on {devices}: {here}",
     ]
-    theirs = [row for row in scale.rows if row.published or row.configuration in (AS_PUBLISHED, LIKE_PUBLISHED)]
+    theirs = [row for row in scale.rows if row.published or row.configuration in (AS_PUBLISHED, PUBLISHED_BALANCE)]
     ours = [row for row in scale.rows if row not in theirs]
     name = f"{experiment.name}, scale {scale.name}"
     tables = [

@@ -84,7 +84,7 @@ SPEED = Experiment(
 RMSPROP = Optimizer(name="RMSprop", options={"foreach": False}, state=1)
 
 MEMORY_BASE = replace(BASE, batch_size=128, optimizer=RMSPROP)
-MEMORY_SMALL = replace(MEMORY_BASE, batch_size=32)
+MEMORY_SMALL = replace(MEMORY_BASE, batch_size=16)
 
 # name, (L, D) as published and at the small scale, m, balance, as published
 SIZES: Sizes = (

@@ -7,6 +7,7 @@ moment. Every time is kept: rows are compared within rounds.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
@@ -229,7 +230,8 @@ class _Timing:
         if failure.status == "out of memory":
             self.without_memory.append(task)
             if task.emulated:
-                reason = f"out of memory: {memory_needed(task.row)}"
+                with contextlib.suppress(Exception):  # what cannot be counted is still out of memory
+                    reason = f"out of memory: {memory_needed(task.row)}"
         self.session.put(task.row, emulated=task.emulated, status=failure.status, reason=reason)
         self.session.progress.drop(_job(self.session, task))
 

@@ -104,7 +104,7 @@ class Rows:
         if not self.emulated:
             return
         counts = [result.values["executed"] for result in self if "executed" in result.values]
-        most = f", at most {max(counts)} micro-batches of a step" if counts else ""
+        most = f", at most {max(counts)} micro-batches of a step" if counts and max(counts) > 1 else ""
         yield (
             f"emulated: every task run by itself on one device{most}, and the schedule of n devices replayed over "
             "their times"
