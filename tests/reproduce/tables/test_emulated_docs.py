@@ -1,0 +1,85 @@
+"""The distance of emulated speed-ups from published ones; and a run's emulated rows beside the same rows predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from reproduce.cli.main import main
+from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
+from reproduce.numbers.metrics import throughput
+from reproduce.records.published import published
+from reproduce.records.record import Record, Result, save
+from reproduce.tables.emulated_docs import distance, distances
+
+from ..made import record as made
+
+PAPERS = {paper.row: paper for paper in published("tg-unet-speed").results}
+
+
+def run(**factors: float) -> Record:
+    """Make a run of U-Net's rows like the published, as fast as published, times a factor where one is given."""
+    results = []
+    for row in EXPERIMENTS["unet-speed"].scale("small").rows:
+        if row.configuration == LIKE_PUBLISHED:
+            speed = throughput(PAPERS[row.name])
+            assert speed is not None
+            factor = factors.get(row.name.replace("-", "_"), 1.0)
+            config = replace_balance(row.config())
+            results.append(Result(
+                "unet-speed", row.name, "emulated", "small", "cpu", config, emulated=True,
+                samples={"step_time": [row.batch_size / (speed.middle * factor)] * 3, "round": [0, 1, 2]},
+            ))  # fmt: skip
+    return made(*results)
+
+
+def replace_balance(config: dict[str, object]) -> dict[str, object]:
+    """Return a row's configuration as it was run: with a balance."""
+    paper = PAPERS["baseline" if config["partitions"] is None else f"pipeline-{config['partitions']}"]
+    return {**config, "balance": paper.config["balance"]}
+
+
+@pytest.mark.parametrize(
+    ("factors", "errors", "order"),
+    [
+        ({}, [0.0, 0.0, 0.0, 0.0], 10),
+        ({"pipeline_8": 0.5}, [0.0, 0.0, 0.0, -0.5], 9),  # now behind pipeline-4
+        ({"baseline": 2.0}, [-0.5, -0.5, -0.5, -0.5], 9),  # now in front of pipeline-2
+    ],
+)
+def test_distance_from_the_published_speed_ups(factors: dict[str, float], errors: list[float], order: int) -> None:
+    found = distance(run(**factors), "unet-speed")
+    assert found is not None and found.pairs == 10
+    assert list(found.errors.values()) == pytest.approx(errors)
+    assert found.order == order
+
+
+def test_only_whole_emulated_tables_count() -> None:
+    whole = run()
+    assert [row[0] for row in distances([whole]).rows] == ["unet-speed"]
+    measured = [replace(row, status="measured", emulated=False) for row in whole.results]
+    for results in (whole.results[1:], measured):
+        assert not distances([replace(whole, results=results)]).rows
+
+
+def test_a_run_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run(), path := tmp_path / "run.json")
+    assert main(["predict", "--run", str(path), "--hardware", "p40x8", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "unet-speed: emulated and predicted" in out and all(f"\n{row} " in out for row in PAPERS)
+    assert (tmp_path / "name-p40x8.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [([], "name experiments, or a run by --run"), (["--run", "run.json"], "--run run.json: it has no emulated rows")],
+)
+def test_what_cannot_be_predicted_is_said(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(made(), tmp_path / "run.json")
+    assert main(["predict", *arguments, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
