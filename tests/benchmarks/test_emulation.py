@@ -51,7 +51,9 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def order(events: Sequence[Event], together: bool) -> list[list[tuple[str, int, int]]]:
     """Return each partition's tasks in the order in which they start; of all partitions where they take turns."""
-    tasks = [(event.kind, event.micro_batch, event.partition) for event in sorted(events, key=lambda each: each.start)]
+    tasks: list[tuple[str, int, int]] = [
+        (event.kind, event.micro_batch, event.partition) for event in sorted(events, key=lambda each: each.start)
+    ]
     return [[task for task in tasks if task[2] == j] for j in range(3)] if together else [tasks]
 
 
