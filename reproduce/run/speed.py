@@ -94,7 +94,9 @@ def _limit(session: Session, group: str) -> float | None:
     """Return the seconds that the group's rounds may take: its share of the scale's time, by the work that it is."""
     if session.steps is not None or session.scale.seconds is None:
         return None
-    works = {name: sum(task.work for task in tasks) for name, tasks in _groups(session).items()}
+    # What is emulated counts alone where there is any: some of it would take too long to measure.
+    kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in _groups(session).items()}
+    works = {name: sum(task.work for task in tasks) for name, tasks in kinds.items()}
     return session.scale.seconds * works[group] / sum(works.values())
 
 
@@ -112,9 +114,9 @@ def _job(session: Session, task: Task) -> str:
 
 def _time_rows(session: Session, group: str, tasks: Sequence[Task], *, paired: bool = True) -> list[Task]:
     """Run rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
-    timing = _Timing(session, group, tasks, paired)
-    for task in sorted(tasks, key=lambda task: not task.emulated):  # these tell how long the others will take
-        timing.add(task)
+    timing = _Timing(session, group, paired)
+    timing.add([task for task in tasks if task.emulated])  # these tell how long the others will take
+    timing.add([task for task in tasks if not task.emulated and timing.is_worth_measuring(task)])
     timing.run()
     timing.watch()
     return timing.without_memory
@@ -126,26 +128,27 @@ class _Timing:
     Steps that are not `paired` belong to no round: nothing else ran next to them.
     """
 
-    def __init__(self, session: Session, group: str, tasks: Sequence[Task], paired: bool) -> None:
+    def __init__(self, session: Session, group: str, paired: bool) -> None:
         self.session, self.group, self.paired = session, group, paired
-        rows = [executed(task.row) if task.emulated else task.row for task in tasks]
-        self.data = FakeData(rows, session.seed)
         self.running: dict[Task, Training | Emulation] = {}
         self.taken: dict[Task, list[Step]] = {}
         self.rounds: dict[Task, list[int]] = {}
         self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first step
         self.without_memory: list[Task] = []
 
-    def add(self, task: Task) -> None:
-        """Build a row and run its first steps, which are slower than the rest."""
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Build rows, which share their data, and run the first steps of each, which are slower than the rest."""
+        if tasks:
+            data = FakeData([executed(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
+            for task in tasks:
+                self.add_one(task, data)
+
+    def add_one(self, task: Task, data: FakeData) -> None:
+        """Build a row and run its first steps."""
         session, row = self.session, task.row
-        if not task.emulated and (reason := self.too_long(row)):
-            session.put(row, status="not run", reason=reason)
-            session.progress.drop(_job(session, task))
-            return
         try:
             session.start(f"building {task}")
-            made = self.make(task)
+            made = self.make(task, data)
             for _ in range(_warmup(session, task)):
                 self.start("warming up", task)
                 step = run_step(made, session.devices)
@@ -158,21 +161,23 @@ class _Timing:
         finally:
             session.progress.stop()
 
-    def make(self, task: Task) -> Training | Emulation:
+    def make(self, task: Task, data: FakeData) -> Training | Emulation:
         """Make a row ready to run."""
         session = self.session
-        shared = task.row, session.devices, self.data, session.balancer, session.seed
+        shared = task.row, session.devices, data, session.balancer, session.seed
         return Emulation(*shared, session.link(task.row)) if task.emulated else Training(*shared)
 
-    def too_long(self, row: Row) -> str | None:
-        """Say why a row is not measured that was emulated: it would take much of its group's time."""
-        limit, step = _limit(self.session, self.group), self.seconds.get(row.name)
-        if limit is None or step is None:
-            return None
-        whole = step * (self.session.scale.least_steps + self.session.scale.warmup)
-        if whole <= LARGEST_SHARE * limit:
-            return None
-        return f"not measured: a step takes about {duration(step)} min (--steps K does measure it)"
+    def is_worth_measuring(self, task: Task) -> bool:
+        """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
+        session = self.session
+        limit, step = _limit(session, self.group), self.seconds.get(task.row.name)
+        steps = session.scale.least_steps + session.scale.warmup
+        if limit is None or step is None or step * steps <= LARGEST_SHARE * limit:
+            return True
+        reason = f"not measured: a step takes about {duration(step)} min (--steps K does measure it)"
+        session.put(task.row, status="not run", reason=reason)
+        session.progress.drop(_job(session, task))
+        return False
 
     def run(self) -> None:
         """Run all rows, round after round, until the group's time is over where it has a limit."""

@@ -255,7 +255,8 @@ def test_a_row_that_does_not_fit_beside_others_is_timed_alone(
     assert len(found[row].samples["step_time"]) == 3
     assert "round" not in found[row].samples, "it shares no round with the others"
     assert "round" in found["naive n2"].samples
-    assert len(most) == len(runs.groups) + 1 and set(most) == {1}
+    assert max(most) <= 2, "a group has data for what it measures and for what it emulates"
+    assert most[-1] == 1
 
 
 def test_the_first_epoch_of_a_row_as_published_is_not_timed(
