@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Table:
 
     def markdown(self, level: int = 2) -> str:
         """Return the table as Markdown, under a heading of that level."""
-        headings = [heading.replace("publ.", "published") for heading in self.headings]  # there is room
+        # There is room: for whole words, and for what was broken within one.
+        headings = [re.sub(r"-\n|(?<=/)\n", "", each).replace("publ.", "published") for each in self.headings]
         flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
         body = self._tabulate(flat[1:], flat[0], "pipe")
         return "\n".join([f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)])
