@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import functools
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ import tabulate
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
+WHOLE = {"publ.": "published", "mea-\n": "mea", "-\n": "-", "/\n": "/"}  # where there is room for it
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
 Row = TypeVar("Row")
 
@@ -44,8 +45,9 @@ class Table:
 
     def markdown(self, level: int = 2) -> str:
         """Return the table as Markdown, under a heading of that level."""
-        # There is room: for whole words, and for what was broken within one.
-        headings = [re.sub(r"-\n|(?<=/)\n", "", each).replace("publ.", "published") for each in self.headings]
+        headings = [
+            functools.reduce(lambda text, word: text.replace(*word), WHOLE.items(), each) for each in self.headings
+        ]
         flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
         body = self._tabulate(flat[1:], flat[0], "pipe")
         return "\n".join([f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)])
