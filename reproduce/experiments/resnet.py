@@ -43,7 +43,7 @@ SPEED = Experiment(
         replace(
             SMALL_SCALE,
             rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
-            seconds=300,
+            seconds=200,
         ),
     ),
 )

@@ -61,7 +61,7 @@ SPEED = Experiment(
         replace(
             SMALL_SCALE,
             rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
-            seconds=300,
+            seconds=240,
         ),
     ),
 )
@@ -116,6 +116,6 @@ ABLATION = Experiment(
     table="tg-unet-ablation",
     scales=(
         replace(PAPER_SCALE, rows=ablation_rows(ABLATION_BASE)),
-        replace(SMALL_SCALE, rows=ablation_rows(ABLATION_SMALL), seconds=80),
+        replace(SMALL_SCALE, rows=ablation_rows(ABLATION_SMALL), seconds=60),
     ),
 )
