@@ -61,14 +61,14 @@ SPEED = Experiment(
         replace(
             SMALL_SCALE,
             rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
-            seconds=240,
+            seconds=200,
         ),
     ),
 )
 
 # --- memory ----------------------------------------------------------------------------------------------------
 
-MEMORY_BASE, MEMORY_SMALL = replace(BASE, batch_size=32), replace(BASE, batch_size=32, input_shape=(3, 64, 64))
+MEMORY_BASE, MEMORY_SMALL = replace(BASE, batch_size=32), replace(BASE, batch_size=16, input_shape=(3, 64, 64))
 
 # name, (B, C) as published and at the small scale, m, balance, as published
 SIZES: Sizes = (
