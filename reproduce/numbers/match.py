@@ -153,18 +153,18 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Name the lines after their rows; add scale, device, hardware or kind where lines would have the same name."""
+    """Name the lines after their rows, and say of emulated ones that they are.
+
+    Add scale, device or hardware where lines would have the same name.
+    """
     for line in lines:
-        line.label = line.first.result.row
-    for k in range(4):
+        line.label = line.first.result.row + " (emulated)" * line.first.result.emulated
+    for k in range(3):
         groups: dict[tuple[str, str], list[Line]] = {}
         for line in lines:
             groups.setdefault((line.experiment, line.label), []).append(line)
         for group in groups.values():
-            rows = [line.first.result for line in group]
-            kinds = ["emulated" if row.emulated else "measured" for row in rows]
-            hardware = [line.first.hardware for line in group]
-            extras = ([row.scale for row in rows], [row.device for row in rows], hardware, kinds)[k]
+            extras = [(line.first.result.scale, line.first.result.device, line.first.hardware)[k] for line in group]
             for line, extra in zip(group, extras, strict=True):
                 if extra is not None and len(set(extras)) > 1:
                     line.label += f" ({extra})"

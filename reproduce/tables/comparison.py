@@ -182,7 +182,8 @@ def _origin(side: Side) -> str:
         if record.run is not None:
             git, machine = record.run.git, record.run.machine
             gpus = ", ".join({gpu.name for gpu in machine.gpus}) if record.run.device == "cuda" else ""
-            origin = f"{record.kind} on {gpus or machine.cpu}"
+            done = dict.fromkeys("emulated" if each.emulated else "measured" for each in record.results)
+            origin = f"{' and '.join(done) or record.kind} on {gpus or machine.cpu}"
             origin += f", git {git.revision[:7]}{'+' if git.dirty else ''}" if git else ""
         origins[origin] = None
     return "; ".join(origins) or "no row"

@@ -75,10 +75,10 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 def test_emulated_rows_are_never_on_a_line_with_measured_ones() -> None:
     measured = row("x", 1.0, published=N2M4, experiment="amoebanet-speed")
     both = record(measured, emulated(measured))
-    expected = [("x (measured)", {0: "x", 1: "x"}), ("x (emulated)", {0: "x", 1: "x"})]
+    expected = [("x", {0: "x", 1: "x"}), ("x (emulated)", {0: "x", 1: "x"})]
     assert shape(lines([both], [both])) == expected
     assert shape(lines([record(measured)], [record(emulated(measured))])) == [
-        ("x (measured)", {0: "x"}),
+        ("x", {0: "x"}),
         ("x (emulated)", {1: "x"}),
     ]
     found = shape(lines([both], [PUBLISHED]))
