@@ -21,7 +21,7 @@ from reproduce.records.record import write_atomically
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    It shows published, predicted and measured numbers beside each other.
+    It shows published, predicted, emulated and measured numbers beside each other.
     """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS, load_folders

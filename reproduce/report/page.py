@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
         kinds=KINDS,
         dense=DENSE,
         records=records,
+        counts=Counter(result.status for record in records for result in record.results),
         errors=errors_table([record for record in records if record.kind == "predicted"]),
         sections=[_section(subject) for subject in subjects if subject not in others],
         traces=list(trace_figures(traces)),

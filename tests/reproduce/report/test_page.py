@@ -66,7 +66,7 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
     results = [Result("x", "<b>", "published", values={"y": 1})]
     made = page([Record("x", "<script>alert(1)</script>", "published", {}, results)])
     assert "<script" not in made and "<b>" not in made
-    assert "<strong>measured</strong> on a real machine: 0 records" in made
+    assert "<strong>measured</strong> on a real machine: 0 rows" in made
 
 
 def test_what_is_committed_can_be_shown() -> None:
