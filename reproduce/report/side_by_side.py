@@ -64,7 +64,7 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
         return str(final_error(entry.result))
     if reading.unit in BYTES:
         return reading_text(reading)
-    return with_quartiles(reading, ratio if metric == "speedup" else number)
+    return with_quartiles(reading, ratio) if metric == "speedup" else number(reading.middle)
 
 
 def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
