@@ -23,7 +23,7 @@ from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.replay import Timeline
 
 FOLDER = Path(__file__).parent
-DENSE = 11  # a table of more columns is set closer
+DENSE = 11  # a table of more columns is set closer, and one of some more breaks words where it must
 TITLE = "GPipe: published, predicted, emulated, measured"
 KINDS = {
     "published": "by the papers",
