@@ -29,7 +29,7 @@ from reproduce.machine.allocator import keep_freed_memory
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, Result
 from reproduce.run.emulation import Emulation, Executed
-from reproduce.run.speed import time_step
+from reproduce.run.timed import time_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan.count import count

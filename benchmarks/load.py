@@ -2,8 +2,8 @@
 
     python -m benchmarks.load
 
-In every round each row is emulated twice, in an order drawn anew: while nothing else runs, and while a process on each
-core does nothing but compute. What counts is CPU time; beside it stands the same with tasks timed on the clock.
+In every round each row is emulated twice: once while nothing else runs, and once while every core runs a busy loop. The
+order is drawn anew in each round. Tasks are timed by CPU time and on the clock, so that the two can be compared.
 """
 
 from __future__ import annotations

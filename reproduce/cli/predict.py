@@ -18,14 +18,12 @@ from reproduce.tables.all import tables
 from reproduce.tables.layout import many
 from reproduce.tables.predicted import beside_emulated
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+from torchgpipe.plan.planner import HERE
 
 ALL = "all"
-HERE = "here"
 
 
-def _load(name: str) -> Hardware:
-    if name != HERE:
-        return load_hardware(name)
+def _calibrated() -> Hardware:
     found = find_devices(None, None)
     with found.in_use(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{HERE}.json"
@@ -37,32 +35,38 @@ def _load(name: str) -> Hardware:
 @click.argument(
     "experiments", nargs=-1, callback=known("experiment that can be predicted", lambda: [*predictable(), ALL])
 )
-@click.option("--run", "run", metavar="RECORD", help="Predict the emulated rows of this run, too: a file, or its name.")
-@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here", callback=parsed(_load),
+@click.option("--run", "run", metavar="RECORD", help="Show the emulated rows of this run beside their predictions: a "
+              "file, or its name.")  # fmt: skip
+@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
+              callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
               help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or here: this "
               "machine, calibrated now.")  # fmt: skip
-@click.option("--out", type=PATH, default=RESULTS / "predicted", metavar="DIR", help="Where to put the records. "
+@click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
               "Default: results/predicted.")  # fmt: skip
-def predict(experiments: list[str], run: str | None, hardware: Hardware, out: Path) -> None:
+def predict(experiments: list[str], run: str | None, hardware: Hardware | None, out: Path | None) -> None:
     """Predict published tables without running anything.
 
     EXPERIMENTS, or all, are predicted at scale paper. No GPU is needed.
     """
-    if not experiments and run is None:
-        raise click.UsageError("name experiments, or a run by --run")
+    if bool(experiments) == (run is not None):
+        raise click.UsageError("name either experiments, or a run by --run")
+    if run is not None:
+        if out is not None:
+            raise click.UsageError("--out is for published tables: with --run nothing is written")
+        emulated = load(find_record(run))
+        if not any(result.status == "emulated" for result in emulated.results):
+            raise click.UsageError(f"--run {run}: it has no emulated rows")
+        for table in beside_emulated(emulated, predict_run(emulated, hardware or _calibrated())):
+            click.echo(f"\n{table.text()}")
+        return
+
+    out = out or RESULTS / "predicted"
     prepare_folder(out)
+    hardware = hardware or _calibrated()
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
         record = predict_table(name, hardware)
         for table in tables(record):
             click.echo(f"\n{table.text()}")
         save(record, out / f"{record.name}.json")
-    if run is not None:
-        emulated = load(find_record(run))
-        record = predict_run(emulated, hardware)
-        if not record.results:
-            raise click.UsageError(f"--run {run}: it has no emulated rows")
-        for table in beside_emulated(emulated, record):
-            click.echo(f"\n{table.text()}")
-        save(record, out / f"{record.name}.json")
-    click.echo(f"\nwritten: {many(len(names) + (run is not None), 'record')} to {out}")
+    click.echo(f"\nwritten: {many(len(names), 'record')} to {out}")

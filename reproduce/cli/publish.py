@@ -20,8 +20,8 @@ def publish(record: str, force: bool) -> None:
     """Copy a run into results/measured, to be committed.
 
     RECORD is a file or the name of a run; its tables are copied, too. Its name there is made of its experiments, scale,
-    devices and date. A run is refused if it was not finished, if it ran changed or unknown source code, or if it would
-    replace another of the same name.
+    devices and time. Of absolute paths in its command only the last part is kept. A run is refused if it was not
+    finished, if it ran changed or unknown source code, or if it would replace another of the same name.
     """
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
@@ -38,16 +38,19 @@ def publish(record: str, force: bool) -> None:
         against.append(f"{shown(path)} is there already")
     if against and not force:
         raise click.ClickException(f"{record}: {'; '.join(against)}; run it again, or use --force")
-    renamed = replace(found, name=path.stem)
+    # Folders of the machine that ran it are nobody's business.
+    command = [re.sub(r"^(--[a-z]+=)?/.*/(?=.)", r"\1", word) for word in found.run.command]
+    renamed = replace(found, name=path.stem, run=replace(found.run, command=command))
     save(renamed, path)
     write_atomically(path.with_suffix(".md"), document(renamed))
     click.echo(f"published: {shown(path)}; 'make results' updates the tables that show it")
 
 
 def published_name(record: Record, run: Run) -> str:
-    """Return experiments, scale, devices and date, as in `unet-speed_unet-memory-paper-8xtesla-p40-20200421`."""
+    """Return experiments, scale, devices and time, as in `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`."""
     machine = {"cpu": run.machine.cpu, "meta": "meta"}.get(run.device) or run.machine.gpus[0].name
     plain = re.sub(r"\(\w+\)|\bCPU\b|@.*", " ", machine)  # Intel(R) Xeon(R) CPU @ 2.00GHz
     name = "-".join(re.findall(r"[a-z0-9.]+", plain.lower()))
     experiments = "_".join(dict.fromkeys(result.experiment for result in record.results))
-    return f"{experiments}-{record.scale}-{run.devices}x{name}-{run.started[:10].replace('-', '')}"
+    time = re.sub("[-:]", "", run.started[:16])
+    return f"{experiments}-{record.scale}-{run.devices}x{name}-{time}"

@@ -49,7 +49,8 @@ Chosen = list[tuple[Experiment, Scale]]
 @click.option("--no-emulate", is_flag=True, help="Speed: run only the rows that there are devices for.")
 @click.option("--link", metavar="NAME|FILE", callback=parsed(load_hardware), help="Speed: emulate copies as on "
               f"this hardware: a shipped description ({', '.join(hardware_names())}) or the path of one (.json). "
-              f"Default: for rows like the published {PUBLISHED_NODE}, else none.")  # fmt: skip
+              "Default: of GPUs that have a shipped one, theirs; else of rows like the published "
+              f"{PUBLISHED_NODE}, of others none.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N",
               help="Seed of parameters, data and the rows' order.")  # fmt: skip
 @click.option("--out", type=PATH, default=RUNS, metavar="DIR", help="Where to put the record and the tables. Default: "

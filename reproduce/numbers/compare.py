@@ -146,7 +146,7 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
 def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> tuple[Line, Readings]:
     """Return the line to divide by: the one that the row's speed-up is over, where all sides have a number of it.
 
-    Else the first line that all sides have a number of, one of the same scale and kind where there is one.
+    Where there is none, it is the first line of which all sides have a number: of the same scale and kind, if possible.
     """
     result = line.first.result
     complete = [(other, readings) for other, readings in lines if own.keys() <= readings.keys()]

@@ -86,14 +86,15 @@ class Emulation:
     ) -> None:
         """Build everything.
 
-        With a `link`, copies take what it says, and devices are like those behind it, each with a queue of its own.
-        Without, they are like this machine's: CPU devices copy nothing, and wait for each other where m = 1.
+        With a `link`, copies take as long as it says, and each device works through a queue of its own, as a GPU does.
+        Without one, devices are as here: CPU devices copy nothing, and one thread runs a lone micro-batch.
 
         Raises:
             whatever the model, the balancer or the device raise, out of memory included.
         """
         self.training = Training(executed(row), devices, data, balancer, seed, emulated=True)
         self.row = replace(row, balance=self.training.row.balance)
+        self.executed = self.training.row.micro_batches or 1
         self.devices, self.link = devices, link
         with_parameters = [each for each in self.training.partitions if any(True for _ in each.parameters())]
         self.optimizers = [make_optimizer(row, partition) for partition in with_parameters]
@@ -161,7 +162,7 @@ class Emulation:
 
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
         """Return what every task of the whole step takes. Tasks that were not run take what equal ones took."""
-        n, run, count = self.row.devices, self.training.row.micro_batches or 1, self.row.micro_batches or 1
+        n, run, count = self.row.devices, self.executed, self.row.micro_batches or 1
 
         def table(kind: Kind) -> list[list[float]]:
             times = [[seconds.get(Task(kind, i, j), 0.0) for j in range(n)] for i in range(run)]

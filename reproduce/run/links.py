@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
 
 from reproduce.experiments import Row
+from reproduce.machine.devices import Devices
 from torchgpipe.plan.count import Counts, count
-from torchgpipe.plan.hardware import Hardware
+from torchgpipe.plan.hardware import Hardware, hardware_names
 from torchgpipe.plan.predict import Predictor, Setup
 
 
@@ -22,6 +24,7 @@ class Link:
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
         self.hardware, self.papers = hardware, papers
+        self.title = hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
         self._predictors: dict[tuple[object, ...], Predictor] = {}
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
@@ -48,6 +51,14 @@ class Link:
         if key not in self._predictors:
             self._predictors[key] = Predictor(counts(row), self.hardware)
         return self._predictors[key]
+
+
+def own_links(devices: Devices) -> str | None:
+    """Name the shipped description of a node of GPUs like the first of `devices`; None where there is none."""
+    if devices.kind != "cuda":
+        return None
+    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
+    return next((name for name in hardware_names() if name.rpartition("x")[0] in words), None)
 
 
 def counts(row: Row, *, memory: bool = False) -> Counts:

@@ -16,7 +16,7 @@ from reproduce.records.decode import Json
 from reproduce.records.record import Result
 from reproduce.run.accuracy.needs import AccuracyNeeds
 from reproduce.run.failure import Failure
-from reproduce.run.links import Link
+from reproduce.run.links import Link, own_links
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer, FakeData, Training
@@ -75,7 +75,7 @@ class Session:
     check: Callable[[], None] = lambda: None
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None
-    links: dict[str | None, Link] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
 
     def expected(self) -> Sequence[Row]:
         """Return all rows, none of which was run yet: where no clock is involved, a device may play several."""
@@ -92,14 +92,18 @@ class Session:
         return row.devices <= self.emulate
 
     def link(self, row: Row) -> Link | None:
-        """Return what says how long the row's copies take in an emulation; None where nothing is copied."""
-        name = row.link if self.hardware is None else self.hardware.name
-        if row.devices == 1 or (self.hardware is None and name is None):
+        """Return what says how long the row's copies take in an emulation; None where they take no time.
+
+        It is what was asked for, or what is known of GPUs like those here, or what the row names.
+        """
+        own = own_links(self.devices)
+        name = self.hardware.name if self.hardware is not None else own or row.link
+        if row.devices == 1 or name is None:
             return None
         if name not in self.links:
             papers = {paper.name: paper for paper in self.experiment.scale("paper").rows}
-            hardware = self.hardware or load_hardware(str(name))
-            self.links[name] = Link(hardware, papers if self.scale.name != "paper" else None)
+            in_proportion = self.scale.name != "paper" and name != own
+            self.links[name] = Link(self.hardware or load_hardware(name), papers if in_proportion else None)
         return self.links[name]
 
     def job(self, row: Row) -> str:

@@ -13,23 +13,19 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from statistics import median
 
 from msgspec import structs
 
 from reproduce.experiments import PUBLISHED_BALANCE, Row
-from reproduce.machine.devices import Devices
-from reproduce.records.decode import Json
-from reproduce.run.emulation import Emulation, Executed, executed, memory_needed
+from reproduce.run.emulation import Emulation, executed, memory_needed
 from reproduce.run.failure import Failure, explain
 from reproduce.run.progress import duration
 from reproduce.run.session import Session
-from reproduce.run.timeline import watch_step
+from reproduce.run.timed import EmulatedSteps, MeasuredSteps
 from reproduce.run.training import FakeData, Training
-from reproduce.run.utilization import ask_driver
-from torchgpipe.plan.replay import Timeline
 
-Step = tuple[float, float] | Executed
+Steps = MeasuredSteps | EmulatedSteps
 LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
 
 
@@ -130,10 +126,9 @@ class _Timing:
 
     def __init__(self, session: Session, group: str, paired: bool) -> None:
         self.session, self.group, self.paired = session, group, paired
-        self.running: dict[Task, Training | Emulation] = {}
-        self.taken: dict[Task, list[Step]] = {}
-        self.rounds: dict[Task, list[int]] = {}
-        self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first step
+        self.running: dict[Task, Steps] = {}
+        self.rounds: dict[Task, list[int]] = {}  # of each step
+        self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first steps
         self.without_memory: list[Task] = []
 
     def add(self, tasks: Sequence[Task]) -> None:
@@ -145,27 +140,30 @@ class _Timing:
 
     def add_one(self, task: Task, data: FakeData) -> None:
         """Build a row and run its first steps."""
-        session, row = self.session, task.row
+        session = self.session
         try:
             session.start(f"building {task}")
             made = self.make(task, data)
             for _ in range(_warmup(session, task)):
                 self.start("warming up", task)
-                step = run_step(made, session.devices)
-                if isinstance(made, Emulation) and isinstance(step, Executed):
-                    self.seconds[row.name] = made.step([step]).seconds
+                made.run()
+            if task.emulated and made.steps:
+                self.seconds[task.row.name] = median(made.samples()["step_time"])
+            made.steps.clear()
         except Exception as error:
             self.fail(task, explain(error))
         else:
-            self.running[task], self.taken[task], self.rounds[task] = made, [], []
+            self.running[task], self.rounds[task] = made, []
         finally:
             session.progress.stop()
 
-    def make(self, task: Task, data: FakeData) -> Training | Emulation:
+    def make(self, task: Task, data: FakeData) -> Steps:
         """Make a row ready to run."""
         session = self.session
         shared = task.row, session.devices, data, session.balancer, session.seed
-        return Emulation(*shared, session.link(task.row)) if task.emulated else Training(*shared)
+        if task.emulated:
+            return EmulatedSteps(Emulation(*shared, session.link(task.row)))
+        return MeasuredSteps(Training(*shared), session.devices)
 
     def is_worth_measuring(self, task: Task) -> bool:
         """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
@@ -201,24 +199,18 @@ class _Timing:
         """Run one step of a row; a row that fails is left out from then on."""
         self.start(f"round {done + 1} of {rounds},", task)
         try:
-            step = run_step(self.running[task], self.session.devices)
+            self.running[task].run()
         except Exception as error:
-            del self.running[task], self.taken[task]
+            del self.running[task]
             self.fail(task, explain(error))
         else:
-            self.taken[task].append(step)
             self.rounds[task].append(self.session.rounds)
 
     def watch(self) -> None:
-        """See how busy each device is: of a measured row in one more step or a few, which are not timed."""
-        for task, made in self.running.items():
-            timeline: Timeline | None
-            if isinstance(made, Emulation):
-                timeline = made.step(cast("list[Executed]", self.taken[task])).timeline
-                values = {"executed": made.training.row.micro_batches or 1, **busy(timeline)}
-            else:
-                self.start("watching", task)
-                values, timeline = watch(made, self.session.devices)
+        """See how busy each device is."""
+        for task, steps in self.running.items():
+            self.start("watching", task)
+            values, timeline = steps.watch()
             self.session.add_values(task.row, values, emulated=task.emulated)
             if timeline is not None and self.session.trace is not None:
                 name = f"{task.row.name} emulated" if task.emulated else task.row.name
@@ -242,65 +234,13 @@ class _Timing:
 
     def put_all(self) -> None:
         """Record the steps so far. A loss that is no number is none that JSON could hold."""
-        for task, steps in self.taken.items():
-            if steps:
-                samples = samples_of(self.running[task], steps)
+        for task, made in self.running.items():
+            if made.steps:
+                samples = made.samples()
                 if self.paired:
                     samples["round"] = list(self.rounds[task])
                 if not all(map(math.isfinite, samples["loss"])):
                     del samples["loss"]
-                row = self.running[task].row
-                result = self.session.result(row, emulated=task.emulated)
-                if task.emulated and (link := self.session.link(row)) is not None:
-                    result = structs.replace(result, config={**result.config, "link": link.hardware.name})
-                self.session.recorder.put(structs.replace(result, samples=samples))
+                result = self.session.result(task.row, emulated=task.emulated)
+                self.session.recorder.put(structs.replace(result, config=made.config, samples=samples))
         self.session.recorder.save()
-
-
-def run_step(made: Training | Emulation, devices: Devices) -> Step:
-    """Run one step: of an emulation its tasks, else its time in seconds and its loss."""
-    return made.run() if isinstance(made, Emulation) else time_step(made, devices)
-
-
-def samples_of(made: Training | Emulation, steps: Sequence[Step]) -> dict[str, list[float]]:
-    """Return what a record keeps of a row's steps."""
-    if isinstance(made, Emulation):
-        return made.samples(cast("Sequence[Executed]", steps))
-    times, losses = zip(*cast("Sequence[tuple[float, float]]", steps), strict=True)
-    return {"step_time": list(times), "loss": list(losses)}
-
-
-def time_step(training: Training, devices: Devices) -> tuple[float, float]:
-    """Run one whole step and return its time in seconds and its loss."""
-    devices.synchronize()
-    started = time.perf_counter()
-    loss = training.step()
-    devices.synchronize()
-    seconds = time.perf_counter() - started
-    return seconds, float(loss)
-
-
-def watch(training: Training, devices: Devices) -> tuple[dict[str, Json], Timeline | None]:
-    """Return utilization and bubble of a row, or why there are none, and the timeline of one of its steps."""
-
-    def step() -> None:
-        training.step()
-        devices.synchronize()
-
-    timeline = None
-    try:
-        timeline = watch_step(training, devices)
-        values = busy(timeline)
-        if devices.kind == "cuda":
-            values["utilization"] = ask_driver(training.devices, step)
-    except Exception as error:
-        values = {"utilization_problem": explain(error).reason}
-        if timeline is not None:
-            values["bubble"] = timeline.bubble
-    return values, timeline
-
-
-def busy(timeline: Timeline) -> dict[str, Json]:
-    """Return the share of the step in which each device worked, and the bubble."""
-    shares: list[Json] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
-    return {"utilization": shares, "bubble": timeline.bubble}

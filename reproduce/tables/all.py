@@ -70,16 +70,16 @@ def document(record: Record) -> str:
 def about_run(record: Record, run: Run) -> list[str]:
     """Return what there is to know about a record's run, a line each: first the devices, then the machine."""
     machine = run.machine
-    threads = "" if run.threads_per_device is None else f" of {run.threads_per_device} thread(s)"
+    threads = "" if run.threads_per_device is None else f" of {many(run.threads_per_device, 'thread')} each"
     gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
     memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB of memory"
-    freed = f"; freed memory: {run.settings[FREED_MEMORY]}" if run.settings.get(FREED_MEMORY) else ""
+    freed = "; the program kept freed memory" if run.settings.get(FREED_MEMORY) == "kept" else ""
     revision = "none" if run.git is None else run.git.revision[:12] + (" with changes" if run.git.dirty else "")
     programs = ", ".join(f"{program} {version}" for program, version in run.versions.items() if version)
     load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
     return [
-        f"scale `{record.scale}` on {run.devices} {run.device.upper()} device(s){threads}",
-        f"machine: {machine.cpu}, {machine.cores} core(s){memory}{gpus}; {machine.system}{freed}",
+        f"scale `{record.scale}` on {many(run.devices, f'{run.device.upper()} device')}{threads}",
+        f"machine: {machine.cpu}, {many(machine.cores, 'core')}{memory}{gpus}; {machine.system}{freed}",
         f"versions: {programs}; git revision {revision}",
         f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
         f"command: `{shlex.join(run.command)}`",

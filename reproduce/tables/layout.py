@@ -12,7 +12,7 @@ import tabulate
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
-WHOLE = {"publ.": "published", "mea-\n": "mea", "-\n": "-", "/\n": "/"}  # where there is room for it
+WHOLE = {"publ.": "published", "-\n": "-", "/\n": "/"}  # where there is room for it
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
 Row = TypeVar("Row")
 

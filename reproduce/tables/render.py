@@ -6,7 +6,8 @@ A block stands between two comments, which name what it shows, and is replaced a
     ...
     <!-- end -->
 
-- an experiment's name: the tables of its newest finished run; with "/short" behind it, two of them;
+- an experiment's name: the tables of its newest finished run, of those with most rows; with "/short" behind it, two
+  of them;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
 - a name such as "predicted/models": a table about predictions (prediction_docs.py);
 - "emulated": how far emulated speed-ups are from published ones (emulated_docs.py).
@@ -100,17 +101,15 @@ def emulated_block(records: Sequence[Record]) -> str:
 
 
 def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
-    """Return the tables of the finished run that was started last of those that measured something of it.
+    """Return the tables of the finished run that ran most rows of it, of several the newest.
 
     The part "short" is its rows like the published and those at equal batch size, without notes.
     """
-    runs = {
-        record.run.started: (path, record, record.run)
-        for path, record in records.items()
-        if record.run is not None
-        and record.run.state == "finished"
-        and any(result.experiment == experiment and result.status in RUN for result in record.results)
-    }
+    runs = {}
+    for path, record in records.items():
+        rows = sum(result.experiment == experiment and result.status in RUN for result in record.results)
+        if rows and record.run is not None and record.run.state == "finished":
+            runs[rows, record.run.started] = path, record, record.run
     if not runs:
         return NOTHING
     path, record, run = runs[max(runs)]

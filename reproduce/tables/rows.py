@@ -91,7 +91,7 @@ class Rows:
     def beside(self) -> list[Column[Result]]:
         """Return the columns of what was measured of the same rows, and of emulated samples/s over measured ones."""
         return [
-            Column("mea-\nsured", lambda each: self._measured_speed_up(each)),
+            Column("measured", lambda each: self._measured_speed_up(each)),
             Column("emul./\nmeas.", lambda each: _ratio_text(over_measured(each, self.measured(each.row)))),
         ]
 
@@ -114,11 +114,10 @@ class Rows:
             yield "measured: the speed-up of n devices at once, by the clock; emul./meas.: of samples/s"
         links = dict.fromkeys(str(each.config["link"]) for each in self if each.config.get("link"))
         if links:
-            proportion = "" if any(each.scale == "paper" for each in self) else ", in proportion to the tasks"
             here = "; emul./meas. is of devices like these" if both else ""
-            yield (
-                f"emulated copies: as on {', '.join(links)}{proportion}, and recomputation starts early as there{here}"
-            )
+            yield f"emulated copies: as on {'; '.join(links)}, and recomputation starts early as there{here}"
+        elif any(each.device == "cuda" for each in self):
+            yield "emulated copies take no time: the links of these GPUs are not known; --link can name a description"
         times = [(each.samples["wall_time"], each.samples["work_time"]) for each in self if "work_time" in each.samples]
         waiting = median([sum(wall) / sum(work) for wall, work in times]) if times else 1.0
         if waiting > MOST_WAITING:

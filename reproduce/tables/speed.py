@@ -126,4 +126,4 @@ def _utilization(rows: Rows) -> Table:
         "bubble: share of the devices' time, from a step's first task to its last, in which they waited",
         "of one step of each row",
     ]
-    return rows.table(f": how busy the devices were{', emulated' if rows.emulated else ''}", columns, notes)
+    return rows.table(f": how busy the {'emulated ' if rows.emulated else ''}devices were", columns, notes)

@@ -16,7 +16,7 @@ from reproduce.machine.git import Git
 from reproduce.records.places import MEASURED, find_record
 from reproduce.records.record import Record, load, save
 
-NAME = "resnet101-speed-small-2xa-fast-r-5000-20200421"
+NAME = "resnet101-speed-small-2xa-fast-r-5000-20200421T1002"
 GIT = Git("0123456789abcdef", dirty=False)
 
 
@@ -36,7 +36,7 @@ def run(measured: Path) -> Callable[..., Record]:
     """Keep a run in runs/, which differs from one that can be published as told."""
 
     def make(**changes: Any) -> Record:
-        (path,) = MEASURED.glob("resnet101-speed-small-*.json")
+        path = max(MEASURED.glob("resnet101-speed-small-*.json"))
         record = load(path)
         assert record.run is not None
         machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz")
@@ -69,7 +69,7 @@ def test_a_run_is_published_and_found_by_its_new_name(
         ({"state": "interrupted"}, "the run was not finished (interrupted); run it again, or use --force"),
         ({"state": "running", "git": None}, "not finished (running); it is not known which git revision ran"),
         ({"git": replace(GIT, dirty=True)}, "the source code had changes that are in no commit"),
-        ({"started": "2020-04-21T11:00:00Z"}, f"{NAME}.json is there already"),
+        ({"started": "2020-04-21T10:02:59Z"}, f"{NAME}.json is there already"),
     ],
 )
 def test_a_run_is_refused_unless_forced(
@@ -97,8 +97,17 @@ def test_the_name_says_which_devices(run: Callable[..., Record]) -> None:
     assert made.run is not None
     gpus = [Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8
     on_gpus = replace(made.run, device="cuda", devices=4, machine=replace(made.run.machine, gpus=gpus))
-    assert published_name(made, on_gpus) == "resnet101-speed-small-4xnvidia-h100-80gb-hbm3-20200421"
-    assert published_name(made, replace(made.run, device="meta", devices=8)) == "resnet101-speed-small-8xmeta-20200421"
+    assert published_name(made, on_gpus) == "resnet101-speed-small-4xnvidia-h100-80gb-hbm3-20200421T1002"
+    on_meta = replace(made.run, device="meta", devices=8)
+    assert published_name(made, on_meta) == "resnet101-speed-small-8xmeta-20200421T1002"
+
+
+def test_folders_of_the_machine_stay_private(run: Callable[..., Record], measured: Path) -> None:
+    run(command=["python", "-m", "reproduce", "run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
+    assert main(["publish", "mine"]) == 0
+    published = load(measured / f"{NAME}.json").run
+    assert published is not None
+    assert published.command[4:] == ["x/y", "--out", "runs/", "--link=my.json", "/"]
 
 
 @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)

@@ -14,11 +14,9 @@ from torch import nn
 from reproduce.experiments import COMPONENTS, EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import MOST_EXECUTED, EmulatedStep, Emulation, Executed, executed, memory_needed
-from reproduce.run.links import Link
 from reproduce.run.timeline import Watched, watch_tasks
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.observe import Kind, Task
-from torchgpipe.plan.hardware import load_hardware
 from torchgpipe.plan.replay import Costs, Timeline, replay
 
 CPU = Devices("cpu", 2, threads=1)
@@ -281,38 +279,6 @@ def test_behind_a_link_recomputation_starts_early_also_where_cpu_devices_cannot_
     found = step(pipeline(m=1, checkpoint="always"), link=FakeLink())
     assert found.here == pytest.approx(1 + 2 + LOSS + 3 + 4 + 1.5 + 2 + 8)
     assert found.seconds == pytest.approx(1 + 2 + LOSS + 3 + 4 + 2 + 8 + 2 * 0.5), "a skip beside a copy takes no time"
-
-
-HARDWARE = replace(load_hardware("p40x8"), link_latency=0.0)
-WITHOUT_PORTALS = ("dependency", "streams")
-
-
-def test_copies_take_what_the_hardware_says() -> None:
-    link = Link(HARDWARE, None)
-    copies, skips = link.copies(pipeline(4), 1.0)
-    assert len(copies) == 3 and {(0, 3)} <= set(skips)
-    assert link.copies(pipeline(4), 2.0) == (copies, skips), "however long tasks take"
-    through, beside = link.copies(pipeline(4, components=WITHOUT_PORTALS), 1.0)
-    assert not beside
-    assert through == pytest.approx(
-        [copy + sum(s for (a, b), s in skips.items() if a <= j < b) for j, copy in enumerate(copies)]
-    ), "without portals, a skip passes every boundary on its way"
-    twice = link.copies(pipeline(4, batch_size=8), 1.0)[0]
-    assert twice == pytest.approx([2 * copy for copy in copies])
-
-
-def test_copies_are_in_proportion_to_the_published_model() -> None:
-    """The row's own paper row counts, or the first one; its published balance suited other devices."""
-    large, small = pipeline(4, batch_size=8, size=(1, 8)), pipeline(4)
-    papers = {"first": replace(large, batch_size=32), "pb": replace(large, balance=None)}
-    link = Link(HARDWARE, papers)
-    copies, skips = link.copies(replace(small, name="pb/x"), 3.0)
-    own, theirs = Link(HARDWARE, None).copies(large, 1.0)
-    forward = sum(link._predictor(large).layers(2).forward)
-    assert copies == pytest.approx([copy / forward * 3 for copy in own])
-    assert skips == pytest.approx({route: skip / forward * 3 for route, skip in theirs.items()})
-    assert link.copies(replace(small, name="none"), 3.0) != (copies, skips)
-    assert link.copies(replace(small, name="first"), 3.0) == link.copies(replace(small, name="none"), 3.0)
 
 
 @pytest.mark.parametrize("n", [None, 2, 4])

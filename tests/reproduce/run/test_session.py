@@ -67,6 +67,7 @@ class Emulated(Fake, Emulation):
     def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int, link: object) -> None:
         Fake.__init__(self, row, devices, data, balancer, seed)
         self.training = self  # type: ignore[assignment]
+        self.executed, self.link = row.micro_batches or 1, link  # type: ignore[assignment]
 
     def run(self, *, wall: bool = False) -> Executed:
         return Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(self.train()))
@@ -154,13 +155,19 @@ def test_what_is_kept_of_an_emulated_row(run: Run, runs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "link", "ours"),
-    [({}, "p40x8", None), ({"hardware": load_hardware("h100x8")}, "h100x8", "h100x8")],
-    ids=["as published", "as asked"],
+    ("options", "own", "link", "ours"),
+    [
+        ({}, None, "p40x8, in proportion to the tasks", None),
+        ({}, "a100x8", "a100x8", "a100x8"),
+        ({"hardware": load_hardware("h100x8")}, "a100x8", *["h100x8, in proportion to the tasks"] * 2),
+    ],
+    ids=["as published", "as these GPUs", "as asked"],
 )
 def test_the_config_says_which_link_copies_were_on(
-    run: Run, runs: Any, options: dict[str, Any], link: str, ours: str | None
-) -> None:
+    run: Run, runs: Any, options: dict[str, Any], own: str | None, link: str, ours: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("reproduce.run.session.own_links", lambda devices: own)
     measured = run("tiny-speed", options=options)
     rows = {"n2m4": link, "n8m4/pb": link, "GPipe n8m4": ours, "checkpoint-only m4": None}
     assert {name: runs.emulated[name].config.get("link") for name in rows} == rows
@@ -329,7 +336,7 @@ def test_an_ablation_has_speed_utilization_and_memory(
         return {"peak_allocated": [5, 6]}
 
     timeline = Timeline([Event("forward", 0, 1, 0.0, 1.0)], 2.0, 2)
-    monkeypatch.setattr("reproduce.run.speed.watch_step", lambda training, devices: timeline)
+    monkeypatch.setattr("reproduce.run.timed.watch_step", lambda training, devices: timeline)
     monkeypatch.setattr("reproduce.run.memory.measure_peak", peak)
     rows = tiny["tiny-ablation"].scale("small").rows
     run("tiny-ablation", rows=tuple(replace(row, partitions=partitions) for row in rows))

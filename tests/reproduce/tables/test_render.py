@@ -16,12 +16,14 @@ from reproduce.tables.render import render
 PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
 
 
-def record(name: str, started: str, state: str = "finished", status: str = "measured") -> Record:
-    row = EXPERIMENTS["amoebanet-speed"].scale("small").rows[0]
-    result = Result("amoebanet-speed", row.name, status, "small", "cpu", row.config(),  # type: ignore[arg-type]
-                    over=row.over, samples={"step_time": [4.0], "round": [0.0]})  # fmt: skip
+def record(name: str, started: str, state: str = "finished", status: str = "measured", rows: int = 2) -> Record:
+    results = [
+        Result("amoebanet-speed", row.name, status, "small", "cpu", row.config(),  # type: ignore[arg-type]
+               over=row.over, samples={"step_time": [4.0], "round": [0.0]})
+        for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows[:rows]
+    ]  # fmt: skip
     run = Run(state, [], 0, started, None, "cpu", 2, 1, Machine("Linux", name, 2, 2, None), {}, None, None)  # type: ignore[arg-type]
-    return Record(name, "Title", "measured", {}, [result], scale="small", run=run)
+    return Record(name, "Title", "measured", {}, results, scale="small", run=run)
 
 
 @pytest.fixture
@@ -38,16 +40,17 @@ def commit(root: Path, *records: Record) -> None:
         save(each, root / "results" / "measured" / f"{each.name}.json")
 
 
-def test_the_newest_finished_run_is_shown(root: Path) -> None:
+def test_the_newest_finished_run_of_most_rows_is_shown(root: Path) -> None:
     assert "Nothing measured is committed yet." in render(root)[root / "README.md"]
     commit(root, record("new", "2026-02"), record("old", "2026-01"), record("broken off", "2026-03", "interrupted"),
-           record("empty", "2026-04", status="failed"))  # fmt: skip
+           record("empty", "2026-04", status="failed"), record("few", "2026-05", rows=1))  # fmt: skip
     files = render(root)
     page = files[root / "README.md"]
     assert page.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
     assert page.endswith("<!-- end -->\nafter\n") and "old\n" not in page
-    assert "machine: new, 2 core(s)" in page and "(results/measured/new.md)" in page
-    assert sorted(path.name for path in files) == sorted(["README.md", "new.md", "old.md", "broken off.md", "empty.md"])
+    assert "machine: new, 2 cores" in page and "(results/measured/new.md)" in page
+    pages = {f"{name}.md" for name in ("README", "new", "old", "broken off", "empty", "few")}
+    assert {path.name for path in files} == pages
 
 
 def test_a_block_of_nothing_known_is_refused(root: Path) -> None:

@@ -1,0 +1,106 @@
+"""Run steps of one row again and again, measured or emulated, and keep what is known of them."""
+
+from __future__ import annotations
+
+import time
+
+from reproduce.machine.devices import Devices
+from reproduce.records.decode import Json
+from reproduce.run.emulation import Emulation, Executed
+from reproduce.run.failure import explain
+from reproduce.run.timeline import watch_step
+from reproduce.run.training import Training
+from reproduce.run.utilization import ask_driver
+from torchgpipe.plan.replay import Timeline
+
+Samples = dict[str, list[float]]
+Values = dict[str, Json]
+
+
+class MeasuredSteps:
+    """Time steps of a row on its devices."""
+
+    def __init__(self, training: Training, devices: Devices) -> None:
+        self.training, self.devices, self.row = training, devices, training.row
+        self.steps: list[tuple[float, float]] = []  # seconds and loss
+
+    @property
+    def config(self) -> dict[str, Json]:
+        """Give the row's configuration as it was run."""
+        return self.row.config()
+
+    def run(self) -> None:
+        """Run one more step."""
+        self.steps.append(time_step(self.training, self.devices))
+
+    def samples(self) -> Samples:
+        """Return what a record keeps of the steps."""
+        seconds, losses = zip(*self.steps, strict=True)
+        return {"step_time": list(seconds), "loss": list(losses)}
+
+    def watch(self) -> tuple[Values, Timeline | None]:
+        """Run one more step or a few, which are not timed, and say how busy each device was, or why nobody knows."""
+        return watch(self.training, self.devices)
+
+
+class EmulatedSteps:
+    """Run a row's tasks on one device, step by step, to be replayed."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self.emulation, self.row = emulation, emulation.row
+        self.steps: list[Executed] = []
+
+    @property
+    def config(self) -> dict[str, Json]:
+        """Give the row's configuration as it was run, and the hardware of whose links its copies are."""
+        link = self.emulation.link
+        return {**self.row.config(), **({} if link is None else {"link": link.title})}
+
+    def run(self) -> None:
+        """Run the tasks of one more step."""
+        self.steps.append(self.emulation.run())
+
+    def samples(self) -> Samples:
+        """Return what a record keeps of the steps."""
+        return self.emulation.samples(self.steps)
+
+    def watch(self) -> tuple[Values, Timeline | None]:
+        """Say how busy each device is in the replay, and how many micro-batches were run for it."""
+        timeline = self.emulation.step(self.steps).timeline
+        return {"executed": self.emulation.executed, **busy(timeline)}, timeline
+
+
+def time_step(training: Training, devices: Devices) -> tuple[float, float]:
+    """Run one whole step and return its time in seconds and its loss."""
+    devices.synchronize()
+    started = time.perf_counter()
+    loss = training.step()
+    devices.synchronize()
+    seconds = time.perf_counter() - started
+    return seconds, float(loss)
+
+
+def watch(training: Training, devices: Devices) -> tuple[Values, Timeline | None]:
+    """Return utilization and bubble of a row, or why there are none, and the timeline of one of its steps."""
+
+    def step() -> None:
+        training.step()
+        devices.synchronize()
+
+    values: Values = {}
+    timeline = None
+    try:
+        timeline = watch_step(training, devices)
+        values = busy(timeline)
+        if devices.kind == "cuda":
+            values["utilization"] = ask_driver(training.devices, step)
+    except Exception as error:
+        values.pop("utilization", None)
+        values["utilization_problem"] = explain(error).reason
+    return values, timeline
+
+
+def busy(timeline: Timeline) -> Values:
+    """Return the share of the step in which each device worked, and the bubble."""
+    shares: list[Json] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
+    return {"utilization": shares, "bubble": timeline.bubble}
