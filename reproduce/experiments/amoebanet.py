@@ -74,7 +74,7 @@ SPEED = Experiment(
         replace(
             SMALL_SCALE,
             rows=(*smaller(as_published(), SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
-            seconds=270,
+            seconds=220,
         ),
     ),
 )

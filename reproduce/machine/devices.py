@@ -64,7 +64,8 @@ class Devices:
             return f"{self.count} CUDA {devices}"
         if self.kind == "meta":
             return f"{self.count} {devices} that hold no data (meta)"
-        return f"{self.count} CPU {devices} of {self.threads} thread{'' if self.threads == 1 else 's'}"
+        each = "" if self.count == 1 else " each"
+        return f"{self.count} CPU {devices} of {self.threads} thread{'' if self.threads == 1 else 's'}{each}"
 
 
 def find_devices(kind: str | None, count: int | None) -> Devices:

@@ -49,7 +49,7 @@ def test_devices_that_are_found(
     ("devices", "text", "first"),
     [
         (Devices("cpu", 1, 1), "1 CPU device of 1 thread", ["cpu", "cpu"]),
-        (Devices("cpu", 2, 4), "2 CPU devices of 4 threads", ["cpu", "cpu"]),
+        (Devices("cpu", 2, 4), "2 CPU devices of 4 threads each", ["cpu", "cpu"]),
         (Devices("cuda", 1), "1 CUDA device", ["cuda:0", "cuda:0"]),  # the first plays all
         (Devices("cuda", 8), "8 CUDA devices", ["cuda:0", "cuda:1"]),
         (Devices("meta", 3), "3 devices that hold no data (meta)", ["meta", "meta"]),

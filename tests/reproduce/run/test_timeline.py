@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
-from reproduce.run.timeline import watch_step
+from reproduce.run.timeline import Mark, watch_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
 from torchgpipe.plan.replay import Event, Timeline
@@ -59,3 +60,30 @@ def test_plain_training_is_two_tasks() -> None:
     _, timeline = watched()
     assert [event[:3] for event in timeline.events] == [("forward", 0, 0), ("backward", 0, 0)]
     assert timeline.partitions == 1
+
+
+class FakeEvent:
+    """Stand in for a CUDA event, which notes a made-up time of the device when it is recorded."""
+
+    now: ClassVar[float] = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:1"
+        self.time = FakeEvent.now
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1000 * (other.time - self.time)
+
+
+def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may be long past a task that the device has not begun."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    device = torch.device("cuda:1")
+    start = Mark(device)
+    monkeypatch.setattr(FakeEvent, "now", 2.5)
+    end = Mark(device)
+    assert end.since(start) == end.work_since(start) == 2.5
