@@ -180,6 +180,8 @@ class PrivateGenerator(TorchDispatchMode):
         # With nested generators, only the innermost acts.
         if kind == "quiet" or kwargs.get("generator") is not None or _thread.private is not self:
             return func(*args, **kwargs)
+        if kind == "draws for dropout" and not _argument(func, "dropout_p", args, kwargs):
+            return func(*args, **kwargs)
         self._drew()
         # First without the lock, which is rarely needed.
         if torch.default_generator.initial_seed() != self._default_seed != _default_seed():
@@ -203,11 +205,18 @@ class PrivateGenerator(TorchDispatchMode):
         if any(a.name == "generator" and a.kwarg_only for a in func._schema.arguments):
             kind = "takes a generator"
         elif torch.Tag.nondeterministic_seeded in func.tags:
-            kind = "draws by default"
+            attention = any(a.name == "dropout_p" for a in func._schema.arguments)
+            kind = "draws for dropout" if attention else "draws by default"
         else:
             kind = "quiet"
         cls._kinds[func] = kind
         return kind
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what an operator is given for the argument of that name, or else its default."""
+    at, argument = next((i, a) for i, a in enumerate(func._schema.arguments) if a.name == name)
+    return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
 
 
 def _default_seed() -> int:

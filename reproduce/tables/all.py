@@ -45,7 +45,10 @@ def busy_note(run: Run | None) -> str | None:
     """Warn where other programs kept the CPU busy as a run on it began, by more than a quarter of its cores."""
     if run is None or run.device != "cpu" or run.load is None or run.load[0] <= run.machine.cores / 4:
         return None
-    return f"the machine was busy: load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} before the start"
+    return (
+        f"load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} in the minute before the start: unless that was "
+        "another run of these, the machine was busy"
+    )
 
 
 def threads_note(record: Record) -> str | None:

@@ -72,6 +72,17 @@ def test_both_passes_draw_the_same(way: Callable[[], Randomness], default: bool)
     assert not torch.equal(first[0], draw())
 
 
+def test_attention_without_dropout_draws_nothing() -> None:
+    """PyTorch marks its operator as random all the same; one that draws costs the others of its partition time."""
+    drew: list[str] = []
+    q = torch.rand(1, 2, 16, 8)
+    with private(drew=lambda: drew.append("drew")):
+        F.scaled_dot_product_attention(q, q, q)
+        assert not drew
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert drew
+
+
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_private_generator(draw: Callable[[], Tensor]) -> None:
     before = torch.get_rng_state()

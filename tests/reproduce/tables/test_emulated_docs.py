@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.cli.main import main
-from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
+from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED, PUBLISHED_BALANCE
 from reproduce.numbers.metrics import throughput
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result, save
@@ -20,13 +20,13 @@ PAPERS = {paper.row: paper for paper in published("tg-unet-speed").results}
 
 
 def run(**factors: float) -> Record:
-    """Make a run of U-Net's rows like the published, as fast as published, times a factor where one is given."""
+    """Make a run of U-Net's rows, as fast as published, times a factor where one is given; `_pb`: in that balance."""
     results = []
     for row in EXPERIMENTS["unet-speed"].scale("small").rows:
-        if row.configuration == LIKE_PUBLISHED:
-            speed = throughput(PAPERS[row.name])
+        if row.configuration in (LIKE_PUBLISHED, PUBLISHED_BALANCE):
+            speed = throughput(PAPERS[row.name.partition("/")[0]])
             assert speed is not None
-            factor = factors.get(row.name.replace("-", "_"), 1.0)
+            factor = factors.get(row.name.replace("-", "_").replace("/", "_"), 1.0)
             config = replace_balance(row.config())
             results.append(Result(
                 "unet-speed", row.name, "emulated", "small", "cpu", config, emulated=True,
@@ -54,6 +54,15 @@ def test_distance_from_the_published_speed_ups(factors: dict[str, float], errors
     assert found is not None and found.pairs == 10
     assert list(found.errors.values()) == pytest.approx(errors)
     assert found.order == order
+
+
+def test_what_is_out_by_most_stands_beside_the_same_row_in_the_published_balance() -> None:
+    whole = run(pipeline_8=1.5, pipeline_8_pb=1.25)
+    found = distance(whole, "unet-speed")
+    assert found is not None and list(found.in_published_balance.values()) == pytest.approx([0, 0, 0.25])
+    assert distances([whole]).rows[0][-2:] == ["+50% (pipeline-8)", "+25%"]
+    without = [row for row in whole.results if not row.row.endswith("/pb")]
+    assert distances([replace(whole, results=without)]).rows[0][-2:] == ["+50% (pipeline-8)", "not run"]
 
 
 def test_only_whole_emulated_tables_count() -> None:

@@ -203,7 +203,7 @@ def test_notes_say_what_the_numbers_are(made: Record, texts: Sequence[str]) -> N
     ],
 )
 def test_a_busy_machine_is_noted(run: Mapping[str, object], warned: bool) -> None:
-    assert ("the machine was busy: load 1.50 on 4 cores" in notes(record(*SPEED.results, **run))) == warned
+    assert ("load 1.50 on 4 cores in the minute before" in notes(record(*SPEED.results, **run))) == warned
 
 
 def changed(made: Record, row: str, emulated: bool = True, **changes: Any) -> Record:
