@@ -5,8 +5,9 @@
 An emulated step leaves out what two partitions at work do to each other: they share the machine's memory bandwidth and
 the interpreter's lock, and hand tensors over. So every step is emulated twice: alone, as `python -m reproduce run` does
 it, and by the clock while a second thread does the same. How much of a task overlaps with the other partition's decides
-between the two times. A hand-over takes what it takes between partitions that do next to nothing. Everything takes
-turns, round by round. Beside it stands what `plan` predicts from a profile of the layers.
+between the two times. A hand-over takes what it takes between partitions that do next to nothing. Workers watch each
+partition's first micro-batch for random numbers, which takes time for every operator: how much is measured, too.
+Everything takes turns, round by round. Beside it stands what `plan` predicts from a profile of the layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from torchgpipe.plan.count import count
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.randomness import PrivateGenerator
 from torchgpipe.schedule import overlaps
 
 WAYS = ("measured", "emulated", "with sharing")
@@ -110,26 +112,38 @@ class Subject:
         devices = Devices("cpu", 2, threads=1)
         data, balancer = FakeData([row], 0), BALANCER
         self.training = Training(row, devices, data, balancer, 0)
+        self.plain = row.build()
         row = replace(row, balance=self.training.row.balance)
         self.emulation, self.other = (Emulation(row, devices, data, balancer, 0) for _ in range(2))
         self.hand_over, self.devices, self.row = hand_over, devices, row
 
-    def run(self) -> tuple[float, Executed, Executed]:
-        """Return the seconds of a measured step, and its tasks run alone and beside another thread."""
+    def run(self) -> tuple[float, Executed, Executed, float]:
+        """Return the seconds of a measured step, its tasks run alone and beside another thread, and `watching`."""
         measured, _ = time_step(self.training, self.devices)
         alone = self.emulation.run()
         with _beside(self.other):
             beside = self.emulation.run(wall=True)
-        return measured, alone, beside
+        return measured, alone, beside, self.watching()
 
-    def seconds(self, runs: Sequence[tuple[float, Executed, Executed]]) -> dict[str, list[float]]:
+    def watching(self) -> float:
+        """Return how many times longer a micro-batch's forward takes where it is watched for random numbers."""
+        x, seconds = self.training.input[: self.row.micro_batch_size], []
+        for watched in (nullcontext(), PrivateGenerator(0, lambda: None)):
+            started = time.thread_time()
+            with watched:
+                self.plain(x)
+            seconds.append(time.thread_time() - started)
+        return seconds[1] / seconds[0]
+
+    def seconds(self, runs: Sequence[tuple[float, Executed, Executed, float]]) -> dict[str, list[float]]:
         """Return the seconds of every step: measured, emulated, and emulated with sharing."""
-        measured, alone, beside = (list(series) for series in zip(*runs, strict=True))
+        measured, alone, beside, watching = (list(series) for series in zip(*runs, strict=True))
         step, slow = self.emulation.step(alone), self.emulation.step(beside)
         # On CPU devices one thread updates all partitions, one after another.
         updates = self.row.devices * step.update
         emulated = step.seconds - step.update + updates
-        shared = settled(step.costs, slow.costs, self.hand_over).seconds + updates
+        longer = statistics.median(watching)
+        shared = settled(watched(step.costs, longer), watched(slow.costs, longer), self.hand_over).seconds + updates
         speeds = [run.work / step.work for run in alone]
         found = (measured, [emulated * each for each in speeds], [shared * each for each in speeds])
         return {name: [round(each, 6) for each in series] for name, series in zip(WAYS, found, strict=True)}
@@ -161,6 +175,12 @@ def _beside(other: Emulation) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def watched(costs: Costs, longer: float) -> Costs:
+    """Let the first micro-batch's forward take so many times longer, where workers run it."""
+    first, *others = costs.forward
+    return replace(costs, forward=[[longer * each for each in first], *others]) if others else costs
 
 
 def settled(alone: Costs, shared: Costs, hand_over: float) -> Timeline:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import emulation, load
-from benchmarks.emulation import OwnRow, Subject, errors, main, settled, table
+from benchmarks.emulation import OwnRow, Subject, errors, main, settled, table, watched
 from reproduce.experiments import EXPERIMENTS, Optimizer
 from reproduce.records.record import Record, Result
 from reproduce.records.record import load as load_record
@@ -87,6 +87,12 @@ def test_sharing_slows_down_what_overlaps(shared: float, hand_over: float, low: 
     slow = Costs(slower, slower, NONE)
     assert low - 1e-9 <= settled(alone, slow, hand_over).seconds <= high + 1e-9
     assert replay(alone).seconds == 10.0
+
+
+def test_watching_takes_time_in_the_first_micro_batch_of_several() -> None:
+    assert replay(watched(Costs(ONES, ONES, NONE), 1.5)).seconds == 11.0, "both partitions' first tasks are on the way"
+    alone = Costs(ONES[:1], ONES[:1], NONE[:1])
+    assert watched(alone, 1.5) == alone
 
 
 def test_errors_are_of_medians() -> None:
