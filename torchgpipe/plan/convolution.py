@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchgpipe.plan._flops import flop_formula
@@ -73,7 +74,12 @@ class Convolution(NamedTuple):
         winograd = self._winograd(grid, tiled) if small and plain and all(d == 1 for d in self.dilation) else ()
         moved = float(sum(map(bytes_of, tensors)))
         kind: OperatorClass = "conv3x3" if small else "conv"
-        return Operator(kind, dtype_of(self.weight), flops, moved, winograd, grid if plain else None)
+        return Operator(kind, self._dtype(), flops, moved, winograd, grid if plain else None)
+
+    def _dtype(self) -> str:
+        """Return the type that it computes in: TF32 in place of float32 where PyTorch is set so, as by default."""
+        dtype = dtype_of(self.weight)
+        return "tf32" if dtype == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32" else dtype
 
     def _winograd(self, grid: Grid, tiled: Tensor) -> tuple[Operator, ...]:
         """Return F(4 x 4, 3 x 3): transforms of what comes in and of the result, and a product for each of 36 values.

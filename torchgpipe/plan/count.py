@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.microbatch import TensorOrTensors, check
 from torchgpipe.plan.alike import behaviour
+from torchgpipe.plan.as_on import as_on
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.footprint import Footprint, between
 from torchgpipe.plan.growth import check_growth
@@ -100,19 +101,30 @@ class Counts:
         return len(self.low)
 
 
-def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True) -> Counts:
+def count(
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    *,
+    memory: bool = True,
+    device: str = "cuda",
+    autocast: torch.dtype | None = None,
+) -> Counts:
     """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
 
-    Without `memory` their footprints are left out, which are most of the work.
+    Counted are the kernels of a type of device: "cuda", "cpu", or "meta" itself, which has no fused ones. They run
+    under `autocast` to this type of numbers; by default, under what is enabled for that device where it is called.
+    Without `memory` footprints are left out, which are most of the work.
 
     Raises:
         TypeError: a wrong type, or a layer that cannot be copied.
-        ValueError: a layer runs different operators for different batch sizes; or whatever a layer itself raises.
+        ValueError: a layer is compiled, or runs different operators for different batch sizes; or whatever a layer
+            itself raises.
 
     Warns:
         UserWarning: a layer does more for every further sample, so that larger micro-batches are counted too low.
     """
     check(sample)
+    _refuse_compiled(module)
     meta = torch.device("meta")
     found: list[list[LayerCount]] = []
     numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
@@ -120,7 +132,7 @@ def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True
     remembered = Remembered()
     for size in SIZES:
         given = _empty(sample, size)
-        with undisturbed(meta), remembered:
+        with undisturbed(meta), remembered, as_on(device, autocast):
             counted = rehearse(module, given, meta, _count(numbers))
             layers = [make(name) for name, make in zip(names, counted, strict=True)]
             if memory:
@@ -131,6 +143,17 @@ def count(module: nn.Sequential, sample: TensorOrTensors, *, memory: bool = True
     tensors = (sample,) if isinstance(sample, Tensor) else sample
     one = sum(x[:1].numel() * x.element_size() for x in tensors)
     return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one))
+
+
+def _refuse_compiled(module: nn.Sequential) -> None:
+    for name, layer in module.named_children():
+        for part in layer.modules():
+            by_call = getattr(part, "_compiled_call_impl", None) is not None
+            if by_call or hasattr(part, "_orig_mod") or hasattr(part.forward, "_torchdynamo_orig_callable"):
+                raise ValueError(
+                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators cannot be counted: "
+                    "count or plan the layers before they are compiled"
+                )
 
 
 def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str], LayerCount]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.plan._flops import flop_formula
+from torchgpipe.plan.attention import attention_operator
 from torchgpipe.plan.convolution import convolution, convolution_backward
 from torchgpipe.plan.operators import Operator, OperatorClass, bytes_of, dtype_of, tensors_in
 
@@ -40,6 +41,8 @@ class Counter(TorchDispatchMode):
             self.operators += convolution(func, args, result)
         elif func is torch.ops.aten.convolution_backward.default:
             self.operators += convolution_backward(func, args, result)
+        elif (fused := attention_operator(func, args, kwargs or {}, result)) is not None:
+            self.operators.append(fused)
         else:
             self.operators += _operators(func, args, kwargs or {}, result)
         return result
@@ -63,7 +66,10 @@ def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
     moved = sum(read) + written
     if kind == "norm":  # twice over their largest input: once for the statistics, once to apply them
         moved += max(map(bytes_of, inputs), default=0) * (2 if "backward" in str(func) else 1)
-    return [Operator(kind, dtype_of(outputs[0]), flops, float(moved))]
+    dtype = dtype_of(outputs[0])
+    if kind == "matmul" and dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = "tf32"
+    return [Operator(kind, dtype, flops, float(moved))]
 
 
 def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> bool:

@@ -5,8 +5,10 @@
     seconds = hardware.transfer(nbytes)        # between two devices
 
 A file is JSON. Every figure is an object with a `value` and a `source`. An efficiency belongs to a class of operators:
-the share of the peak rate (those that have floating-point operations) or of the memory bandwidth that it reaches.
-Where an operator can be computed in two ways, the faster counts.
+the share of the peak rate (those that have floating-point operations) or of the memory bandwidth that it reaches. A
+compute efficiency as `conv.float16` is that of a class in one type of numbers. What has none for fused attention
+computes it as products of matrices; what has no peak for TF32 computes it as float32. Where an operator can be computed
+in two ways, the faster counts.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ WORK = ("matmul", "conv", "conv3x3")
 """The classes that need a compute efficiency; all others only touch memory."""
 WINOGRAD = "winograd"
 """The class that may be left out: where libraries have no such kernels, or `conv3x3` was measured with them."""
+FUSED = ("attention", "attention_backward")
+"""The classes that count as `matmul` where they are left out."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +89,20 @@ class Hardware:
         bandwidth = self.memory_bandwidth * self.memory_efficiency[operator.kind]
         work = operator.bytes / bandwidth
         if operator.flops:
-            rate = self._rate(operator.dtype) * self.compute_efficiency[operator.kind]
+            rate = self._rate(operator)
             waste = excess(operator.grid, self.processors) if operator.grid and self.processors else 1.0
             work = max(work, waste * operator.flops / rate)
         return work
 
-    def _rate(self, dtype: str) -> float:
+    def _rate(self, operator: Operator) -> float:
+        """Return the operations per second that an operator of this class reaches in its type of numbers."""
+        dtype, shares = operator.dtype, self.compute_efficiency
+        if dtype == "tf32" and dtype not in self.peak:
+            dtype = "float32"
         if dtype not in self.peak:
             known = ", ".join(self.peak)
             raise ValueError(f"hardware {self.name!r} has no peak rate for {dtype}; it has {known}: add it to its file")
-        return self.peak[dtype]
+        return self.peak[dtype] * (shares.get(f"{operator.kind}.{dtype}") or shares[operator.kind])
 
 
 def hardware_names() -> list[str]:
@@ -147,6 +155,9 @@ def _decoded(name: str, data: Any) -> Hardware:
         if not isinstance(table, dict) or not table:
             raise _Misfit(f"{key} is missing: expected an object of figures")
         values[key] = {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
+        for kind in FUSED:
+            if kind not in values[key] and key != "peak" and "matmul" in values[key]:
+                values[key][kind] = values[key]["matmul"]
     needed = [kind for kind in CLASSES if kind != WINOGRAD or kind in values["compute_efficiency"]]
     for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", needed)):
         if lacking := [kind for kind in classes if kind not in values[key]]:

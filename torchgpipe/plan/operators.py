@@ -15,10 +15,13 @@ from torchgpipe.plan.tiles import Grid
 
 __all__ = ["CLASSES", "Operator", "OperatorClass", "between_operators", "bytes_of", "dtype_of", "tensors_in"]
 
-OperatorClass = Literal["matmul", "conv", "conv3x3", "winograd", "norm", "pool", "elementwise"]
+OperatorClass = Literal[
+    "matmul", "conv", "conv3x3", "winograd", "attention", "attention_backward", "norm", "pool", "elementwise"
+]
 """The classes that have efficiencies of their own: `conv3x3` are those convolutions for which libraries have Winograd
 kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` when they are not (convolution.py);
-`elementwise` is whatever reads and writes memory and has no class of its own."""
+`attention` is that of fused kernels (attention.py), and `elementwise` is whatever reads and writes memory and has no
+class of its own."""
 CLASSES: tuple[str, ...] = get_args(OperatorClass)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torchgpipe.checkpoint import MODES as CHECKPOINTS
 from torchgpipe.checkpoint import Mode
 from torchgpipe.gpipe import GPipe
-from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.hardware import Hardware, load_hardware
@@ -102,6 +103,8 @@ def plan(
     optimizer: str = "sgd",
     chunks: int | Sequence[int] | None = None,
     checkpoint: Mode | Sequence[Mode] = MODES,
+    autocast: torch.dtype | None = None,
+    master_weights: bool = False,
 ) -> Plan:
     """Plan a pipeline for `module`.
 
@@ -123,6 +126,9 @@ def plan(
             its step makes, with PyTorch's defaults: on a GPU, all parameters are updated at once.
         chunks: the numbers of micro-batches to choose from, or the only one; by default all that differ.
         checkpoint: the modes to choose from, or the only one.
+        autocast: the type of numbers that training's autocast has, such as `torch.bfloat16`; by default, that of the
+            autocast that is enabled where `plan` is called.
+        master_weights: whether the optimizer keeps a float32 copy of parameters in 16 bits.
 
     Raises:
         TypeError: a wrong type, or skips that do not match.
@@ -148,10 +154,16 @@ def plan(
     for m in numbers or ():
         if not isinstance(m, int) or isinstance(m, bool) or not 1 <= m <= batch_size:
             raise ValueError(f"chunks must be whole numbers from 1 to the batch size {batch_size}, got {m!r}")
+    if autocast not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"autocast must be torch.float16 or torch.bfloat16, got {autocast!r}")
+    if master_weights and any(p.element_size() != 2 for p in module.parameters() if p.requires_grad):
+        raise ValueError("master_weights is for parameters in 16 bits: others are updated as they are, so leave it out")
     given = None if memory is None else parse_amount(memory)
-    counts = count(module, sample)
+    cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
+    counts = count(module, sample, device="cpu" if cpu else "cuda", autocast=autocast)
     if node is None:
-        here = predictor_here(module, sample, counts, devices=devices, memory=given)
+        with nullcontext() if autocast is None else torch.autocast("cpu" if cpu else "cuda", autocast):
+            here = predictor_here(module, sample, counts, devices=devices, memory=given)
         predictor: Predictor = here
         node, source = here.hardware, f"{here.profile}; {here.hardware.sources['link_bandwidth']}"
     else:
@@ -162,7 +174,7 @@ def plan(
         batch_size=batch_size,
         devices=node.devices if devices is None else devices,
         memory=room,
-        optimizer=optimizer_named(optimizer, foreach=not node.cpu),
+        optimizer=optimizer_named(optimizer, foreach=not node.cpu, master_weights=master_weights),
         chunks=numbers,
         checkpoint=modes,
     )

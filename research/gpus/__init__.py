@@ -1,0 +1,1 @@
+"""How the efficiencies of V100, A100 and H100 were found: `python -m research.gpus` (README.md)."""

@@ -1,0 +1,109 @@
+"""What is counted under autocast: operators in the types that autocast gives them, with their casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchgpipe.plan.as_on import as_on
+from torchgpipe.plan.autocast import FULL, LOWER
+from torchgpipe.plan.count import count
+from torchgpipe.plan.counter import Counter
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, x),
+    "matmul": lambda x: x @ x,
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    "softmax": lambda x: x.softmax(0),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "loss": lambda x: F.mse_loss(x, x),
+    "gelu": lambda x: F.gelu(x),
+    "sum of two types": lambda x: x @ x + x,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_types_are_those_of_a_real_run(name: str) -> None:
+    x = torch.ones(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        real = OPERATORS[name](x)
+    with as_on("cpu", torch.bfloat16):
+        counted = OPERATORS[name](x.to("meta"))
+    assert counted.dtype is real.dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("linear", torch.float16),
+        ("einsum", torch.float16),
+        ("attention", torch.float16),
+        ("softmax", torch.float32),
+        ("layer norm", torch.float32),
+        ("loss", torch.float32),
+        ("gelu", torch.float16),
+        ("sum of two types", torch.float32),
+    ],
+)
+def test_types_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    x = torch.empty(8, 8, device="meta", dtype=torch.float16 if name in ("gelu", "softmax") else torch.float32)
+    with as_on("cuda", torch.float16):
+        assert OPERATORS[name](x).dtype is dtype
+
+
+def test_lists_are_those_of_pytorch() -> None:
+    from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+
+    cuda, cpu = AutocastTestLists(torch.device("cpu")), AutocastCPUTestLists(torch.device("cpu"))
+    lower = {
+        "cuda": cuda.torch_fp16 + cuda.nn_fp16 + cuda.linalg_fp16 + cuda.methods_fp16,
+        "cpu": cpu.torch_16 + cpu.nn_16,
+    }
+    full = {"cuda": cuda.torch_fp32 + cuda.nn_fp32 + cuda.methods_fp32, "cpu": cpu.torch_fp32 + cpu.nn_fp32}
+    behind_others = {"cudnn_convolution", "cudnn_convolution_transpose"}
+    for listed, ours in ((lower, LOWER), (full, FULL)):
+        for device, rows in listed.items():
+            public = {row[0] for row in rows if not row[0].startswith("_") or row[0].startswith("__")}
+            assert public - ours[device] <= behind_others, f"autocast's lists for {device} have changed"
+
+
+def test_casts_are_counted_and_weights_stay_in_float32() -> None:
+    x = torch.empty(4, 8, device="meta", requires_grad=True)
+    (layer,) = count(nn.Sequential(nn.Linear(8, 16, bias=False, device="meta")), x, autocast=torch.bfloat16).at(4)
+    casts = [(o.dtype, o.bytes) for o in layer.forward if o.kind == "elementwise"]
+    assert casts == [("bfloat16", 6.0 * 4 * 8), ("bfloat16", 6.0 * 8 * 16)]
+    assert {o.dtype for o in (*layer.forward, *layer.backward) if o.kind == "matmul"} == {"bfloat16"}
+    assert layer.parameters == 4 * 8 * 16
+    assert ("float32", 6.0 * 8 * 16) in [(o.dtype, o.bytes) for o in layer.backward], "the weight's gradient, cast back"
+
+
+def test_it_is_off_again_and_follows_what_layers_switch_off() -> None:
+    class Island(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", enabled=False):
+                return x @ x
+
+    x = torch.empty(8, 8, device="meta")
+    with as_on("cuda", torch.bfloat16):
+        assert Island()(x).dtype is torch.float32
+        assert (x @ x).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cuda")
+    with as_on("cuda"):
+        assert (x @ x).dtype is torch.float32
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("tf32", "tf32"), ("ieee", "float32")])
+def test_tf32_as_pytorch_is_set(monkeypatch: pytest.MonkeyPatch, setting: str, dtype: str) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", setting)
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", setting)
+    image, matrix = torch.empty(1, 8, 8, 8, device="meta"), torch.empty(8, 8, device="meta")
+    with Counter() as counter:
+        F.conv2d(image, torch.empty(8, 8, 3, 3, device="meta"))
+        matrix @ matrix
+        matrix.half() @ matrix.half()
+    assert [o.dtype for o in counter.operators if o.flops] == [dtype, dtype, "float16"]
