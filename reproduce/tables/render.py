@@ -10,6 +10,7 @@ A block stands between two comments, which name what it shows, and is replaced a
   of them;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
 - a name such as "predicted/models": a table about predictions (prediction_docs.py);
+- a name such as "league/summary": a table of the league (league_docs.py);
 - "emulated": how far emulated speed-ups are from published ones (emulated_docs.py).
 
 Where there is no record yet, the block says so.
@@ -31,6 +32,7 @@ from reproduce.machine.description import ROOT
 from reproduce.records.record import FREED_MEMORY, Record, Run, load
 from reproduce.tables.all import about_run, document, tables
 from reproduce.tables.emulated_docs import distances
+from reproduce.tables.league_docs import league_block
 from reproduce.tables.prediction_docs import prediction_block
 
 FOLDERS = ("measured", "predicted")
@@ -53,6 +55,7 @@ def render(root: Path) -> dict[Path, str]:
         **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
         "benchmarks": benchmark_block,
         "predicted": lambda page, name: prediction_block(root, name),
+        "league": lambda page, name: league_block(root, name),
         "emulated": lambda page, name: emulated_block(list(records.values())),
     }
 
