@@ -3,6 +3,10 @@
 Both are counted on real steps of `torch.optim` on `meta`. There are two kinds of steps: one parameter after another,
 as by default on a CPU, and all of a device at once (`foreach`), as by default on CUDA. The first makes tensors as
 large as the parameter at hand, while those of the one before may still be there; the second as large as all.
+
+Where parameters are in 16 bits, an optimizer may keep a copy of them in float32, the master weights, and work on that:
+its state is as large as the copy, and so are the gradients that its step makes for it. Under autocast none is needed,
+for there the parameters themselves are in float32.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
 
 ELEMENTS = 1024
 """Of a parameter that is counted with."""
+MASTER = 2
+"""Bytes of float32 for each byte of a parameter in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,18 @@ STATELESS = Optimizer()
 
 
 @functools.cache
-def optimizer_named(name: str, *, foreach: bool) -> Optimizer:
-    """Return what the optimizer of that name holds, if its step handles all parameters at once (`foreach`) or not."""
+def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -> Optimizer:
+    """Return what the optimizer of that name holds, if its step handles all parameters at once (`foreach`) or not.
+
+    With `master_weights`, of parameters in 16 bits.
+    """
     make = OPTIMIZERS[name]
     if make is None:
         return Optimizer(updates=False)
+    if master_weights:
+        plain = optimizer_named(name, foreach=foreach)
+        made, left = MASTER * (plain.made + 1), MASTER * (plain.left + (0 if foreach else 1))
+        return Optimizer(MASTER * (plain.state + 1), made, left, plain.together)
     (state, one), (_, two), (_, three) = (_counted(make, foreach, count) for count in (1, 2, 3))
     together = three > two  # what grows with the number of parameters
     return Optimizer(state, one, 0.0 if together else two - one, together)
