@@ -29,24 +29,29 @@ class _Row(NamedTuple):
 
 
 def league_block(root: Path, name: str) -> str:
-    """Return the table of the publication `name`, or the `summary` of all, as Markdown, without its heading.
+    """Return the table of the publication `name` as Markdown, without its heading; or the `summary` of all of them.
+
+    `first` is the summary of the first predictions, which were made before efficiencies were changed once.
 
     Raises:
         Error: there is no such table.
     """
-    tables = {record.name: (record, rows) for record, rows in _tables(root)}
-    if name == "summary":
+    folder = root / "results" / "league"
+    tables = {record.name: (record, rows) for record, rows in _tables(folder / "first" if name == "first" else folder)}
+    if name in ("summary", "first"):
         made = _summary({record.title: rows for record, rows in tables.values()})
     elif name in tables:
         made = _publication(*tables[name])
     else:
-        raise Error(f"a block is from league/{name}; after the slash name one of summary, {', '.join(tables)}")
+        raise Error(f"a block is from league/{name}; after the slash name one of summary, first, {', '.join(tables)}")
     return f"\n{made.markdown().partition(chr(10) * 2)[2].strip()}\n\n"
 
 
-def _tables(root: Path) -> Iterator[tuple[Record, list[_Row]]]:
-    for path in sorted((root / "results" / "league").glob("*-predicted.json")):
-        published = load(path.with_name(path.name.replace("-predicted", "")))
+def _tables(folder: Path) -> Iterator[tuple[Record, list[_Row]]]:
+    """Yield the published tables that a folder has predictions of; they are there, or in the folder above."""
+    for path in sorted(folder.glob("*-predicted.json")):
+        name = path.name.replace("-predicted", "")
+        published = load(folder / name if (folder / name).exists() else folder.parent / name)
         predicted = {result.row: result.values["throughput"] for result in load(path).results}
         given = {result.row: result.values["throughput"] for result in published.results}
         rows = []

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-import torch
-from torch import nn
-
 from reproduce.records.places import RESULTS
 from reproduce.records.record import Record, Result, load, save
-from research.league.models import Sizes, transformer
-from torchgpipe.plan.count import Counts, count
+from research.league.models import Sizes, counted
 from torchgpipe.plan.hardware import load_hardware
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
@@ -46,7 +39,7 @@ def predicted(table: Record) -> Record:
 
 def _row(table: str, row: Result) -> Result:
     config = row.config
-    counts = _counts(config["dtype"], *((key, config["model"][key]) for key in sorted(config["model"])))
+    counts = counted(Sizes(**config["model"]), config["dtype"])
     node = load_hardware(config["hardware"])
     setup = Setup(
         batch_size=config["batch_size"] // config["replicas"],
@@ -81,20 +74,6 @@ def _balance(layers: int, partitions: int) -> tuple[int, ...]:
     balance[0] += 1
     balance[-1] += 1
     return tuple(balance)
-
-
-@functools.cache
-def _counts(dtype: str, *sizes: Any) -> Counts:
-    chosen = Sizes(**dict(sizes))
-    precision = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
-    try:
-        with torch.device("meta"):
-            model: nn.Sequential = transformer(chosen)
-            sample = torch.empty(1, chosen.tokens, dtype=torch.long)
-        return count(model.to(torch.float32 if dtype == "tf32" else getattr(torch, dtype)), sample)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The transformers of the league's tables, written down as these say, for any of them."""
+"""Transformers as tables describe them, with what their training steps compute beside: the loss."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Sizes", "transformer"]
+from torchgpipe.plan.count import Counts, count
+
+__all__ = ["Sizes", "counted"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,22 @@ class Sizes:
     """Whether there are logits of the vocabulary at the end; otherwise two for each token."""
 
 
+@functools.cache
+def counted(sizes: Sizes, dtype: str) -> Counts:
+    """Count a transformer whose parameters are of that type; "tf32" is float32, with products in TF32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    try:
+        with torch.device("meta"):
+            model, sample = transformer(sizes), torch.empty(1, sizes.tokens, dtype=torch.long)
+        return count(model.to(torch.float32 if dtype == "tf32" else getattr(torch, dtype)), sample)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def transformer(sizes: Sizes) -> nn.Sequential:
-    """Return the embedding, the blocks, and the head, each a layer."""
-    bias = sizes.kind == "gpt"
-    out = sizes.vocabulary if sizes.head else 2
-    last = nn.Sequential(_norm(sizes), nn.Linear(sizes.width, out, bias=not sizes.head and bias))
-    return nn.Sequential(_Embedding(sizes), *(_Block(sizes) for _ in range(sizes.layers)), last)
+    """Return the embedding, the blocks, and the head with the loss, each a layer."""
+    return nn.Sequential(_Embedding(sizes), *(_Block(sizes) for _ in range(sizes.layers)), _Head(sizes))
 
 
 def _norm(sizes: Sizes) -> nn.Module:
@@ -55,6 +68,20 @@ class _Embedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         words = self.words(x)
         return self.dropout(words if self.positions is None else words + self.positions)
+
+
+class _Head(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm = _norm(sizes)
+        self.logits = nn.Linear(sizes.width, sizes.vocabulary if sizes.head else 2, bias=not sizes.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return each sample's cross-entropy, in float32."""
+        logits = self.logits(self.norm(x)).float()
+        targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=x.device)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(1)
 
 
 class _Block(nn.Module):

@@ -155,9 +155,13 @@ def _decoded(name: str, data: Any) -> Hardware:
         if not isinstance(table, dict) or not table:
             raise _Misfit(f"{key} is missing: expected an object of figures")
         values[key] = {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
-        for kind in FUSED:
-            if kind not in values[key] and key != "peak" and "matmul" in values[key]:
-                values[key][kind] = values[key]["matmul"]
+    for key in ("compute_efficiency", "memory_efficiency"):
+        for item in values[key]:
+            kind, _, dtype = item.partition(".")
+            if kind not in CLASSES or (dtype and (dtype not in values["peak"] or key != "compute_efficiency")):
+                raise _Misfit(f"{key}.{item} is no class of operators, nor one in a type of numbers that has a peak")
+        if "matmul" in values[key]:
+            values[key] = {**dict.fromkeys(FUSED, values[key]["matmul"]), **values[key]}
     needed = [kind for kind in CLASSES if kind != WINOGRAD or kind in values["compute_efficiency"]]
     for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", needed)):
         if lacking := [kind for kind in classes if kind not in values[key]]:

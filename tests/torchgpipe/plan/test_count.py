@@ -129,3 +129,25 @@ def test_leaves_the_model_alone() -> None:
     assert isinstance(count(model, torch.rand(4, 3)), Counts)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def compiled_layer() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.compile()
+    return layer
+
+
+class CompiledForward(nn.Module):
+    @torch.compile
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [torch.compile(nn.Linear(4, 4)), compiled_layer(), nn.Sequential(compiled_layer()), CompiledForward()],
+    ids=["wrapped", "in place", "within", "forward"],
+)
+def test_refuses_what_is_compiled(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match="layer '1' is compiled by torch.compile"):
+        count(nn.Sequential(nn.ReLU(), layer), torch.empty(2, 4))

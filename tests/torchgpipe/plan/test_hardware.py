@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchgpipe.plan.hardware import FOLDER, WINOGRAD, WORK, hardware_names, load_hardware
+from torchgpipe.plan.hardware import FOLDER, WINOGRAD, WORK, Hardware, hardware_names, load_hardware
 from torchgpipe.plan.operators import CLASSES, Operator
 from torchgpipe.plan.tiles import Grid
 
@@ -47,6 +47,23 @@ def test_seconds(operator: Operator, seconds: float) -> None:
     assert P40.seconds(operator) == pytest.approx(seconds)
 
 
+A100 = load_hardware("a100x8")
+
+
+@pytest.mark.parametrize(
+    ("node", "operator", "rate"),
+    [
+        (A100, Operator("conv", "tf32", 1e15, 0), A100.peak["tf32"] * A100.compute_efficiency["conv.tf32"]),
+        (A100, Operator("conv", "bfloat16", 1e15, 0), A100.peak["bfloat16"] * A100.compute_efficiency["conv"]),
+        (A100, Operator("attention", "float16", 1e15, 0), 312e12 * A100.compute_efficiency["attention"]),
+        (P40, Operator("conv", "tf32", 1e15, 0), 12e12 * CONV),
+        (P40, Operator("attention", "float32", 1e15, 0), 12e12 * P40.compute_efficiency["matmul"]),
+    ],
+)
+def test_the_rate_of_a_type_of_numbers(node: Hardware, operator: Operator, rate: float) -> None:
+    assert node.seconds(operator) == pytest.approx(1e15 / rate)
+
+
 SLOW = Operator("winograd", "float32", 12e12 * FASTER / CONV / 1.1, 0)
 FAST = Operator("winograd", "float32", 6e11, 0)
 READ = Operator("winograd", "float32", 0, 346e8)
@@ -81,6 +98,9 @@ BROKEN: list[tuple[Any, str]] = [
     ({"speed": 3}, "'speed' is unknown"),
     ({"peak": {}}, "peak is missing"),
     ({"compute_efficiency": {"conv": {"value": 1, "source": "x"}}}, "compute_efficiency.matmul is missing"),
+    ({"memory_efficiency": {"convolution": {"value": 1, "source": "x"}}}, "convolution is no class of operators"),
+    ({"memory_efficiency": {"conv.float32": {"value": 1, "source": "x"}}}, "conv.float32 is no class of operators"),
+    ({"compute_efficiency": {"conv.float8": {"value": 1, "source": "x"}}}, "conv.float8 is no class of operators"),
     ({"processors": {"value": -3, "source": "x"}}, "processors: value has to be a number above 0"),
     ({"launch_overlaps": 1}, "launch_overlaps has to be true or false"),
 ]

@@ -57,3 +57,14 @@ def test_as_counted_on_a_real_run(
     setup = Setup(shape[0], tuple(balance), 2, "except_last", optimizer_named(name, foreach=foreach))
     predicted = [device.peak for device in setup_memory(counted(build, shape), setup)]
     assert predicted == real_peaks(build(), torch.empty(shape), balance, 2, "except_last", make)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)],  # the copy is twice as large as the parameter
+)
+def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: float) -> None:
+    held = optimizer_named(name, foreach=True, master_weights=True)
+    plain = optimizer_named(name, foreach=True)
+    assert held.state == state
+    assert held.temporaries([100]) == (2 * (plain.temporaries([100]) + 100) if plain.updates else 0)
