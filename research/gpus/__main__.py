@@ -1,4 +1,4 @@
-"""Find the efficiencies of V100, A100 and H100: `python -m research.gpus` writes them into the hardware descriptions."""
+"""Find the efficiencies of V100, A100 and H100: `python -m research.gpus` writes them into the descriptions."""
 
 from __future__ import annotations
 

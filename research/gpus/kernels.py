@@ -5,7 +5,10 @@ from __future__ import annotations
 __all__ = ["COMPUTE", "MEMORY"]
 
 MLI = "mli/transformers-benchmarks, README: {}, timed in PyTorch"
-FLASH = "Dao-AILab/flash-attention, pull request 1791 on GitHub: FlashAttention-2 on an H100, 8,192 tokens, heads of 128 channels; "
+FLASH = (
+    "Dao-AILab/flash-attention, pull request 1791 on GitHub: FlashAttention-2 on an H100, 8,192 tokens, heads of 128 "
+    "channels; "
+)
 NO_FLASH = "assumed, not measured: as matmul; there are no flash kernels for it, and the others are slower"
 
 COMPUTE: dict[str, dict[str, tuple[float, str]]] = {
@@ -24,9 +27,9 @@ COMPUTE: dict[str, dict[str, tuple[float, str]]] = {
         ),
         "attention": (
             0.531,
-            "liangan1/GPU_travel, performance/flash-attn/README.md: FlashAttention-2 on an A100, heads of 128 channels; "
-            "mean of 177.67 and 185.64 TFLOP/s without a causal mask (1,024 and 4,096 tokens), 143.70 and 156.27 with "
-            "one; of 312",
+            "liangan1/GPU_travel, performance/flash-attn/README.md: FlashAttention-2 on an A100, heads of 128 "
+            "channels; mean of 177.67 and 185.64 TFLOP/s without a causal mask (1,024 and 4,096 tokens), 143.70 and "
+            "156.27 with one; of 312",
         ),
         "attention_backward": (0.468, "assumed, not measured: backward's share of forward's rate as on an H100, 0.88"),
     },

@@ -10,6 +10,7 @@
 | --- | --- |
 | `operators` | what an operator does: its class, floating-point operations, bytes |
 | `count`, `growth` | what every layer does and holds, counted on `meta` for two sizes, and whether others follow |
+| `as_on`, `attention`, `autocast` | on `meta`, what a device would run: its fused kernels, in autocast's types |
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
 | `profiled`, `timing`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict`, `replay` | seconds and bubble of a training step |

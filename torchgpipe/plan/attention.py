@@ -1,7 +1,7 @@
 """Run fused attention on `meta` as a device would, and count it as one operator.
 
-PyTorch picks the kernel of `scaled_dot_product_attention` by the device. On `meta` it knows none, and computes in single
-steps: it keeps the matrix of all scores, in float32 for softmax, which no fused kernel ever writes to memory.
+PyTorch picks the kernel of `scaled_dot_product_attention` by the device. On `meta` it knows none, and computes in
+single steps: it keeps the matrix of all scores, which no fused kernel ever writes to memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cast what operators are given, as autocast does: for `meta`, which follows no autocast of its own.
 
-The lists are those of PyTorch's documentation ("Autocast Op Reference"), by the names of operators. What is in none runs
-in the type of its inputs, the widest where they differ.
+The lists are those of PyTorch's documentation ("Autocast Op Reference"), by the names of operators. What is in none
+runs in the type of its inputs, the widest where they differ.
 """
 
 from __future__ import annotations
@@ -14,32 +14,29 @@ from torch import Tensor
 
 __all__ = ["cast"]
 
-PRODUCTS = frozenset(
+PRODUCTS = (
     "matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum linear prelu conv1d conv2d conv3d conv_tbc "
-    "conv_transpose1d conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention".split()
+    "conv_transpose1d conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention "
 )
-LOSSES = frozenset(
+MORE_PRODUCTS = (
+    "mv addmv addr chain_matmul linalg_multi_dot linalg_vecdot lstm gru rnn_tanh rnn_relu lstm_cell gru_cell "
+    "rnn_tanh_cell rnn_relu_cell"
+)
+LOSSES = (
     "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss l1_loss margin_ranking_loss mse_loss "
     "multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd cross_entropy_loss poisson_nll_loss "
-    "smooth_l1_loss soft_margin_loss triplet_margin_loss kl_div".split()
+    "smooth_l1_loss soft_margin_loss triplet_margin_loss kl_div "
 )
-LOWER = {
-    "cpu": PRODUCTS,
-    "cuda": PRODUCTS
-    | frozenset(
-        "mv addmv addr chain_matmul linalg_multi_dot linalg_vecdot lstm gru rnn_tanh rnn_relu lstm_cell gru_cell "
-        "rnn_tanh_cell rnn_relu_cell".split()
-    ),
-}
+SENSITIVE = (
+    "pow __pow__ __rpow__ acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt "
+    "softmax log_softmax softmin softplus layer_norm group_norm rms_norm norm renorm sum prod cumsum cumprod dist "
+    "cdist pdist cosine_similarity"
+)
+LOWER = {"cpu": frozenset(PRODUCTS.split()), "cuda": frozenset((PRODUCTS + MORE_PRODUCTS).split())}
 """By type of device, those that run in autocast's type."""
 FULL = {
-    "cpu": LOSSES | frozenset("avg_pool3d binary_cross_entropy huber_loss prod reflection_pad1d".split()),
-    "cuda": LOSSES
-    | frozenset(
-        "pow __pow__ __rpow__ acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt "
-        "softmax log_softmax softmin softplus layer_norm group_norm rms_norm norm renorm sum prod cumsum cumprod dist "
-        "cdist pdist cosine_similarity".split()
-    ),
+    "cpu": frozenset([*LOSSES.split(), "avg_pool3d", "binary_cross_entropy", "huber_loss", "prod", "reflection_pad1d"]),
+    "cuda": frozenset((LOSSES + SENSITIVE).split()),
 }
 """By type of device, those that run in float32."""
 

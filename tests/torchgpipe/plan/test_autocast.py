@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,10 +111,20 @@ def test_it_is_off_again_and_follows_what_layers_switch_off() -> None:
         assert (x @ x).dtype is torch.float32
 
 
-@pytest.mark.parametrize(("setting", "dtype"), [("tf32", "tf32"), ("ieee", "float32")])
-def test_tf32_as_pytorch_is_set(monkeypatch: pytest.MonkeyPatch, setting: str, dtype: str) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", setting)
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", setting)
+@pytest.fixture
+def settings() -> Iterator[tuple[Any, Any]]:
+    """Give what PyTorch is set to compute products and convolutions in, and set it back."""
+    both = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [each.fp32_precision for each in both]
+    yield both
+    for each, precision in zip(both, before, strict=True):
+        each.fp32_precision = precision
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("tf32", "tf32"), ("ieee", "float32")])
+def test_tf32_as_pytorch_is_set(settings: tuple[Any, Any], precision: str, dtype: str) -> None:
+    for setting in settings:
+        setting.fp32_precision = precision
     image, matrix = torch.empty(1, 8, 8, 8, device="meta"), torch.empty(8, 8, device="meta")
     with Counter() as counter:
         F.conv2d(image, torch.empty(8, 8, 3, 3, device="meta"))

@@ -149,5 +149,5 @@ class CompiledForward(nn.Module):
     ids=["wrapped", "in place", "within", "forward"],
 )
 def test_refuses_what_is_compiled(layer: nn.Module) -> None:
-    with pytest.raises(ValueError, match="layer '1' is compiled by torch.compile"):
+    with pytest.raises(ValueError, match=r"layer '1' is compiled by torch\.compile"):
         count(nn.Sequential(nn.ReLU(), layer), torch.empty(2, 4))

@@ -200,18 +200,19 @@ def test_a_model_on_meta_cannot_be_moved() -> None:
 def test_autocast_and_master_weights() -> None:
     layers = [nn.Linear(64, 64) for _ in range(4)]
     x = torch.empty(2, 64)
-    whole = {"batch_size": 64, "devices": 1, "hardware": "a100x8", "chunks": 1, "checkpoint": "never"}
+    whole = {"devices": 1, "hardware": "a100x8", "chunks": 1, "checkpoint": "never"}
 
-    def peak(model: nn.Sequential, x: torch.Tensor, **more: Any) -> float:
-        return plan(model, x, **whole, **more).peaks[0]
+    def peak(model: nn.Sequential, x: torch.Tensor, batch_size: int = 2, **more: Any) -> float:
+        return plan(model, x, batch_size=batch_size, **whole, **more).peaks[0]
 
     plain = nn.Sequential(*layers)
-    assert peak(plain, x, autocast=torch.bfloat16) > peak(plain, x), "casts of weights and inputs are kept for backward"
+    for batch_size, more in ((2, True), (1024, False)):  # casts of weights are kept for backward; activations are half
+        assert (peak(plain, x, batch_size, autocast=torch.bfloat16) > peak(plain, x, batch_size)) is more
     half = nn.Sequential(*layers).half()
     parameters = sum(p.nbytes for p in half.parameters())
     kept, master = (peak(half, x.half(), optimizer="adam", master_weights=flag) for flag in (False, True))
     assert master - kept >= 4 * parameters  # the copy, and its state, which is twice as large as the parameters'
     with pytest.raises(ValueError, match="master_weights is for parameters in 16 bits"):
-        plan(plain.float(), x, **whole, master_weights=True)
-    with pytest.raises(ValueError, match="autocast must be torch.float16 or torch.bfloat16"):
-        plan(plain, x, **whole, autocast=torch.float64)
+        peak(plain.float(), x, master_weights=True)
+    with pytest.raises(ValueError, match=r"autocast must be torch\.float16 or torch\.bfloat16"):
+        peak(plain, x, autocast=torch.float64)
