@@ -67,7 +67,8 @@ class _Embedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         words = self.words(x)
-        return self.dropout(words if self.positions is None else words + self.positions)
+        found: Tensor = self.dropout(words if self.positions is None else words + self.positions)
+        return found
 
 
 class _Head(nn.Module):
@@ -101,7 +102,8 @@ class _Block(nn.Module):
         x = x + self.dropout(self.attend(self.before(x)))
         y = self.between(x)
         inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        return x + self.dropout(self.down(inner))
+        found: Tensor = x + self.dropout(self.down(inner))
+        return found
 
     def attend(self, x: Tensor) -> Tensor:
         samples, tokens, width = x.shape
@@ -115,7 +117,8 @@ class _Block(nn.Module):
         else:  # the mask is part of the kernel of softmax
             scores = torch.softmax(query @ key.transpose(-2, -1), -1)
             found = self.dropout(scores) @ value
-        return self.joined(found.transpose(1, 2).reshape(samples, tokens, width))
+        joined: Tensor = self.joined(found.transpose(1, 2).reshape(samples, tokens, width))
+        return joined
 
 
 def _rotated(x: Tensor) -> Tensor:

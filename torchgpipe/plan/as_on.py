@@ -43,7 +43,7 @@ def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
 
 class _AsOn(TorchFunctionMode):
     def __init__(self, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -78,8 +78,9 @@ class Convolution(NamedTuple):
 
     def _dtype(self) -> str:
         """Return the type that it computes in: TF32 in place of float32 where PyTorch is set so, as by default."""
+        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
         dtype = dtype_of(self.weight)
-        return "tf32" if dtype == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32" else dtype
+        return "tf32" if dtype == "float32" and precision == "tf32" else dtype
 
     def _winograd(self, grid: Grid, tiled: Tensor) -> tuple[Operator, ...]:
         """Return F(4 x 4, 3 x 3): transforms of what comes in and of the result, and a product for each of 36 values.

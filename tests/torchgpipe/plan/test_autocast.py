@@ -59,6 +59,10 @@ def test_types_on_a_gpu(name: str, dtype: torch.dtype) -> None:
         assert OPERATORS[name](x).dtype is dtype
 
 
+def _first(rows: Any) -> set[str]:
+    return {row.elts[0].value for row in rows}
+
+
 def test_lists_are_those_of_pytorch() -> None:
     """PyTorch's own tests have the lists; they are read, since what they import is not everywhere."""
     folder = Path(torch.__file__).parent / "testing" / "_internal"
@@ -66,7 +70,7 @@ def test_lists_are_those_of_pytorch() -> None:
     for test in ast.walk(ast.parse((folder / "autocast_test_lists.py").read_text())):
         if isinstance(test, ast.ClassDef):
             listed[test.name] = {
-                part.targets[0].attr: {row.elts[0].value for row in part.value.elts}
+                part.targets[0].attr: _first(part.value.elts)
                 for part in ast.walk(test)
                 if isinstance(part, ast.Assign)
                 and isinstance(part.targets[0], ast.Attribute)
@@ -114,7 +118,7 @@ def test_it_is_off_again_and_follows_what_layers_switch_off() -> None:
 @pytest.fixture
 def settings() -> Iterator[tuple[Any, Any]]:
     """Give what PyTorch is set to compute products and convolutions in, and set it back."""
-    both = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    both = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = [each.fp32_precision for each in both]
     yield both
     for each, precision in zip(both, before, strict=True):

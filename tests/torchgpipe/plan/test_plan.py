@@ -200,7 +200,7 @@ def test_a_model_on_meta_cannot_be_moved() -> None:
 def test_autocast_and_master_weights() -> None:
     layers = [nn.Linear(64, 64) for _ in range(4)]
     x = torch.empty(2, 64)
-    whole = {"devices": 1, "hardware": "a100x8", "chunks": 1, "checkpoint": "never"}
+    whole: dict[str, Any] = {"devices": 1, "hardware": "a100x8", "chunks": 1, "checkpoint": "never"}
 
     def peak(model: nn.Sequential, x: torch.Tensor, batch_size: int = 2, **more: Any) -> float:
         return plan(model, x, batch_size=batch_size, **whole, **more).peaks[0]
