@@ -14,6 +14,8 @@ from torchgpipe.plan.as_on import as_on
 from torchgpipe.plan.count import count
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.live import Live
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.predict import Setup
 
 HEADS = (2, 4, 64, 32)
 """Samples, heads, tokens, channels."""
@@ -97,3 +99,18 @@ def test_memory_is_that_of_a_real_run(dtype: torch.dtype, off: float) -> None:
     saved = {number for number in footprint.saves if number not in footprint.inputs} | set(footprint.outputs)
     assert held == pytest.approx(sum(nbytes for number, nbytes in footprint.sizes if number in saved), rel=off)
     assert result.shape == x.shape  # and lives to here
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4)))
+    x = torch.randn(8, 64, 64)
+    (device,) = setup_memory(count(model, x, device="cpu", autocast=autocast), Setup(8, (4,), 1, "never"))
+    live = Live()
+    live.ignore([*model.parameters(), x])
+    with live:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
+            y = model(x)
+        y.backward(torch.ones_like(y))
+    real = live.peak() + x.nbytes + sum(p.nbytes for p in model.parameters())
+    assert device.peak == pytest.approx(real, rel=0.05)
