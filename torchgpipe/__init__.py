@@ -1,6 +1,7 @@
 """GPipe pipeline parallelism for PyTorch: micro-batches, checkpointing, skip connections.
 
-Start at `GPipe`; `torchgpipe.balance` finds the balance, `torchgpipe.skip` declares skip connections.
+Start at `GPipe`, or with any module at `pipeline` and `sequential`; `torchgpipe.balance` finds the balance,
+`torchgpipe.skip` declares skip connections.
 """
 
 from __future__ import annotations
@@ -8,5 +9,7 @@ from __future__ import annotations
 from torchgpipe.__version__ import __version__
 from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe
+from torchgpipe.trace import sequential
+from torchgpipe.trace.pipeline import pipeline
 
-__all__ = ["GPipe", "__version__", "is_checkpointing", "is_recomputing"]
+__all__ = ["GPipe", "__version__", "is_checkpointing", "is_recomputing", "pipeline", "sequential"]

@@ -94,9 +94,10 @@ class DeferredBatchNorm(_BatchNorm):
             and not isinstance(layer, nn.SyncBatchNorm)
             and _tracks(layer)
         }
-        for name, layer in list(module.named_modules(remove_duplicate=False)):
-            if name and layer in replacements:
-                module.set_submodule(name, replacements[layer])
+        for parent in list(module.modules()):
+            for name, layer in parent._modules.items():
+                if layer in replacements:
+                    parent._modules[name] = replacements[layer]
         return cast(Module, replacements.get(module, module))
 
     @classmethod

@@ -21,6 +21,7 @@ from torchgpipe.randomness import check_apart
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.stage import Stage
+from torchgpipe.trace.layer import Layers, keep_names
 from torchgpipe.workers import WorkersEngine
 
 Device = int | str | torch.device
@@ -101,11 +102,13 @@ class GPipe(nn.Module):
         self.training = module.training
         check_engine(engine, chosen)
         self._switches = (engine, dependency, copy_streams, portals)
+        self._signature = module.signature if isinstance(module, Layers) else None
         # The layers are this module's own children, by their own names: its state is the wrapped module's.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         for partition in partitions:
             self._modules.update(partition._modules)
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
+        keep_names(self)
         self._build()
 
     def _build(self) -> None:
@@ -134,6 +137,15 @@ class GPipe(nn.Module):
         """The partitions, each an `nn.Sequential` of consecutive layers on its device."""
         partitions: nn.ModuleList = self.__dict__["_partitions"]
         return partitions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a mini-batch through the pipeline, as `forward` says; that of a traced module is called like the module.
+
+        See `torchgpipe.sequential`.
+        """
+        if self._signature is None:
+            return super().__call__(*args, **kwargs)
+        return self._signature.structured(super().__call__(self._signature.flat(args, kwargs)))
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Run a mini-batch through the pipeline.
@@ -171,7 +183,7 @@ class GPipe(nn.Module):
         first = self.devices[0]
         # A copy to the host must be waited for: the host could read it before it has arrived.
         input = mapped(lambda x: x.to(first, non_blocking=first.type == "cuda"), input)
-        micro_batches = scatter(input, self.chunks)
+        micro_batches = scatter(input, self.chunks, None if self._signature is None else self._signature.batched)
         if len(micro_batches) > 1 and isinstance(input, torch.Tensor) and begins_in_place(self._stages[0].partition):
             # Micro-batches are views of one tensor and share its version counter: a change of one looks like a change
             # of all.

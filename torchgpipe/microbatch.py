@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,19 +35,22 @@ def check(value: object, what: str = "input") -> None:
             raise TypeError(f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}")
 
 
-def scatter(value: TensorOrTensors, chunks: int) -> list[TensorOrTensors]:
+def scatter(value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None = None) -> list[TensorOrTensors]:
     """Split a mini-batch along dimension 0 into at most `chunks` micro-batches.
 
     Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be smaller, and where
-    that covers the batch earlier there are fewer than `chunks` (13 samples in 8 chunks make 7).
+    that covers the batch earlier there are fewer than `chunks` (13 samples in 8 chunks make 7). A tensor that is not
+    `batched` has no batch dimension, and is given to every micro-batch; by default all are.
 
     Raises:
         ValueError: a tensor has no dimension 0, or the tensors disagree on its size.
     """
-    for k, x in enumerate(tensors_of(value)):
-        if x.dim() == 0:
+    tensors = tensors_of(value)
+    split = [True] * len(tensors) if batched is None else batched
+    for k, x in enumerate(tensors):
+        if split[k] and x.dim() == 0:
             raise ValueError(f"every input tensor needs a batch dimension, but tensor {k} is a scalar")
-    sizes = [x.size(0) for x in tensors_of(value)]
+    sizes = [x.size(0) for k, x in enumerate(tensors) if split[k]]
     if len(set(sizes)) > 1:
         raise ValueError(f"all input tensors must have one batch size (dimension 0), but they have {sizes}")
 
@@ -55,7 +58,8 @@ def scatter(value: TensorOrTensors, chunks: int) -> list[TensorOrTensors]:
         return [value]
     if isinstance(value, Tensor):
         return list(value.chunk(chunks))
-    return list(zip(*(x.chunk(chunks) for x in value), strict=True))
+    parts = max((len(x.chunk(chunks)) for k, x in enumerate(tensors) if split[k]), default=1)
+    return list(zip(*(x.chunk(chunks) if split[k] else [x] * parts for k, x in enumerate(tensors)), strict=True))
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:

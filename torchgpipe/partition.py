@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.trace.layer import Layers
+
 _ADVICE = """
 Let the library balance the layers, by the time that they take:
 
@@ -28,7 +30,10 @@ def check_module(module: object) -> None:
         ValueError: one layer stands in it twice.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"GPipe wraps an nn.Sequential, but got {type(module).__name__}")
+        raise TypeError(
+            f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; make one of any module's layers: "
+            "torchgpipe.sequential(module, sample)"
+        )
     has: dict[str, object] = {
         **{f"a method {name}": True for name in _overridden(type(module))},
         "a forward": "forward" in vars(module),
@@ -37,7 +42,8 @@ def check_module(module: object) -> None:
         "buffers": module._buffers,
         "hooks": any(value for name, value in vars(module).items() if name.endswith("_hooks")),
     }
-    if own := [what for what, found in has.items() if found]:
+    own = [what for what, found in has.items() if found]
+    if own and type(module) is not Layers:
         raise TypeError(
             f"GPipe runs the layers of {type(module).__name__} one after another, but it has {' and '.join(own)} of "
             "its own, which would be left out; put them into layers, and wrap an nn.Sequential of these"

@@ -17,6 +17,7 @@ from torchgpipe.balance.minimise import check_partitions, minimise_heaviest
 from torchgpipe.balance.profile import profile_sizes, profile_times
 from torchgpipe.microbatch import TensorOrTensors, check
 from torchgpipe.skip import verify_skippables
+from torchgpipe.trace.layer import flat
 
 __all__ = ["balance_by_size", "balance_by_time"]
 
@@ -50,7 +51,7 @@ def balance_by_time(
         TypeError: a wrong type, skips that do not match, or a layer that cannot be copied.
         ValueError: a number out of range, or the device "meta", on which nothing takes time.
     """
-    place = _check(partitions, module, sample, device)
+    sample, place = _check(partitions, module, sample, device)
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     if place.type == "meta":
@@ -92,7 +93,7 @@ def balance_by_size(
         TypeError: a wrong type, skips that do not match, or a layer that cannot be copied.
         ValueError: a number out of range, or tensors that disagree on the size of the mini-batch.
     """
-    place = _check(partitions, module, input, device)
+    input, place = _check(partitions, module, input, device)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a positive int, got {chunks!r}")
     if not 0 <= param_scale < float("inf"):
@@ -100,13 +101,16 @@ def balance_by_size(
     return minimise_heaviest(profile_sizes(module, input, chunks, param_scale, place), partitions)
 
 
-def _check(partitions: int, module: nn.Sequential, sample: TensorOrTensors, device: Device | None) -> torch.device:
-    """Refuse what cannot be balanced, before the time is spent; return the device to profile on."""
+def _check(
+    partitions: int, module: nn.Sequential, sample: TensorOrTensors, device: Device | None
+) -> tuple[TensorOrTensors, torch.device]:
+    """Refuse what cannot be balanced, before the time is spent; return the tensors and the device to profile on."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"only an nn.Sequential can be balanced, got {type(module).__name__}")
     check_partitions(partitions, len(module))
+    sample = flat(module, sample)
     check(sample)
     verify_skippables(module)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    return sample, torch.device(device)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.microbatch import TensorOrTensors, check, mapped, scatter, tensors_of
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.trace.layer import batched
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ def profile_sizes(
         return kept + param_scale * sum(parameter.nbytes for parameter in rehearsal.layer.parameters())
 
     with undisturbed(device):
-        return list(rehearse(module, scatter(input, chunks)[0], device, measure))
+        return list(rehearse(module, scatter(input, chunks, batched(module))[0], device, measure))
 
 
 class Rehearsal:

@@ -29,6 +29,7 @@ from torchgpipe.plan.operators import Operator, between_operators
 from torchgpipe.plan.remembered import Remembered
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.trace.layer import batched
 
 __all__ = ["Counts", "LayerCount", "Stashed", "count"]
 
@@ -131,7 +132,7 @@ def count(
     names = list(module._modules)
     remembered = Remembered()
     for size in SIZES:
-        given = _empty(sample, size)
+        given = _empty(sample, size, batched(module))
         with undisturbed(meta), remembered, as_on(device, autocast):
             counted = rehearse(module, given, meta, _count(numbers))
             layers = [make(name) for name, make in zip(names, counted, strict=True)]
@@ -249,13 +250,16 @@ def _measure(
     return measure
 
 
-def _empty(sample: TensorOrTensors, size: int) -> TensorOrTensors:
+def _empty(sample: TensorOrTensors, size: int, batched: Sequence[bool] | None) -> TensorOrTensors:
     """Return tensors like the sample's with another batch size, without contents."""
 
-    def empty(x: Tensor) -> Tensor:
-        return torch.empty(size, *x.shape[1:], dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+    def empty(x: Tensor, grows: bool = True) -> Tensor:
+        shape = (size, *x.shape[1:]) if grows else x.shape
+        return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
-    return empty(sample) if isinstance(sample, Tensor) else tuple(empty(x) for x in sample)
+    if isinstance(sample, Tensor):
+        return empty(sample)
+    return tuple(map(empty, sample, [True] * len(sample) if batched is None else batched))
 
 
 _Known = dict[tuple[int, int], tuple[Operator, ...]]

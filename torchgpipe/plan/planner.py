@@ -24,6 +24,7 @@ from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.report import describe
 from torchgpipe.plan.search import MODES, Candidate, search
 from torchgpipe.skip import verify_skippables
+from torchgpipe.trace.layer import flat
 
 __all__ = ["HERE", "Plan", "plan"]
 
@@ -136,6 +137,7 @@ def plan(
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"only an nn.Sequential can be planned, got {type(module).__name__}")
+    sample = flat(module, sample)
     check(sample)
     verify_skippables(module)
     node = None if hardware == HERE else hardware if isinstance(hardware, Hardware) else load_hardware(hardware)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.profile import placed_copy, undisturbed
-from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.plan.count import Counts
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.here import RUNS, describe_here, device_name
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup
 from torchgpipe.plan.timing import Seconds, time_alone, time_step
+from torchgpipe.trace.layer import batched
 
 __all__ = ["Curve", "Profile", "ProfiledPredictor", "predictor_here", "profile_layers"]
 
@@ -121,7 +122,7 @@ def predictor_here(
     """
     device = _device(sample)
     node = describe_here(device, devices, memory)
-    (step,) = setup_memory(counts, Setup(_sizes(sample)[-1], (len(counts),), 1, "never"))
+    (step,) = setup_memory(counts, Setup(_sizes(module, sample)[-1], (len(counts),), 1, "never"))
     copies = sum(layer.parameters + layer.frozen for layer in counts.low)
     profile = profile_layers(module, sample, whole=step.peak + copies <= node.memory)
     return ProfiledPredictor(counts, replace(node, workspace=profile.workspace), profile)
@@ -136,13 +137,13 @@ def profile_layers(module: nn.Sequential, sample: TensorOrTensors, *, whole: boo
     Raises:
         ValueError: the sample is on `meta`, or a layer does not fit the device.
     """
-    device, sizes = _device(sample), _sizes(sample)
+    device, sizes = _device(sample), _sizes(module, sample)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with undisturbed(device):
         found = _in_steps(module, sample, sizes, device) if whole else None
         whole = found is not None
         if found is None:
-            found = [time_alone(module, _rows(sample, size), device, RUNS) for size in sizes]
+            found = [time_alone(module, _rows(module, sample, size), device, RUNS) for size in sizes]
     forward, graph, backward = (
         [Curve.through(sizes, times) for times in zip(*(_medians(runs, kind) for runs in found), strict=True)]
         for kind in range(len(Seconds._fields))
@@ -159,7 +160,7 @@ def _in_steps(
         copy = nn.Sequential(*(placed_copy(module, index, device) for index in range(len(module))))
         found = []
         for size in sizes:
-            given, runs = _rows(sample, size), []
+            given, runs = _rows(module, sample, size), []
             for _ in range(1 + RUNS):
                 copy.zero_grad()  # adding up gradients is counted, not timed
                 runs.append(time_step(copy, given, device))
@@ -183,19 +184,22 @@ def _device(sample: TensorOrTensors) -> torch.device:
     return device
 
 
-def _sizes(sample: TensorOrTensors) -> tuple[int, ...]:
+def _sizes(module: nn.Module, sample: TensorOrTensors) -> tuple[int, ...]:
     """Return the sizes of micro-batches that are timed, the smallest first: at least two."""
-    sizes = [max(2 * LEAST, len(sample if isinstance(sample, Tensor) else sample[0]))]
+    split = batched(module) or [True]
+    sizes = [max(2 * LEAST, next(len(x) for x, b in zip(tensors_of(sample), split, strict=False) if b))]
     while sizes[0] >= 2 * LEAST:
         sizes.insert(0, sizes[0] // 2)
     return tuple(sizes)
 
 
-def _rows(sample: TensorOrTensors, size: int) -> TensorOrTensors:
+def _rows(module: nn.Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
     """Return the sample with `size` rows: its first, over again where it has fewer."""
 
-    def take(x: Tensor) -> Tensor:
-        rows = torch.arange(size, device=x.device) % len(x)
+    def take(x: Tensor, grows: bool = True) -> Tensor:
+        rows = torch.arange(size, device=x.device) % len(x) if grows else ...
         return x.detach()[rows].requires_grad_(x.requires_grad)
 
-    return take(sample) if isinstance(sample, Tensor) else tuple(take(x) for x in sample)
+    if isinstance(sample, Tensor):
+        return take(sample)
+    return tuple(map(take, sample, batched(module) or [True] * len(sample)))

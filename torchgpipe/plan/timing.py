@@ -77,9 +77,11 @@ def _forward(
         synchronize(device)
         seconds.append(perf_counter() - start)
         if notice is not None:
-            for y in _tensors(value):
-                if y.requires_grad:
-                    y.register_hook(partial(notice, i))
+            # PyTorch crashes where a tensor gets a hook before an older view of it has noticed a change in place, which
+            # it does when asked for its node.
+            nodes = [(y, y.grad_fn) for y in _tensors(value) if y.requires_grad]
+            for y, _ in nodes:
+                y.register_hook(partial(notice, i))
     return seconds, value
 
 

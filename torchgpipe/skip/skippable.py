@@ -80,7 +80,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the skips that `module` and its submodules stash, and those that they pop, in module order."""
-    layers = [m for m in module.modules() if hasattr(type(m), "_skips")]
+    layers = [m for m in module.modules() if hasattr(m, "_skips")]
     stashes, pops = ([_key(m, n) for m in layers for n in sorted(_declared(m)[verb])] for verb in ("stash", "pop"))
     return stashes, pops
 
@@ -92,8 +92,8 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
 
 
 def _declared(layer: nn.Module) -> dict[str, frozenset[str]]:
-    names: dict[str, frozenset[str]] = type(layer)._skips  # type: ignore[attr-defined]
-    return names
+    names: Any = layer._skips  # the class's, or the layer's own
+    return names  # type: ignore[no-any-return]
 
 
 def _all_declared(layer: nn.Module) -> frozenset[str]:

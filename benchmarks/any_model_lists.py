@@ -1,0 +1,190 @@
+"""The models of `benchmarks.any_model`: lists of names, each with what builds the model and a sample of five.
+
+Weights are random, and nothing is loaded. Dropout is off, so that two runs are comparable; everything else is as in
+training. Images are small where the model allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+SAMPLES = 5
+"""In two micro-batches these are three and two, so that a batch size that was fixed is found out."""
+TOKENS = 12
+
+
+class Case(NamedTuple):
+    """A model, and the arguments that it is called with."""
+
+    module: nn.Module
+    sample: Any
+
+
+def torchvision_models() -> dict[str, Callable[[], Case]]:
+    """Return torchvision's classification and segmentation models."""
+    from torchvision import models
+
+    names = [*models.list_models(module=models), *models.list_models(module=models.segmentation)]
+    return {name: partial(_without_dropout, partial(_torchvision, name)) for name in names}
+
+
+def _torchvision(name: str) -> Case:
+    from torchvision import models
+
+    size = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}.get(name, 64)
+    options: dict[str, Any] = {"weights": None, "num_classes": 10}
+    if name.startswith("vit"):
+        options["image_size"] = size
+    if "resnet" in name and "_" in name and "resnext" not in name and "wide" not in name:  # segmentation
+        options["weights_backbone"] = None
+    if name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"):
+        options["weights_backbone"] = None
+    if name in ("googlenet", "inception_v3"):
+        options["init_weights"] = False
+    return Case(models.get_model(name, **options), torch.randn(SAMPLES, 3, size, size))
+
+
+def timm_models() -> dict[str, Callable[[], Case]]:
+    """Return one of timm's models, a small one, of each of its families."""
+    import timm
+
+    families = {family: timm.list_models(module=family, pretrained=False) for family in timm.list_modules()}
+    chosen = [min(names, key=_size) for names in families.values() if names]
+    return {name: partial(_without_dropout, partial(_timm, name)) for name in chosen}
+
+
+_SMALL = ("test", "atto", "pico", "femto", "nano", "xxs", "tiny", "_t0", "xs", "_b0", "18", "26", "mini", "small", "_s")
+
+
+def _size(name: str) -> tuple[int, int, str]:
+    """Order a family's models by what their names say of their size."""
+    return next((k for k, hint in enumerate(_SMALL) if hint in name), len(_SMALL)), len(name), name
+
+
+def _timm(name: str) -> Case:
+    """Return the model for the smallest images that it can be made for."""
+    import timm
+
+    given = {"pretrained": False, "num_classes": 10}
+    for size, options in [(64, {"img_size": 64}), (96, {"img_size": 96}), (64, {}), (96, {})]:
+        try:
+            module = timm.create_model(name, **given, **options).eval()
+            with torch.no_grad():
+                module(torch.randn(1, 3, size, size))
+            return Case(module.train(), torch.randn(SAMPLES, 3, size, size))
+        except Exception:  # whatever a model says of an option that it does not know, or a size that does not fit
+            continue
+    module = timm.create_model(name, **given)
+    return Case(module.train(), torch.randn(SAMPLES, *module.default_cfg["input_size"]))
+
+
+# Sizes by the names that the configurations have for them; a configuration takes those that it knows.
+_TINY: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 64, "image_size": 32, "patch_size": 8, "use_cache": False, "pad_token_id": 0,
+}  # fmt: skip
+_BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
+}  # fmt: skip
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_GQA = {"num_key_value_heads": 2}
+_CONV = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]}
+_AUDIO = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
+          "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0}  # fmt: skip
+_CLIP = {part: {**_TINY, "projection_dim": 16} for part in ("text_config", "vision_config")}
+
+_OWN_SIZES = {"text_config", "depths", "block_sizes"}  # configurations with these have no use for the names above
+
+# Configuration, model, what else it is told, and what the sample consists of.
+TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "albert": ("AlbertConfig", "AlbertModel", {"embedding_size": 16}, "text"),
+    "bart": ("BartConfig", "BartModel", _BART, "pair"),
+    "beit": ("BeitConfig", "BeitModel", {}, "image"),
+    "bert": ("BertConfig", "BertForSequenceClassification", {}, "text"),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}, "text"),
+    "camembert": ("CamembertConfig", "CamembertModel", {}, "text"),
+    "clip": ("CLIPConfig", "CLIPModel", {**_CLIP, "projection_dim": 16}, "clip"),
+    "convbert": ("ConvBertConfig", "ConvBertModel", {"embedding_size": 32}, "text"),
+    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {**_CONV, "image_size": 32}, "image"),
+    "deberta-v2": ("DebertaV2Config", "DebertaV2Model", {}, "text"),
+    "deit": ("DeiTConfig", "DeiTForImageClassification", {}, "image"),
+    "dinov2": ("Dinov2Config", "Dinov2Model", {}, "image"),
+    "distilbert": ("DistilBertConfig", "DistilBertModel", {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
+                   "text"),
+    "electra": ("ElectraConfig", "ElectraModel", {"embedding_size": 16}, "text"),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {}, "text"),
+    "funnel": ("FunnelConfig", "FunnelModel", {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64,
+                                               "block_sizes": [1, 1], "num_decoder_layers": 1,
+                                               "vocab_size": 97}, "text"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**_GQA, "head_dim": 8}, "text"),
+    "gpt-neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4,
+                                                      "attention_types": [[["global", "local"], 1]]}, "text"),
+    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}, "text"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "text"),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "text"),
+    "hubert": ("HubertConfig", "HubertModel", _AUDIO, "audio"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _GQA, "text"),
+    "marian": ("MarianConfig", "MarianModel", {**_BART, "decoder_start_token_id": 1}, "pair"),
+    "mistral": ("MistralConfig", "MistralForCausalLM", _GQA, "text"),
+    "mobilebert": ("MobileBertConfig", "MobileBertModel", {"embedding_size": 16, "intra_bottleneck_size": 16}, "text"),
+    "mpnet": ("MPNetConfig", "MPNetModel", {}, "text"),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "text"),
+    "pegasus": ("PegasusConfig", "PegasusModel", _BART, "pair"),
+    "phi": ("PhiConfig", "PhiForCausalLM", {}, "text"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _GQA, "text"),
+    "resnet": ("ResNetConfig", "ResNetForImageClassification", {**_CONV, "embedding_size": 8, "layer_type": "basic"},
+               "image"),
+    "roberta": ("RobertaConfig", "RobertaModel", {}, "text"),
+    "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {"hidden_sizes": [8, 16, 16, 32],
+                  "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": 16}, "image"),
+    "swin": ("SwinConfig", "SwinModel", {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4,
+                                         "image_size": 32, "patch_size": 4}, "image"),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}, "pair"),
+    "vit": ("ViTConfig", "ViTForImageClassification", {}, "image"),
+    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2Model", _AUDIO, "audio"),
+}  # fmt: skip
+
+
+def transformers_models() -> dict[str, Callable[[], Case]]:
+    """Return tiny models of transformers, of random weights."""
+    return {name: partial(_without_dropout, partial(_transformers, *row)) for name, row in TRANSFORMERS.items()}
+
+
+def _transformers(config: str, model: str, more: dict[str, Any], kind: str) -> Case:
+    import transformers
+
+    sizes = {} if _OWN_SIZES & more.keys() else _TINY
+    made = getattr(transformers, config)(**{**sizes, **more})
+    ids = torch.randint(1, 97, (SAMPLES, TOKENS))
+    mask = torch.ones_like(ids)
+    image = torch.randn(SAMPLES, 3, 32, 32)
+    sample = {
+        "text": {"input_ids": ids, "attention_mask": mask},
+        "pair": {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.flip(1)},
+        "image": {"pixel_values": image},
+        "clip": {"input_ids": ids, "attention_mask": mask, "pixel_values": image},
+        "audio": {"input_values": torch.randn(SAMPLES, 800)},
+    }[kind]
+    return Case(getattr(transformers, model)(made).train(), sample)
+
+
+LISTS = {"torchvision": torchvision_models, "transformers": transformers_models, "timm": timm_models}
+
+
+def _without_dropout(build: Callable[[], Case]) -> Case:
+    """Set every probability of dropping something to zero, whatever it is called."""
+    case = build()
+    for m in case.module.modules():
+        kind = type(m).__name__
+        for holder in filter(None, (m, getattr(m, "config", None))):
+            for name, value in [*vars(holder).items()]:
+                named = "drop" in name or (name == "p" and ("Drop" in kind or "Depth" in kind))
+                if named and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+    return case

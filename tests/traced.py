@@ -1,0 +1,263 @@
+"""Small modules that are no sequences: what a forward may do between its layers, with a sample of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH, WIDTH = 5, 6
+
+
+class Net(nn.Module):
+    """Three linear layers, for a forward to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+
+class Residual(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x).relu())
+        return self.c(x + y) + y
+
+
+class Branches(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        found = [layer(x) for layer in (self.a, self.b, self.c)]
+        return torch.cat(found, dim=1)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+        self.norm, self.relu = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        view = y[:, :2]
+        y += self.down(x)
+        y = self.relu(y)
+        return self.out(y) * view
+
+
+class Filled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros(x.shape[0], 2, WIDTH, dtype=x.dtype, device=x.device)
+        y[:, 0] = self.a(x)
+        y[:, 1] = self.b(x)
+        return self.c(y).flatten(1)
+
+
+class Tokens(Net):
+    """A class token, positions, and attention by hand."""
+
+    inner: Any
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.inner = nn.Module()
+        self.inner.scale = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("positions", torch.randn(1, 4, WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.positions
+        q, k, v = (
+            f(x).view(n, 4, 2, WIDTH // 2).transpose(1, 2).reshape(n * 2, 4, -1) for f in (self.a, self.b, self.c)
+        )
+        y = torch.bmm(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(3), -1), v)
+        return (y.view(n, 2, 4, -1).transpose(1, 2).flatten(2) * self.inner.scale)[:, 0]
+
+
+class Masked(Net):
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, double: bool = False) -> Tensor:
+        y = self.a(x)
+        y = self.b(y if mask is None else y.masked_fill(mask, 0.0))
+        y = y if mask is None else y * mask
+        return self.c(2 * y if double else y)
+
+
+class Square(nn.Module):
+    """A mask of tokens by tokens, which may be as many as the batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.b(torch.softmax(y @ y.transpose(1, 2) + mask, -1) @ y)
+
+
+@dataclass
+class Found:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    loss: Tensor | None = None
+
+
+class Structured(Net):
+    def forward(self, inputs: dict[str, Tensor], kind: str = "dict") -> Any:
+        hidden = [self.a(inputs["x"])]
+        hidden.append(self.b(hidden[-1]) + inputs["y"])
+        logits = self.c(hidden[-1])
+        if kind == "dict":
+            return {"logits": logits, "more": [hidden[0], None, 3]}
+        return Found(logits, (*hidden, logits))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embedding(x)))
+
+
+class Reused(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.b(self.a(x).tanh()))
+
+
+class Frozen(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.a(x)
+        return self.c(self.b(x) * y + y.detach())
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad * ctx.saved_tensors[0]  # not the gradient, to tell that it was asked
+
+
+class Custom(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Squared.apply(self.a(x)))
+
+
+class Constant(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.randn(WIDTH)  # no buffer
+        self.unused = nn.Parameter(torch.randn(2))
+        self.aside = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(WIDTH, device=x.device, dtype=x.dtype)
+        return self.b(self.a(x) * self.plain + steps)
+
+
+class Counting(Net):
+    """Whose forward leaves something behind: a number of calls, and a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.b(self.norm(self.a(x)))
+
+
+class Drop(nn.Module):
+    """Reads `training` in functions; in evaluation it returns what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x), 0.5, self.training)
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.plain = Drop(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        y = self.plain(x)
+        return self.b(x + 2 * y) + self.drop(self.c(x))
+
+
+class Choosing(nn.Module):
+    """Looks at what is in its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.a(x)
+        return self.b(x)
+
+
+class Chosen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choosing = Choosing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.choosing(self.a(x)) + x)
+
+
+class Case(NamedTuple):
+    """A module, a sample of its arguments, and options of `sequential`."""
+
+    make: Callable[[], nn.Module]
+    sample: Callable[[], Any]
+    options: Any = MappingProxyType({})
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(BATCH, *(shape or (WIDTH,)))
+
+
+CASES: dict[str, Case] = {
+    "residual": Case(Residual, rows),
+    "branches from one input": Case(Branches, rows),
+    "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
+    "a tensor that is filled": Case(Filled, rows),
+    "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
+    "no mask": Case(Masked, rows),
+    "by keyword, a mask of one sample": Case(Masked, lambda: {"x": rows(), "mask": torch.arange(WIDTH) % 2 == 0}),
+    "a flag, a mask for each sample": Case(Masked, lambda: {"x": rows(), "mask": rows() > 0, "double": True}),
+    "a mask of tokens": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4))),
+    "a mask as long as the batch": Case(Square, lambda: (rows(BATCH, WIDTH), torch.randn(BATCH, BATCH))),
+    "a mask, said to be shared": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4)), {"shared": ["mask"]}),
+    "dictionaries": Case(Structured, lambda: ({"x": rows(), "y": rows()},)),
+    "a dataclass": Case(Structured, lambda: {"inputs": {"x": rows(), "y": rows()}, "kind": "dataclass"}),
+    "reused": Case(Reused, rows),
+    "without gradients": Case(Frozen, rows),
+    "a custom function": Case(Custom, rows),
+    "constants, and what is not used": Case(Constant, rows),
+    "buffers that change": Case(Counting, rows),
+    "a part that looks at its input": Case(Chosen, rows, {"whole": [Choosing]}),
+}

@@ -1,0 +1,19 @@
+"""Any module as a sequence of layers.
+
+| module | what it is |
+| --- | --- |
+| `record`, `watch`, `calls` | what a module calls, recorded on fake tensors |
+| `generalise` | one list of calls for all batch sizes |
+| `cut` | where layers begin, and the way of each tensor |
+| `layer` | a layer that makes some of the calls, and the sequence of them |
+| `signature`, `parts` | what the module takes and returns, around the tensors |
+| `sequential`, `refuse` | `sequential` itself, and what it refuses |
+| `pipeline` | `sequential`, then a plan, then `GPipe` |
+"""
+
+from __future__ import annotations
+
+from torchgpipe.trace.refuse import Untraceable
+from torchgpipe.trace.sequential import sequential
+
+__all__ = ["Untraceable", "sequential"]

@@ -1,0 +1,226 @@
+"""`sequential`: any module as a sequence of its own layers. `pipeline`: a `GPipe` of it, planned."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from torchgpipe.skip.scope import Namespace
+from torchgpipe.trace.calls import Call, Recording
+from torchgpipe.trace.cut import Plan, cut, held_in, parts
+from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
+from torchgpipe.trace.layer import Batch, Layer, Layers
+from torchgpipe.trace.parts import tensors_in
+from torchgpipe.trace.record import Heeds, record
+from torchgpipe.trace.refuse import Untraceable, refused
+from torchgpipe.trace.signature import Signature, arguments
+from torchgpipe.trace.watch import as_it_was
+
+Whole = nn.Module | type[nn.Module]
+
+
+def sequential(
+    module: nn.Module, sample: Any, *, whole: Iterable[Whole] = (), shared: Iterable[str] | None = None
+) -> Layers:
+    """Make a sequence of a module's own layers, in the order in which it calls them.
+
+        layers = sequential(torchvision.models.resnet50(), torch.randn(2, 3, 224, 224))
+        model = GPipe(layers, balance, chunks=8)
+
+    The module's forward is recorded on fake tensors, for three batch sizes, and cut where a submodule with parameters
+    is called. A tensor that is used later than by the next layer becomes a skip. Submodules, parameters and buffers
+    are the module's own, and state has its names. The layers and the pipeline are called like the module. Before the
+    layers are returned, they are compared with the module on the sample; that leaves the module as it was.
+
+    What depends on the mode is recorded in the module's present one. Submodules whose forward reads `training` stay
+    whole, but for those with more than half of the parameters: with such a one, the layers refuse the other mode.
+    Tensors of other shapes than the sample's, but for the batch size, and other arguments are refused, too.
+
+    Args:
+        module: any module, with its parameters on one device.
+        sample: its arguments: a tensor, a tuple of arguments by place, or a dictionary of them by name.
+        whole: submodules, or classes of them, that are not to be cut.
+        shared: the names of arguments without a batch dimension, of which every micro-batch gets all. By default this
+            is found out: a tensor has a batch dimension if its dimension 0 can grow with that of the others.
+
+    Raises:
+        Untraceable: a line of the module cannot be recorded; the message says which, why, and what to do.
+    """
+    signature = Signature(module, sample)
+    inputs = signature.tensors(sample)
+    if not inputs:
+        raise Untraceable(f"{type(module).__name__} is given no tensor, so there is nothing to split")
+    kept = _modules(module, whole)
+    first: Untraceable | None = None
+    for batched in _choices(signature, inputs, shared):
+        signature.batched = batched
+        try:
+            layers = _layers(module, signature, inputs, set(kept))
+        except Untraceable as error:
+            first = first or error
+        else:
+            _check_state(module, layers)
+            _check_outputs(module, layers, sample, inputs)
+            return layers
+    assert first is not None
+    raise first
+
+
+def _choices(
+    signature: Signature, inputs: Sequence[Tensor], shared: Iterable[str] | None
+) -> Iterator[tuple[bool, ...]]:
+    """Yield what may be true of the tensors: whether each has a batch dimension; the likeliest first."""
+    if shared is not None:
+        names = set(shared)
+        if unknown := names - set(signature.names):
+            raise ValueError(f"shared names {sorted(unknown)}, but the tensors are in {sorted(set(signature.names))}")
+        yield tuple(name not in names for name in signature.names)
+        return
+    for size in dict.fromkeys(len(x) for x in inputs if x.dim()):
+        fits = [k for k, x in enumerate(inputs) if x.dim() and len(x) == size]
+        for count in range(len(fits), 0, -1):
+            for chosen in combinations(fits, count):
+                yield tuple(k in chosen for k in range(len(inputs)))
+
+
+def _modules(root: nn.Module, whole: Iterable[Whole]) -> set[nn.Module]:
+    given = [*whole]
+    classes = tuple(x for x in given if isinstance(x, type))
+    found = {m for m in root.modules() if isinstance(m, classes) or any(m is x for x in given)}
+    for x in given:
+        if not any(m is x or (isinstance(x, type) and isinstance(m, x)) for m in found):
+            raise ValueError(f"{type(root).__name__} has no submodule {x if isinstance(x, type) else type(x)}")
+    return found
+
+
+def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]) -> Layers:
+    while True:
+        heeds: Heeds = {}
+        error: Untraceable | None = None
+        recordings: list[Recording] = []
+        try:
+            for size in SIZES:
+                recordings.append(record(module, whole, inputs, signature, size, heeds))
+        except Untraceable as found:
+            error = found
+        small = {m for m in heeds if m is not module and not _holds_most(m, module)}
+        if not small:
+            break
+        whole |= small
+    if error is not None:
+        raise error
+    for what, at in heeds.values():
+        if what == "autocast":
+            raise Untraceable(refused(module, at, "it sets or asks for autocast", "do that in a submodule of its own"))
+    _check_batch(module, recordings)
+    signature.returns(*recordings[0].result, recordings[0].outputs)
+    calls = generalise(module, recordings)
+    plans = cut(calls, [_has_parameters(module, call) for call in calls], len(inputs), recordings[0].outputs)
+    bound = next(((module.training, f"{file}:{line}") for _, (file, line) in heeds.values()), None)
+    namespace = Namespace()
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for k, plan in enumerate(plans):
+        batch = _batch(module, plan, recordings)
+        name = f"{k}:{_name(module, plan)}"
+        made = Layer(name, module, plan, namespace, extra=recordings[0].extra, batch=batch, bound=bound)
+        layers[name] = made
+    sequence = Layers(layers, signature)
+    sequence.training = module.training
+    # What no call uses belongs to the state, too; a second name of a parameter stays with the first.
+    holds: dict[Tensor, Any] = {x: layer for layer in layers.values() for x in (*layer.parameters(), *layer.buffers())}
+    state, present = module.state_dict(), sequence.state_dict().keys()
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, x in named:
+        if name not in present and name in state:
+            holds.get(x, made).hold(module, name)
+    return sequence
+
+
+def _holds_most(module: nn.Module, root: nn.Module) -> bool:
+    mine, all_of_it = (sum(p.numel() for p in m.parameters()) for m in (module, root))
+    return 2 * mine > all_of_it
+
+
+def _has_parameters(root: nn.Module, call: Call) -> bool:
+    if isinstance(call.target, str):
+        return any(True for _ in root.get_submodule(call.target).parameters())
+    names = {name for name, _ in root.named_parameters(remove_duplicate=False)}
+    return not names.isdisjoint(held_in((call.args, call.kwargs)))
+
+
+def _name(root: nn.Module, plan: Plan) -> str:
+    """Return the name of what the layer begins with, or of the module that makes its calls."""
+    for call in plan.calls:
+        if _has_parameters(root, call):
+            name = call.target if isinstance(call.target, str) else call.caller
+            return name.replace(".", "/") or type(root).__name__
+    return type(root).__name__
+
+
+def _batch(root: nn.Module, plan: Plan, recordings: Sequence[Recording]) -> Batch | None:
+    if not any(_grows((call.args, call.kwargs)) for call in plan.calls):
+        return None
+    for number in (*plan.inputs, *(value for _, value in plan.pops)):
+        found = batch_of([recording.shapes[number] for recording in recordings])
+        if found is not None:
+            return Batch(number, *found)
+    at = plan.calls[0].where
+    raise Untraceable(refused(root, at, "from here on no tensor has a batch dimension", "keep more as one layer"))
+
+
+def _grows(value: Any) -> bool:
+    return isinstance(value, Grows) or any(map(_grows, parts(value)))
+
+
+def _check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
+    if not recordings[0].outputs:
+        raise Untraceable(f"{type(module).__name__} returns no tensor")
+    for size, recording in zip(SIZES, recordings, strict=True):
+        for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
+            shape = recording.shapes[number]
+            if shape != (size, *recordings[0].shapes[first][1:]):
+                raise Untraceable(
+                    f"{type(module).__name__} returns a tensor of shape {shape} for {size} samples, but outputs of "
+                    "micro-batches are concatenated along dimension 0, and no other may grow with the batch; leave it "
+                    "out (a loss belongs after the pipeline), or say which inputs have no batch dimension, shared=[…]"
+                )
+
+
+def _check_state(module: nn.Module, layers: Layers) -> None:
+    ours, plain = (m.state_dict(keep_vars=True) for m in (layers, module))
+    if ours.keys() != plain.keys() or any(ours[name] is not x for name, x in plain.items()):
+        names = sorted(ours.keys() ^ plain.keys()) or sorted(n for n, x in plain.items() if ours[n] is not x)
+        raise Untraceable(
+            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): modules around others "
+            "can have no state_dict hooks and no extra state; keep them as one layer, whole=[…]"
+        )
+
+
+def _check_outputs(module: nn.Module, layers: Layers, sample: Any, inputs: Sequence[Tensor]) -> None:
+    """Compare the layers with the module on the sample; leave random numbers and buffers as they were."""
+    held = [*module.parameters(), *module.buffers()]
+    if any(x.is_meta for x in (*inputs, *held)):
+        return
+    args, kwargs = arguments(sample)
+    devices = {x.device for x in held if x.device.type == "cuda"}
+    buffers = [(x, x.clone()) for x in module.buffers()]
+    found = []
+    for run in (module, layers):
+        with torch.random.fork_rng(devices), torch.no_grad(), as_it_was(module):
+            outputs = [x.clone() for x in tensors_in(run(*args, **kwargs))]
+            found.append((outputs, [x.clone() for x, _ in buffers]))
+            for x, before in buffers:
+                x.copy_(before)
+    try:
+        assert_close(found[1], found[0], equal_nan=True)
+    except AssertionError as error:
+        raise Untraceable(
+            f"the layers of {type(module).__name__} give something else than the module does: "
+            f"{' '.join(str(error).split())}\nkeep a part of it as one layer, whole=[…]"
+        ) from None
