@@ -19,6 +19,7 @@ import re
 import time
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def main() -> None:
     record = json.loads(path.read_text()) if path.exists() else {"list": options.list, "models": {}}
     record["versions"] = {name: version(name) for name in sorted({"torch", options.list})}
     models = LISTS[options.list]()
+    record["of"] = len(models)
     for name, build in models.items():
         if (options.only and name not in options.only) or (name in record["models"] and not options.again):
             continue
@@ -70,10 +72,15 @@ def main() -> None:
         seconds = time.perf_counter() - start
         record["models"][name] = {key: without_paths(said) for key, said in found.items()}
         print(f"{name}: {json.dumps(found)} ({seconds:.0f} s)", flush=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        _save(record, path)
         gc.collect()
+    _save(record, path)
     write()
+
+
+def _save(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 def without_paths(said: Any) -> Any:

@@ -34,7 +34,7 @@ def _load(name: str) -> Any:
 
 
 _SUMMARY = (
-    "| list | models | equal | else | of PyTorch's `pipeline()` equal | versions |\n"
+    "| list | models run | equal | else | of PyTorch's `pipeline()` equal | versions |\n"
     "| --- | ---: | ---: | ---: | ---: | --- |"
 )
 _MODELS = (
@@ -62,7 +62,7 @@ def _summary(name: str, ours: Any, theirs: Any) -> str:
     equal, equal_too = said.count("equal"), sum(x.startswith("equal") for x in said_too)
     versions = ", ".join(f"{package} {number}" for package, number in ours["versions"].items())
     other = f"{equal_too} of {len(said_too)} tried" if said_too else "not run"
-    return f"| {name} | {len(said)} | {equal} | {len(said) - equal} | {other} | {versions} |"
+    return f"| {name} | {len(said)} of {ours.get('of', 0)} | {equal} | {len(said) - equal} | {other} | {versions} |"
 
 
 def _row(name: str, ours: dict[str, Any], theirs: dict[str, Any] | None) -> str:

@@ -56,7 +56,10 @@ def _rank(rank: int, make: Callable[[], Any], where: str, folder: str, tolerance
     torch.set_num_threads(1)
     try:
         said = _run(rank, make, where, folder, tolerance)
-    except Exception as error:
+    except Exception as raised:
+        error: BaseException = raised
+        while error.__cause__ is not None:  # the schedule says only where it was
+            error = error.__cause__
         last = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({Path(last.filename).name})"
     (Path(folder) / f"rank{rank}.txt").write_text(said)
