@@ -23,7 +23,7 @@ from torchgpipe.plan.trial import CLOSE, Candidate, Effort, Trial
 
 __all__ = ["Balances", "cuts_of"]
 
-MOST_CUTS = 2400
+MOST_CUTS = 1000
 """Cuts that balances are made of; models with more layers are cut at so many places, evenly spread."""
 CORRECTED = 8
 """How often a balance that has no room is looked for again, by what its partitions turned out to need."""

@@ -47,6 +47,8 @@ class Chain:
             if not (self.spend() and self._drop(path)):
                 break
         self.trial.take(self.balances.balance(path))
+        if not self.balances.every_cut:
+            return (value + self.least) * SAFE  # which says nothing of the cuts that are left out
         forward, _ = lightest([self.forward] * self.n)
         rest, _ = lightest([self.rest] * self.n)
 
