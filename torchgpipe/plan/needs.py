@@ -142,6 +142,7 @@ class _Working:
 
     def add(self, changes: Sequence[Change], held: Sequence[Change], known: set[int]) -> None:
         """Add a layer; storages that are `known` are held by others."""
+        held = held if changes else ()  # a layer that does nothing hands on the gradients that somebody holds
         for trace, mosts, lefts in ((changes, self.most, self.left), (held, self.held_most, self.held_left)):
             live = most = 0.0
             for change in trace:
