@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import click
-import torch
 
 from reproduce import models
 from reproduce.cli.shared import COUNT, parsed
 from reproduce.machine.devices import Devices, find_devices
+from reproduce.predict.given import IMAGE, PAPERS_SIZES, find_given
 from reproduce.predict.largest import MODELS, Asked, largest
 from torchgpipe.plan import Hardware, hardware_names, load_hardware
 from torchgpipe.plan import plan as make_plan
 from torchgpipe.plan.amount import amount, parse_amount
+from torchgpipe.plan.headroom import HEADROOM, room
 from torchgpipe.plan.optimizer import OPTIMIZERS
 from torchgpipe.plan.planner import HERE
 
-PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
 PROFILED = 4
 """Samples of the largest micro-batch that layers are timed with, unless told otherwise."""
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    """Return the shape of a sample from text such as `3x224x224`."""
+    sizes = text.split("x")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"a sample's shape is written as 3x224x224, without the batch; got {text!r}")
+    return tuple(map(int, sizes))
+
+
 @click.command()
-@click.argument("model", type=click.Choice(list(MODELS)), metavar="MODEL")
+@click.argument("model", metavar="MODEL")
 @click.option(
     "--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet. Default: 18 256, and 5 64."
 )
+@click.option("--input", "shape", callback=parsed(_shape), metavar="3x224x224", help="The shape of a sample, for "
+              f"models other than the papers'. Default: {'x'.join(map(str, IMAGE))} for torchvision's.")  # fmt: skip
 @click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
 @click.option("--memory", callback=parsed(parse_amount), metavar="24GiB", help="Of each device. Default: the "
               "hardware's.")  # fmt: skip
-@click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', as in their memory tables.")
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the papers'.")
+@click.option("--headroom", type=click.FloatRange(min=0), metavar="SHARE", help="What to leave of it to the "
+              "allocator, which reserves more than tensors take: a share of the tensors' bytes. Default: "
+              f"{HEADROOM} on a GPU, as in the papers' tables; 0 on a CPU.")  # fmt: skip
+@click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', as in their memory tables; 128.")
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the papers'; sgd.")
 @click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
               callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
               help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time "
@@ -42,8 +55,10 @@ PROFILED = 4
 def plan(
     model: str,
     size: tuple[int, int] | None,
+    shape: tuple[int, ...] | None,
     devices: int | None,
     memory: float | None,
+    headroom: float | None,
     batch_size: int | None,
     optimizer: str | None,
     hardware: Hardware | None,
@@ -52,35 +67,36 @@ def plan(
 ) -> None:
     """Find the best setup for MODEL on a node, by prediction.
 
-    MODEL is amoebanet, unet or resnet101. A setup is a balance, a number of micro-batches and a checkpoint mode. No GPU
-    is needed.
+    MODEL is amoebanet, unet or resnet101; one of torchvision's, such as torchvision:resnet50; or your own,
+    package.module:function, where the function returns the model, or the model and a sample with its batch. A setup is
+    a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
     """
-    name, papers_batch, papers_optimizer = MODELS[model]
-    built = models.MODELS[name]
-    sizes = size or PAPERS_SIZES.get(model, ())
-    batch_size, optimizer = batch_size or papers_batch, optimizer or papers_optimizer
-    if size and model not in PAPERS_SIZES:
-        raise click.BadParameter(f"{model} has one size only; leave --size out", param_hint="--size")
-    if grows and model not in PAPERS_SIZES:
-        raise click.BadParameter(f"{model} has one size only, there is no largest", param_hint="--largest")
+    for option, value in (("--size", size), ("--largest", grows)):
+        if value and model not in PAPERS_SIZES:
+            raise click.BadParameter(
+                f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave {option} out", param_hint=option
+            )
+    if shape and model in MODELS:
+        raise click.BadParameter(f"{model} has samples of its own; leave --input out", param_hint="--input")
     if profiled and hardware:
         raise click.BadParameter(
             f"nothing is timed with a description; leave it out, or say --hardware {HERE}", param_hint="--profile"
         )
     try:
+        given = find_given(model, size or (), shape or ())
+        batch_size, optimizer = batch_size or given.batch_size, optimizer or given.optimizer
         if grows is None:
-            click.echo(f"{_named(name, sizes)}, batch size {batch_size}, {optimizer}")
-            with torch.device("meta"):
-                module = built.build(*sizes)
+            click.echo(f"{given.title}, batch size {batch_size}, {optimizer}")
             found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
             with found.in_use():
-                samples = min(batch_size, profiled or PROFILED)
+                module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
                 planned = make_plan(
                     module,
-                    torch.rand(samples, *built.input_shape, device=found.first(1)[0]),
+                    sample,
                     batch_size=batch_size,
                     devices=devices or (None if hardware else found.count),
                     memory=memory,
+                    headroom=headroom,
                     hardware=hardware or HERE,
                     optimizer=optimizer,
                 )
@@ -91,17 +107,18 @@ def plan(
                 param_hint=f"--hardware {HERE}",
             )
         else:
-            devices, memory = devices or hardware.devices, memory or hardware.memory
-            asked = Asked(model, sizes, batch_size, devices, memory, optimizer, hardware)
-            _tell_largest(name, asked, ("depth", "width").index(grows))
+            tensors = room(memory or hardware.memory, hardware, headroom)
+            sizes = size or PAPERS_SIZES[model]
+            asked = Asked(model, sizes, batch_size, devices or hardware.devices, tensors, optimizer, hardware)
+            _tell_largest(MODELS[model][0], asked, ("depth", "width").index(grows))
     except (TypeError, ValueError) as error:  # a size that the model cannot have, or a plan that is impossible
         raise click.ClickException(str(error)) from None
 
 
 def _tell_largest(name: str, asked: Asked, axis: int) -> None:
     click.echo(
-        f"largest {name} on {asked.devices} device(s) of {amount(asked.memory)}, batch size {asked.batch_size}, "
-        f"{asked.optimizer}:"
+        f"largest {name} on {asked.devices} device(s) with {amount(asked.memory)} for tensors, batch size "
+        f"{asked.batch_size}, {asked.optimizer}:"
     )
     for how in ("naive", "pipelined"):
         found = largest(asked, how, axis, lambda sizes: click.echo(f"  trying {_named(name, sizes)}", err=True))
@@ -113,10 +130,9 @@ def _tell_largest(name: str, asked: Asked, axis: int) -> None:
     click.echo(
         f"Only {models.MODELS[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
         "pipelined: micro-batches of one, all but the last recomputed.\n"
-        "Predicted bytes allocated to tensors, not measured: leave room for what\n"
-        "libraries and the allocator take beside them."
+        "Predicted bytes allocated to tensors, not measured."
     )
 
 
 def _named(name: str, sizes: tuple[int, ...]) -> str:
-    return f"{name} ({', '.join(map(str, sizes))})" if sizes else name
+    return f"{name} ({', '.join(map(str, sizes))})"

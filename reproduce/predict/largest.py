@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from reproduce import models
 from reproduce.predict.rows import counted
@@ -38,6 +39,7 @@ class Asked:
     batch_size: int
     devices: int
     memory: float
+    """What tensors may take of each device."""
     optimizer: str
     hardware: Hardware
 
@@ -80,13 +82,12 @@ def _fits(asked: Asked, how: str, sizes: tuple[int, ...]) -> bool:
         search(
             predictor,
             batch_size=asked.batch_size,
-            devices=asked.devices,
-            memory=asked.memory - asked.hardware.workspace,
+            memory=asked.memory,
             optimizer=optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu),
             chunks=[1] if how == "naive" else [asked.batch_size],
             checkpoint=[MODES[how]],
+            close=inf,
             partitions=[min(asked.devices, len(predictor.counts))],
-            wanted=1,
         )
     except Impossible:
         return False

@@ -21,6 +21,7 @@ from reproduce.predict.older import OLDER
 from reproduce.records.decode import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
+from torchgpipe.plan.alike import Alike
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
@@ -181,12 +182,16 @@ BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
 }
 
 
+ALIKE = Alike()
+"""Models of one family have many layers in common."""
+
+
 @functools.cache
 def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
     """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for."""
     with torch.device("meta"):
         module, sample = BUILDERS[model](*sizes), torch.empty(1, *input_shape)
-    return count(module, sample, memory=memory)
+    return count(module, sample, memory=memory, alike=ALIKE)
 
 
 def _rounded(value: Json) -> Json:

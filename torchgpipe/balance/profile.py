@@ -70,7 +70,8 @@ class Rehearsal:
     ) -> None:
         self.original = original
         self._make = make
-        self._value = value
+        self.value = value
+        """What enters it; runs get copies."""
         self._skips = skips
         self.output: TensorOrTensors = ()
         self.scope: Scope = {}
@@ -85,7 +86,7 @@ class Rehearsal:
         """Forget the last run, and return the input for the next."""
         self.output = ()
         self.scope = {key: None if x is None else _fresh(x) for key, x in self._skips.items()}
-        return mapped(_fresh, self._value)
+        return mapped(_fresh, self.value)
 
     def forward(self, value: TensorOrTensors) -> None:
         """Run the layer on what `prepare` returned."""
@@ -104,12 +105,19 @@ def rehearse(
     cut_off = functools.partial(_detach, device=device)
     value = mapped(cut_off, sample)
     waiting: Scope = {}
+    known: dict[int, tuple[TensorOrTensors, TensorOrTensors]] = {}  # by id, on meta, where they take no memory
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
         rehearsal = Rehearsal(layer, value, skips, functools.partial(placed_copy, module, index, device))
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
-        value = mapped(cut_off, rehearsal.output)
+        if device.type == "meta":
+            # Layers that behave alike put out the same object, again and again.
+            if id(rehearsal.output) not in known:
+                known[id(rehearsal.output)] = rehearsal.output, mapped(cut_off, rehearsal.output)
+            value = known[id(rehearsal.output)][1]
+        else:
+            value = mapped(cut_off, rehearsal.output)
         waiting.update({key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()})
         # The device may have room for only one layer.
         del rehearsal, skips

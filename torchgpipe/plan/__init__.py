@@ -11,15 +11,20 @@
 | `operators` | what an operator does: its class, floating-point operations, bytes |
 | `count`, `growth` | what every layer does and holds, counted on `meta` for two sizes, and whether others follow |
 | `as_on`, `attention`, `autocast` | on `meta`, what a device would run: its fused kernels, in autocast's types |
+| `errors` | which layer could not be counted |
 | `hardware` | descriptions of nodes, and the seconds that operators take on them |
 | `profiled`, `timing`, `here` | in their place, a profile on the present device, and what that device is |
 | `predict`, `replay` | seconds and bubble of a training step |
 | `footprint`, `task`, `memory` | what a layer, a micro-batch on a partition, and a device hold: exact bytes |
 | `optimizer` | what an optimizer holds: its state, and what its step makes |
 | `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |
-| `search`, `fill` | the best balance, micro-batches and checkpoint mode under a memory limit |
+| `search` | the best balance, micro-batches and checkpoint mode under a memory limit |
+| `balances`, `trial` | the best balance for given micro-batches and mode: which are tried, and the best of them |
+| `bound`, `needs`, `chain`, `cuts` | seconds and bytes that no balance can beat, and both at once |
+| `headroom` | how much of a device's memory tensors may take |
 | `impossible` | why there is none |
-| `planner`, `report`, `amount` | `plan` itself, and how it is written |
+| `planner`, `report`, `reason`, `amount` | `plan` itself, and how it is written |
+| `beside` | data parallel training on as many devices |
 """
 
 from __future__ import annotations

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.microbatch import TensorOrTensors, check
-from torchgpipe.plan.alike import behaviour
+from torchgpipe.plan.alike import Alike
 from torchgpipe.plan.as_on import as_on
 from torchgpipe.plan.counter import Counter
+from torchgpipe.plan.errors import naming_layer
 from torchgpipe.plan.footprint import Footprint, between
 from torchgpipe.plan.growth import check_growth
 from torchgpipe.plan.measure import Numbers, measure_footprint
 from torchgpipe.plan.operators import Operator, between_operators
 from torchgpipe.plan.remembered import Remembered
+from torchgpipe.plan.task import Task
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.trace.layer import batched
@@ -81,6 +83,8 @@ class Counts:
     input: float
     """Bytes of one sample of the model's input."""
     known: dict[int, list[Footprint]] = field(default_factory=dict, repr=False, compare=False)
+    tasks: dict[tuple[int, int, int, bool], Task] = field(default_factory=dict, repr=False, compare=False)
+    """By micro-batch size, first layer, the one after the last, and whether they are checkpointed."""
 
     def footprints(self, size: int) -> list[Footprint]:
         """Return what the layers hold for micro-batches of `size` samples."""
@@ -109,17 +113,19 @@ def count(
     memory: bool = True,
     device: str = "cuda",
     autocast: torch.dtype | None = None,
+    alike: Alike | None = None,
 ) -> Counts:
     """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
 
     Counted are the kernels of a type of device: "cuda", "cpu", or "meta" itself, which has no fused ones. They run
     under `autocast` to this type of numbers; by default, under what is enabled for that device where it is called.
-    Without `memory` footprints are left out, which are most of the work.
+    Without `memory` footprints are left out, which are most of the work. With one `alike` for several models, layers
+    that are in two of them are counted once.
 
     Raises:
         TypeError: a wrong type, or a layer that cannot be copied.
-        ValueError: a layer is compiled, or runs different operators for different batch sizes; or whatever a layer
-            itself raises.
+        ValueError: a layer fails, is compiled, or runs different operators for different batch sizes; the message
+            names it.
 
     Warns:
         UserWarning: a layer does more for every further sample, so that larger micro-batches are counted too low.
@@ -130,14 +136,15 @@ def count(
     found: list[list[LayerCount]] = []
     numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
     names = list(module._modules)
-    remembered = Remembered()
+    remembered, alike = Remembered(), alike or Alike()
+    alike.begin(module, device, autocast)
     for size in SIZES:
         given = _empty(sample, size, batched(module))
         with undisturbed(meta), remembered, as_on(device, autocast):
-            counted = rehearse(module, given, meta, _count(numbers))
+            counted = rehearse(module, given, meta, _count(numbers, module, alike))
             layers = [make(name) for name, make in zip(names, counted, strict=True)]
             if memory:
-                footprints = rehearse(module, given, meta, _measure(layers, given, numbers))
+                footprints = rehearse(module, given, meta, _measure(layers, given, numbers, alike))
                 layers = [replace(x, footprint=y) for x, y in zip(layers, footprints, strict=True)]
             found.append(layers)
     check_growth(found[0], found[1], SIZES)
@@ -157,21 +164,24 @@ def _refuse_compiled(module: nn.Sequential) -> None:
                 )
 
 
-def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str], LayerCount]]:
-    known: dict[object, tuple[Callable[[str], LayerCount], TensorOrTensors]] = {}
+def _count(
+    numbers: dict[SkipKey, int], module: nn.Sequential, alike: Alike
+) -> Callable[[Rehearsal], Callable[[str], LayerCount]]:
+    known: dict[object, tuple[Callable[[str], LayerCount], TensorOrTensors]] = alike.counts
+    whose = iter(f"layer {i} ({name!r}, {type(x).__name__})" for i, (name, x) in enumerate(module._modules.items()))
 
     def measure(rehearsal: Rehearsal) -> Callable[[str], LayerCount]:
-        value = rehearsal.prepare()
-        key = behaviour(rehearsal.original, value)
+        which, key = next(whose), alike.behaviour(rehearsal.original, rehearsal.value)
         if key is not None and key in known:
             found, rehearsal.output = known[key]
             return found
+        value = rehearsal.prepare()
         reached: set[int] = set()
         given = [_Entry.apply(reached, i, x) for i, x in enumerate((value,) if isinstance(value, Tensor) else value)]
         rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
         layer = rehearsal.layer
         entering = set(rehearsal.scope)
-        with Counter() as forward:
+        with naming_layer(which, value), Counter() as forward:
             rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
         stashes = tuple(
             Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items()
@@ -183,7 +193,7 @@ def _count(numbers: dict[SkipKey, int]) -> Callable[[Rehearsal], Callable[[str],
         backward = Counter()
         if roots:
             gradients = [torch.empty_like(x) for x in roots]
-            with backward:
+            with naming_layer(which, value), backward:
                 torch.autograd.backward(roots, gradients)
         gives = tuple(i in reached for i in range(len(given)))
         trained = [p for p in layer.parameters() if p.requires_grad]
@@ -236,10 +246,10 @@ class _Entry(torch.autograd.Function):
 
 
 def _measure(
-    layers: Sequence[LayerCount], given: TensorOrTensors, skips: dict[SkipKey, int]
+    layers: Sequence[LayerCount], given: TensorOrTensors, skips: dict[SkipKey, int], alike: Alike
 ) -> Callable[[Rehearsal], Footprint]:
     """Measure the layers' memory in turn, each with gradients for those outputs to which the next one gives some."""
-    numbers = Numbers()
+    numbers = Numbers(alike)
     numbers.value = tuple(numbers.new() for _ in ((given,) if isinstance(given, Tensor) else given))
     taken = iter([*(layer.gives for layer in layers[1:]), None])
     gives = iter([layer.gives for layer in layers])

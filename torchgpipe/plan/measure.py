@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.balance.profile import Rehearsal
-from torchgpipe.microbatch import TensorOrTensors
-from torchgpipe.plan.alike import behaviour
+from torchgpipe.plan.alike import Alike
 from torchgpipe.plan.footprint import Change, Footprint, renumbered
 from torchgpipe.plan.live import Live
 from torchgpipe.skip.scope import SkipKey
@@ -23,12 +22,12 @@ Needs = Sequence[bool]
 class Numbers:
     """Hand out numbers to storages, and remember those that wait: the present value's, and the skips'."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Alike) -> None:
         self.next = 0
         self.value: tuple[int, ...] = ()
         self.skips: dict[SkipKey, int] = {}
-        self.known: dict[object, tuple[Footprint, TensorOrTensors]] = {}
-        """Footprints and outputs of layers that behave alike, by what tells them apart."""
+        self.layers = layers
+        """Footprints and outputs of layers that behave alike."""
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -77,9 +76,9 @@ def measure_footprint(
     `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs
     get one from it.
     """
-    key = behaviour(rehearsal.original, rehearsal.prepare(), (numbers.alike, takes, gives))
-    if key is not None and key in numbers.known:
-        known, rehearsal.output = numbers.known[key]
+    key = numbers.layers.behaviour(rehearsal.original, rehearsal.value, (numbers.alike, takes, gives))
+    if key is not None and key in numbers.layers.footprints:
+        known, rehearsal.output = numbers.layers.footprints[key]
         return numbers.again(known)
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]
@@ -115,7 +114,7 @@ def measure_footprint(
         forward=forward, graph=graph, first=first, later=later, first_held=first_held, later_held=later_held
     )
     if key is not None:
-        numbers.known[key] = result, rehearsal.output
+        numbers.layers.footprints[key] = result, rehearsal.output
     return result
 
 

@@ -25,7 +25,7 @@ from torchgpipe.plan.footprint import Footprint
 from torchgpipe.plan.predict import Setup
 from torchgpipe.plan.task import Task, task_bytes
 
-__all__ = ["Crossing", "Device", "device_memory", "find_crossings", "setup_memory"]
+__all__ = ["Crossing", "Device", "alone_memory", "device_memory", "find_crossings", "setup_memory"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def device_memory(
         """Bytes held for the first `count` micro-batches."""
         return min(count, recomputed) * twice.inputs + max(0, count - recomputed) * once.kept
 
-    for i in range(m):
+    # Between these, everything grows or shrinks evenly.
+    looked_at = sorted({*range(min(m, n)), *(i for i in (recomputed - 1, recomputed, m - 2, m - 1) if 0 <= i < m)})
+    for i in looked_at:
         task = twice if i < recomputed else once
         under_way = sum(min(i, c.target - j) * c.bytes for c in leaving)
         pieces = i * output if last_partition else 0.0
@@ -130,7 +132,7 @@ def device_memory(
         gathered = outputs if m > 1 else 0.0
         consider(gradients=before, stashed=stash(m) + outputs, working=gathered, skips=0.0, copies=0.0)
         outputs += m * output_grad
-    for i in reversed(range(m)):
+    for i in reversed(looked_at):
         task, first = twice if i < recomputed else once, i == m - 1
         grads = before + (0.0 if first else parameters)
         arrived = 0.0 if last_partition else output_grad
@@ -154,29 +156,56 @@ def device_memory(
 
 def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
     """Return every device's peak. Micro-batches count as equal: as the largest, if the last is smaller."""
-    layers, footprints = counts.low, counts.footprints(setup.sizes[0])
     cuts = setup.cuts
-    crossings = find_crossings(footprints, cuts)
-    found = []
-    for j, (start, stop) in enumerate(cuts):
-        found.append(
-            device_memory(
-                j,
-                len(cuts),
-                len(setup.sizes),
-                task_bytes(footprints, start, stop, checkpoint=False),
-                task_bytes(footprints, start, stop, checkpoint=True),
-                setup.checkpoint,
-                crossings=crossings,
-                parameters=sum(layer.parameters for layer in layers[start:stop]),
-                frozen=sum(layer.frozen for layer in layers[start:stop]),
-                state=setup.optimizer.state,
-                update=setup.optimizer.temporaries([x for layer in layers[start:stop] for x in layer.parameter_sizes]),
-                mini_batch=counts.input * setup.batch_size,
-                zeroed=setup.zeroed,
-            )
-        )
-    return found
+    crossings = find_crossings(counts.footprints(setup.sizes[0]), cuts)
+    return [_device(counts, setup, j, len(cuts), crossings, *ends) for j, ends in enumerate(cuts)]
+
+
+def alone_memory(counts: Counts, setup: Setup, start: int, stop: int) -> Device:
+    """Return the least peak of a device with layers `start` … `stop` - 1 in any balance: its skips go next door."""
+    before, after = start > 0, stop < len(counts)
+    footprints = counts.footprints(setup.sizes[0])
+    popped = {number: p for p, layer in enumerate(footprints) for number in layer.pops}
+    crossings = [
+        Crossing(before, before + 1, dict(layer.sizes)[number], grad)
+        for layer in footprints[start:stop]
+        for (_, number), grad in zip(layer.stashes, layer.stash_grads, strict=True)
+        if popped[number] >= stop
+    ]
+    return _device(counts, setup, int(before), 1 + before + after, crossings, start, stop)
+
+
+def _device(
+    counts: Counts, setup: Setup, j: int, n: int, crossings: Sequence[Crossing], start: int, stop: int
+) -> Device:
+    m, layers = len(setup.sizes), counts.low[start:stop]
+    recomputed = checkpointed(setup.checkpoint, m)
+    # Only what is needed: these take most of the time.
+    once = _task(counts, setup.sizes[0], start, stop, False) if recomputed < m or start == 0 else None
+    twice = _task(counts, setup.sizes[0], start, stop, True) if recomputed else once
+    assert twice is not None
+    return device_memory(
+        j,
+        n,
+        m,
+        once or twice,
+        twice,
+        setup.checkpoint,
+        crossings=crossings,
+        parameters=sum(layer.parameters for layer in layers),
+        frozen=sum(layer.frozen for layer in layers),
+        state=setup.optimizer.state,
+        update=setup.optimizer.temporaries([x for layer in layers for x in layer.parameter_sizes]),
+        mini_batch=counts.input * setup.batch_size,
+        zeroed=setup.zeroed,
+    )
+
+
+def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) -> Task:
+    key = (size, start, stop, checkpoint)
+    if key not in counts.tasks:
+        counts.tasks[key] = task_bytes(counts.footprints(size), start, stop, checkpoint=checkpoint)
+    return counts.tasks[key]
 
 
 def find_crossings(footprints: Sequence[Footprint], cuts: Sequence[tuple[int, int]]) -> list[Crossing]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -16,13 +17,18 @@ from torchgpipe.checkpoint import Mode
 from torchgpipe.gpipe import GPipe
 from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.plan.amount import parse_amount
+from torchgpipe.plan.beside import DataParallel, data_parallel
 from torchgpipe.plan.count import count
 from torchgpipe.plan.hardware import Hardware, load_hardware
+from torchgpipe.plan.headroom import check_headroom, room
+from torchgpipe.plan.impossible import Impossible, hopeless
 from torchgpipe.plan.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
-from torchgpipe.plan.report import describe
-from torchgpipe.plan.search import MODES, Candidate, search
+from torchgpipe.plan.reason import reason
+from torchgpipe.plan.report import WIDTH, describe_numbers, describe_setup
+from torchgpipe.plan.search import MODES, Found, search
+from torchgpipe.plan.trial import Candidate
 from torchgpipe.skip import verify_skippables
 from torchgpipe.trace.layer import flat
 
@@ -37,10 +43,22 @@ class Plan:
     """The best setup that was found, with what is predicted for it, and the runners-up. `print` it to read it."""
 
     candidates: Sequence[Candidate]
+    """The best for each number of partitions, the fastest first."""
+    bound: float
+    """Seconds that no setup can beat, of those that were asked for."""
     memory: float
+    """Bytes of each device."""
+    room: float
+    """What tensors may take of them."""
     hardware: Hardware
     source: str
     """What the seconds were predicted from."""
+    by_devices: Mapping[int, Found] = field(repr=False)
+    """For each number of devices: the best setup, and the seconds that none can beat."""
+    beside: Sequence[DataParallel] = field(repr=False)
+    """Data parallel training, on as many devices."""
+    reason: str
+    """What holds the plan back, in words."""
     module: nn.Sequential = field(repr=False)
 
     @property
@@ -62,6 +80,11 @@ class Plan:
     def seconds(self) -> float:
         """The predicted seconds of a step."""
         return self.candidates[0].seconds
+
+    @property
+    def gap(self) -> float:
+        """By how much a faster setup could be faster at most: the seconds over those that none can beat, less one."""
+        return self.seconds / self.bound - 1
 
     @property
     def bubble(self) -> float:
@@ -90,7 +113,14 @@ class Plan:
         return GPipe(self.module, self.balance, devices=given, chunks=self.chunks, checkpoint=self.checkpoint)
 
     def __str__(self) -> str:
-        return describe(self.candidates, self.memory, self.source)
+        best = [(n, each.best) for n, each in self.by_devices.items()]
+        batch_size = self.candidates[0].setup.batch_size
+        parts = (
+            describe_setup(self.candidates[0], self.bound, self.memory, self.room, self.source),
+            describe_numbers(best, self.beside, batch_size, self.room),
+            fill(self.reason, WIDTH),
+        )
+        return "\n\n".join(filter(None, parts))
 
 
 def plan(
@@ -100,6 +130,7 @@ def plan(
     batch_size: int,
     devices: int | None = None,
     memory: str | float | None = None,
+    headroom: float | None = None,
     hardware: str | Path | Hardware = HERE,
     optimizer: str = "sgd",
     chunks: int | Sequence[int] | None = None,
@@ -119,7 +150,9 @@ def plan(
             profile on and as large as the largest micro-batch to be considered; otherwise neither matters.
         batch_size: samples of a mini-batch.
         devices: how many there are at most; by default the node's.
-        memory: what each has for tensors, in bytes or as text such as "24GiB"; by default the node's.
+        memory: what each has, in bytes or as text such as "24GiB"; by default the node's.
+        headroom: what to leave of it to the allocator, as a share of the tensors' bytes; by default 0.15 on a GPU,
+            whose caching allocator reserves more than tensors take, and nothing on a CPU. See `headroom.py`.
         hardware: a description's name, such as "h100x8", its file, or itself; see `hardware_names`. By default "here":
             profile on the sample's device, and predict for devices like it. On a CPU a device has as many cores as
             PyTorch has threads, and an equal share of the memory.
@@ -161,6 +194,8 @@ def plan(
     if master_weights and any(p.element_size() != 2 for p in module.parameters() if p.requires_grad):
         raise ValueError("master_weights is for parameters in 16 bits: others are updated as they are, so leave it out")
     given = None if memory is None else parse_amount(memory)
+    if headroom is not None:
+        check_headroom(headroom)
     cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
     counts = count(module, sample, device="cpu" if cpu else "cuda", autocast=autocast)
     if node is None:
@@ -170,17 +205,31 @@ def plan(
         node, source = here.hardware, f"{here.profile}; {here.hardware.sources['link_bandwidth']}"
     else:
         predictor, source = Predictor(counts, node), f"hardware description {node.name}"
-    room = (node.memory if given is None else given) - node.workspace
-    candidates = search(
+    each = node.memory if given is None else given
+    tensors = room(each, node, headroom)
+    most = node.devices if devices is None else devices
+    state = optimizer_named(optimizer, foreach=not node.cpu, master_weights=master_weights)
+    if (way := hopeless(predictor, batch_size, most, tensors, state)) is not None:
+        raise Impossible(way)
+    found = search(
         predictor,
         batch_size=batch_size,
-        devices=node.devices if devices is None else devices,
-        memory=room,
-        optimizer=optimizer_named(optimizer, foreach=not node.cpu, master_weights=master_weights),
+        memory=tensors,
+        partitions=_numbers(min(most, len(counts))),
+        optimizer=state,
         chunks=numbers,
         checkpoint=modes,
     )
-    return Plan(candidates, room, node, source, module)
+    candidates = sorted((each.best for each in found.values() if each.best is not None), key=lambda c: c.seconds)
+    bound = min(each.bound for each in found.values())
+    beside = [data_parallel(predictor, batch_size, n, state) for n in found]
+    words = reason(predictor, found, tensors)
+    return Plan(candidates, bound, each, tensors, node, source, found, beside, words, module)
+
+
+def _numbers(most: int) -> list[int]:
+    """Return the numbers of partitions to choose from: every one to 16, then fewer, and the most."""
+    return sorted({n for n in (*range(1, 17), *(k << i for i in range(3, 12) for k in (2, 3))) if n <= most} | {most})
 
 
 def _check_number(name: str, given: object) -> None:

@@ -126,22 +126,31 @@ class Predictor:
         if len(self.counts) != sum(setup.balance):
             raise ValueError(f"the balance has {sum(setup.balance)} layers, and the model {len(self.counts)}")
         recomputed = checkpointed(setup.checkpoint, len(sizes))
-        forward, backward, recompute = [], [], []
+        forward: list[list[float]] = []
+        backward: list[list[float]] = []
+        recompute: list[list[float]] = []
+        rows: dict[tuple[int, bool, bool], tuple[list[float], list[float], list[float]]] = {}
         for i, size in enumerate(sizes):
-            layers = self.layers(size)
             # The last goes backward first, so that there is nothing to add gradients to.
-            first = i == len(sizes) - 1 and not setup.zeroed
-            graph = [sum(layers.graph[a:b]) for a, b in cuts]
-            again = i < recomputed
-            forward.append([sum(layers.forward[a:b]) for a, b in cuts] if again else graph)
-            recompute.append(graph if again else [0.0] * len(cuts))
-            backward.append(
-                [sum(layers.backward[a:b]) + (0.0 if first else sum(layers.accumulate[a:b])) for a, b in cuts]
-            )
+            kind = size, i < recomputed, i == len(sizes) - 1 and not setup.zeroed
+            if kind not in rows:
+                rows[kind] = self._row(cuts, *kind)
+            for table, row in zip((forward, backward, recompute), rows[kind], strict=True):
+                table.append(row)
         copies, skips = self.copies(setup)
         # On a CPU, partitions that cannot overlap run one after another, each recomputation right before its backward.
         ahead = not self.hardware.cpu or overlaps(len(sizes), len(cuts))
         return Costs(forward, backward, recompute, copies, skips=skips, blocking=not setup.streams, ahead=ahead)
+
+    def _row(
+        self, cuts: Sequence[tuple[int, int]], size: int, again: bool, first: bool
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Return a micro-batch's forward, backward and recomputation on each partition."""
+        layers = self.layers(size)
+        graph = [sum(layers.graph[a:b]) for a, b in cuts]
+        forward = [sum(layers.forward[a:b]) for a, b in cuts] if again else graph
+        backward = [sum(layers.backward[a:b]) + (0.0 if first else sum(layers.accumulate[a:b])) for a, b in cuts]
+        return forward, backward, graph if again else [0.0] * len(cuts)
 
     def copies(self, setup: Setup) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy, and of the skips that go from one partition to another."""
@@ -160,16 +169,29 @@ class Predictor:
 
     def step(self, setup: Setup) -> Step:
         """Predict one step."""
-        if not setup.optimizer.updates:
-            return Step(replay(self.costs(setup)), 0.0)
         layers = self.layers(setup.sizes[0]).layers
         weights = [sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts]
+        return Step(replay(self.costs(setup)), self._update(setup, weights))
+
+    def update_bound(self, setup: Setup, parameters: float) -> tuple[float, float]:
+        """Return the seconds that the optimizer's step takes with any balance, and those for each byte of a partition.
+
+        `parameters` are the model's bytes.
+        """
+        whole = self._update(setup, [parameters])
+        if self.hardware.cpu or whole == self._update(setup, [0.0]):
+            return whole, 0.0
+        return 0.0, (self._update(setup, [2 * parameters]) - whole) / parameters
+
+    def _update(self, setup: Setup, parameters: Sequence[float]) -> float:
+        """Return the seconds of the optimizer's step, from each partition's bytes."""
+        if not setup.optimizer.updates:
+            return 0.0
         # GPUs update theirs at the same time; on a CPU one thread updates all, one after another.
-        updated = sum(weights) if self.hardware.cpu else max(weights)
+        updated = sum(parameters) if self.hardware.cpu else max(parameters)
         # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.
         moved = 3.0 + 2.0 * setup.optimizer.state + (1.0 if setup.zeroed else 0.0)
-        optimizer = Operator("elementwise", "float32", 0.0, moved * updated)
-        return Step(replay(self.costs(setup)), self.hardware.seconds(optimizer))
+        return self.hardware.seconds(Operator("elementwise", "float32", 0.0, moved * updated))
 
 
 def crossing(layers: Sequence[LayerCount], cuts: Sequence[tuple[int, int]]) -> list[tuple[int, int, float]]:

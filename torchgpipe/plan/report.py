@@ -1,4 +1,4 @@
-"""Write a plan for people: what was predicted for a setup, and for those that came next."""
+"""Write a plan for people: what was predicted for a setup, for each number of devices, and for training beside it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Sequence
 
 from torchgpipe.plan.amount import amount
-from torchgpipe.plan.search import Candidate
+from torchgpipe.plan.beside import DataParallel
+from torchgpipe.plan.trial import Candidate
 
-__all__ = ["balance_text", "describe"]
+__all__ = ["balance_text", "describe_numbers", "describe_setup"]
 
 GiB = 2**30
 WIDTH = 78
-RUNNERS_UP = 3
 INDENT = " " * 12
 
 
@@ -27,18 +27,20 @@ def balance_text(balance: Sequence[int], width: int = WIDTH) -> str:
     return text if len(text) <= width else f"{text[: width // 2 - 2]} … {text[-width // 2 + 2 :]}"
 
 
-def describe(candidates: Sequence[Candidate], memory: float, source: str) -> str:
-    """Return the best candidate's setup, time and memory, and the runners-up."""
-    best, *others = candidates
+def describe_setup(best: Candidate, bound: float, memory: float, room: float, source: str) -> str:
+    """Return a setup, its time and how far that is from the bound, and its memory."""
     setup = best.setup
+    gap = best.seconds / bound - 1
     lines = [
         f"balance     {balance_text(setup.balance, WIDTH - 12)}",
         f"chunks      {len(setup.sizes)} micro-batches of {setup.sizes[0]}",
         f"checkpoint  {setup.checkpoint}",
         f"step        {duration(best.seconds)} predicted, {setup.batch_size / best.seconds:.4g} samples/s",
+        f"{INDENT}no balance, chunks or checkpoint can be more than {gap:.1%} faster",
         f"bubble      {best.bubble:.1%} of the devices' time",
         f"memory      at most {amount(best.peak)} of {amount(memory)} on a device, allocated to tensors",
-        *textwrap.wrap(f"predicted, not measured: {source}", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT),
+        *([f"{INDENT}{amount(memory - room)} are left to the allocator and to libraries"] if room < memory else []),
+        *_wrapped(f"predicted, not measured: {source}"),
         "",
         "device  layers  model+grads  optimizer  stashed  working  copies    total",
     ]
@@ -56,12 +58,31 @@ def describe(candidates: Sequence[Candidate], memory: float, source: str) -> str
             f"{j:>6}  {layers:>6}" + "".join(f"{cell / GiB:>{w}.2f}" for cell, w in zip(cells, widths, strict=True))
         )
     lines.append("(GiB, at each device's fullest moment)")
-    if others:
-        lines += ["", "next best"]
-        for other in others[:RUNNERS_UP]:
-            s = other.setup
-            lines.append(
-                f"  {duration(other.seconds):>8}  n={len(s.balance)} m={len(s.sizes)} {s.checkpoint}, "
-                f"{amount(other.peak)}, bubble {other.bubble:.1%}"
-            )
     return "\n".join(lines)
+
+
+def describe_numbers(
+    best: Sequence[tuple[int, Candidate | None]], beside: Sequence[DataParallel], batch_size: int, room: float
+) -> str:
+    """Return a table of the best setup for each number of devices, and of data parallel training on as many."""
+    lines = ["devices  samples/s  chunks   checkpoint    GiB  bubble  | data parallel    GiB"]
+    for (n, candidate), other in zip(best, beside, strict=True):
+        cells = f"{'no room':>9}"
+        if candidate is not None:
+            setup = candidate.setup
+            cells = (
+                f"{batch_size / candidate.seconds:>9.4g}{len(setup.sizes):>8}{setup.checkpoint:>13}"
+                f"{candidate.peak / GiB:>7.2f}{candidate.bubble:>8.1%}"
+            )
+        rate = f"{batch_size / other.seconds:.4g}" if other.peak <= room else "no room"
+        lines.append(f"{n:>7}  {cells:<45}  |{rate:>14}{other.peak / GiB:>7.2f}")
+    lines += textwrap.wrap(
+        "(GiB of the fullest device. Data parallel: the whole model and a share of the batch on each device, nothing "
+        "recomputed; on one device that is plain training)",
+        WIDTH,
+    )
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)

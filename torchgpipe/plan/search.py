@@ -1,52 +1,49 @@
 """Search balance x chunks x checkpoint for the shortest predicted step whose devices all have room.
 
-For each number of micro-batches and each checkpoint mode, the heaviest partition is made as light as memory allows:
-bounds are bisected, and partitions filled greedily up to a bound in seconds and one in bytes. The bytes in there are
-estimates in closed form; what is returned was replayed, in seconds and exactly in bytes, and the best were improved
-by moving their cuts. So nothing that was tried is faster, and the plain balance by time was tried with every m.
+For each number of micro-batches and each mode there is a lower bound (`bound`) for any number of partitions. Those with
+the lowest come first, and those whose bound is no better than the best setup so far are left out. For each of the
+others balances are found (`balances`), and a bound that memory has raised. Whatever is returned was replayed, in
+seconds and exactly in bytes; nothing that was tried is faster, and nothing at all is faster than the bound.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
-from torchgpipe.balance.minimise import minimise_heaviest
+import torch
+
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.plan.fill import Estimate, fill, layer_seconds, relieve, smallest
-from torchgpipe.plan.impossible import Impossible, hopeless, least, why
-from torchgpipe.plan.memory import Device, setup_memory
+from torchgpipe.plan.balances import Balances, cuts_of
+from torchgpipe.plan.bound import Bound, without_rest
+from torchgpipe.plan.impossible import Impossible, least, why
+from torchgpipe.plan.needs import Needs
 from torchgpipe.plan.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
+from torchgpipe.plan.trial import CLOSE, Candidate, Effort, assess
 
-__all__ = ["MODES", "Candidate", "assess", "chunk_choices", "search"]
+__all__ = ["MODES", "Found", "chunk_choices", "search"]
 
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 MOST_EVENTS = 200_000
 """Tasks that a replay of a candidate may have; with more micro-batches than that, one is tried where no other fits."""
-WANTED = 4
-"""How many setups to return, by default."""
-IMPROVED = 2
-"""How many of the best have their cuts moved."""
-TIGHTER = 4
-"""How often the bound in bytes is tightened where the estimate was too low."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A setup with what is predicted for it: seconds, bubble, and every device's memory."""
+@dataclass
+class Found:
+    """The best setup for a number of partitions, `None` if none fits, and the seconds that no such setup can beat."""
 
-    setup: Setup
-    seconds: float
-    bubble: float
-    devices: tuple[Device, ...]
+    best: Candidate | None = None
+    bound: float = inf
+    free: float = inf
+    """The seconds of the fastest that was tried, whether it fits or not."""
 
     @property
-    def peak(self) -> float:
-        """Bytes of the device that needs the most."""
-        return max(device.peak for device in self.devices)
+    def limit(self) -> float:
+        """The seconds to beat."""
+        return inf if self.best is None else self.best.seconds
 
 
 def chunk_choices(batch_size: int, partitions: int) -> list[int]:
@@ -66,113 +63,88 @@ def search(
     predictor: Predictor,
     *,
     batch_size: int,
-    devices: int,
     memory: float,
+    partitions: Sequence[int],
     optimizer: Optimizer = STATELESS,
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[Mode] = MODES,
-    partitions: Sequence[int] | None = None,
-    wanted: int = WANTED,
-) -> list[Candidate]:
-    """Return the setups that fit, the fastest first, one for each number of partitions, micro-batches and mode.
+    close: float = CLOSE,
+) -> dict[int, Found]:
+    """Return the best setup for each number of partitions; `memory` is each device's, in bytes, for tensors alone.
 
-    `memory` is each device's, in bytes, for tensors alone.
+    No better one is looked for where one is as `close` to what none can beat: 0.01 is 1 %, infinity is any that fits.
 
     Raises:
         Impossible: none fits; the message says what is in the way.
     """
-    layers = len(predictor.counts)
-    most = min(devices, layers)
-    counts = partitions or sorted({n for n in (1, 2, 4, 8, 16, 32, 64, most) if n <= most})
-    if (reason := hopeless(predictor, batch_size, devices, memory, optimizer)) is not None:
-        raise Impossible(reason)
-    drafts: list[Setup] = []
-    balanced = functools.cache(lambda n, costs: tuple(minimise_heaviest(costs, n)))
-    for n in counts:
-        for m in chunks or chunk_choices(batch_size, n):
-            for mode in checkpoint:
-                if mode == "except_last" and checkpointed(mode, m) == 0 and "never" in checkpoint:
-                    continue  # a single micro-batch: the same as never
-                setup = Setup(batch_size, (layers,), m, mode, optimizer)
-                # Balanced by forward and backward alone, and by all that they do.
-                both = {balanced(n, costs) for costs in (_plain(predictor, setup), layer_seconds(predictor, setup))}
-                drafts += [replace(setup, balance=balance) for balance in sorted(both)]
-
-    # The fastest first; what does not fit comes back with another balance, and then comes in its turn again.
-    queue = [(predictor.step(setup).seconds, order, setup) for order, setup in enumerate(drafts)]
-    heapq.heapify(queue)
-    filled: dict[tuple[int, int, Mode], int] = {}
-    found: dict[tuple[int, int, Mode], Candidate] = {}
-    while queue and len(found) < wanted:
-        _, order, setup = heapq.heappop(queue)
-        kind = (len(setup.balance), setup.chunks, setup.checkpoint)
-        if kind in found:
-            continue
-        candidate = assess(predictor, setup)
-        if candidate.peak <= memory:
-            if len(found) < min(IMPROVED, wanted - 1):
-                candidate = _improve(predictor, candidate, memory)
-            found[kind] = candidate
-        elif filled.get(kind, 0) < TIGHTER:
-            # What this balance needs, estimated and exactly, says how far the estimate is off.
-            estimate = Estimate(predictor, setup)
-            off = estimate.peak(setup.balance) / candidate.peak
-            filled[kind] = filled.get(kind, 0) + 1
-            room = memory * off * 0.99 ** (filled[kind] - 1)
-            balance = fill(predictor, setup, estimate, room)
-            if balance is None:
-                filled[kind] = TIGHTER
-                balance = smallest(predictor, setup, estimate)
-                if balance is not None:
-                    balance = relieve(predictor, replace(setup, balance=balance), memory)
-            if balance is not None:
-                other = replace(setup, balance=balance)
-                heapq.heappush(queue, (predictor.step(other).seconds, order, other))
-    if not found:
-        # At last, balanced by parameters: one micro-batch, the smallest ones, and whatever was left out above.
-        n = max(counts)
-        tried = sorted(chunks or {1, batch_size, *_every_choice(batch_size)} - {*chunk_choices(batch_size, n)[1:-1]})
-        smallest_of = [least(predictor, batch_size, n, optimizer, [m], checkpoint) for m in tried]
-        fitting = next((x for x in smallest_of if x.peak <= memory), None)
-        if fitting is None:
-            allowed = min(smallest_of, key=lambda x: x.peak)
-            raise Impossible(why(predictor, allowed, batch_size, devices, memory))
-        return [assess(predictor, fitting.setup)]
-    return sorted(found.values(), key=lambda c: c.seconds)
+    base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tables are small, and threads only wait for each other
+    try:
+        return _search(predictor, base, memory, list(partitions), chunks, checkpoint, close)
+    finally:
+        torch.set_num_threads(threads)
 
 
-def assess(predictor: Predictor, setup: Setup) -> Candidate:
-    """Predict a setup."""
-    step = predictor.step(setup)
-    return Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(predictor.counts, setup)))
+def _search(
+    predictor: Predictor,
+    base: Setup,
+    memory: float,
+    partitions: list[int],
+    chunks: Sequence[int] | None,
+    checkpoint: Sequence[Mode],
+    close: float,
+) -> dict[int, Found]:
+    cuts, batch_size, optimizer = cuts_of(len(predictor.counts)), base.batch_size, base.optimizer
+    needs = functools.lru_cache(3)(lambda size: Needs(predictor.counts, size, cuts))
+    effort = Effort()
+    asked = []
+    for m in sorted(set(chunks or _every_choice(batch_size))):
+        for mode in checkpoint:
+            if mode == "except_last" and checkpointed(mode, m) == 0 and "never" in checkpoint:
+                continue  # a single micro-batch: the same as never
+            balances = Balances(predictor, replace(base, chunks=m, checkpoint=mode), memory, needs, effort, close)
+            rough = Bound(predictor, without_rest(balances.setup))
+            asked.append((balances, {n: rough.lightest(n) for n in partitions}))
+    lowest = {n: min(bounds[n] for _, bounds in asked) for n in partitions}
+    asked.sort(key=lambda each: min(each[1][n] / lowest[n] for n in partitions))
+    found = {n: Found() for n in partitions}
+    kept = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low)
+    enough = [n for n in partitions if kept <= n * memory]
+    while asked:
+        balances, bounds = asked.pop(0)  # it holds much
+        m = balances.setup.chunks
+        for n in sorted(enough, key=lowest.__getitem__):  # the fastest first: no other bound has to be above it
+            each, lower = found[n], bounds[n]
+            if lower < each.limit and (chunks or 3 * m * n <= MOST_EVENTS):
+                best, lower = balances.best(n, each.limit, min(other.limit for other in found.values()))
+                each.best = best or each.best
+                each.free = min(each.free, balances.free.get(n, inf))
+            each.bound = min(each.bound, lower)
+    if all(each.best is None for each in found.values()):
+        n = max(partitions)
+        found[n].best = _last(predictor, batch_size, n, memory, optimizer, chunks, checkpoint)
+    for each in sorted(found.values(), key=lambda each: each.limit):
+        if each.best is not None and each.limit > each.bound * (1 + close):
+            each.best = Balances(predictor, each.best.setup, memory, needs, Effort(1)).improved(each.best)
+        each.bound = min(each.bound, each.limit)
+    return found
 
 
-def _plain(predictor: Predictor, setup: Setup) -> tuple[float, ...]:
-    """Return the seconds of each layer's forward and backward, as `balance_by_time` counts them."""
-    seconds = predictor.layers(setup.sizes[0])
-    return tuple(f + b for f, b in zip(seconds.graph, seconds.backward, strict=True))
-
-
-def _improve(predictor: Predictor, candidate: Candidate, memory: float) -> Candidate:
-    """Move cuts, by ever smaller steps, for as long as the step gets shorter."""
-    balance = list(candidate.setup.balance)
-    stride = max(1, sum(balance) // (8 * len(balance)))
-    while stride:
-        better = None
-        for j in range(len(balance) - 1):
-            for change in (-stride, stride):
-                moved = list(balance)
-                moved[j] += change
-                moved[j + 1] -= change
-                if min(moved[j], moved[j + 1]) < 1:
-                    continue
-                setup = replace(candidate.setup, balance=tuple(moved))
-                if predictor.step(setup).seconds < (better or candidate).seconds * (1 - 1e-6):
-                    tried = assess(predictor, setup)
-                    if tried.peak <= memory:
-                        better = tried
-        if better is None:
-            stride //= 2
-        else:
-            candidate, balance = better, list(better.setup.balance)
-    return candidate
+def _last(
+    predictor: Predictor,
+    batch_size: int,
+    n: int,
+    memory: float,
+    optimizer: Optimizer,
+    chunks: Sequence[int] | None,
+    checkpoint: Sequence[Mode],
+) -> Candidate:
+    """Return a setup balanced by parameters: one micro-batch, the smallest ones, and whatever was left out above."""
+    tried = sorted(chunks or {1, batch_size, *_every_choice(batch_size)} - {*chunk_choices(batch_size, n)[1:-1]})
+    smallest_of = [least(predictor, batch_size, n, optimizer, [m], checkpoint) for m in tried]
+    fitting = next((x for x in smallest_of if x.peak <= memory), None)
+    if fitting is None:
+        allowed = min(smallest_of, key=lambda x: x.peak)
+        raise Impossible(why(predictor, allowed, batch_size, n, memory))
+    return assess(predictor, fitting.setup)

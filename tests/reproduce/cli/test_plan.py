@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from reproduce.cli.main import main
 from reproduce.tables.layout import WIDTH
@@ -17,7 +19,15 @@ from reproduce.tables.layout import WIDTH
         (["plan", "resnet101", "--size", "1", "2"], "leave --size out"),
         (["plan", "amoebanet", "--size", "4", "32"], "positive multiple of 3"),
         (["plan", "unet", "--size", "1", "8", "--devices", "1", "--memory", "1MiB"], "alone needs"),
-        (["plan", "resnet101", "--largest", "depth"], "one size only, there is no largest"),
+        (["plan", "resnet101", "--largest", "depth"], "leave --largest out"),
+        (["plan", "unet", "--input", "3x32x32"], "leave --input out"),
+        (["plan", "resnet"], "no model is called 'resnet'; there are amoebanet, unet, resnet101, torchvision's"),
+        (["plan", "torchvision:resnet5"], "resnet5"),
+        (["plan", "torchvision:resnet18", "--input", "3,32,32"], "a sample's shape is written as 3x224x224"),
+        (["plan", "nowhere:model"], "nowhere:model cannot be imported: No module named 'nowhere'"),
+        (["plan", "math:pi"], "math:pi has to be a function that returns a model, got float"),
+        (["plan", "torch:Generator"], "has to return a model, or a model and a sample; got Generator"),
+        (["plan", "tests.reproduce.cli.test_plan:own"], "returns no sample beside its model: let it return both"),
         (["plan", "unet", "--largest", "depth", "--hardware", "here"], "nothing is timed for it: name a description"),
         (["plan", "unet", "--profile", "8"], "nothing is timed with a description; leave it out"),
         (["calibrate", "--out", "here.txt"], "ends in .json"),
@@ -27,6 +37,26 @@ def test_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.
     assert main(arguments) != 0
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def own() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def own_with_sample() -> tuple[nn.Module, torch.Tensor]:
+    return own(), torch.rand(2, 8)
+
+
+@pytest.mark.parametrize(("function", "more"), [("own", ["--input", "8"]), ("own_with_sample", [])])
+@pytest.mark.parametrize("hardware", ["p40x8", "here"])
+def test_plans_a_model_of_ones_own(
+    function: str, more: list[str], hardware: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--devices", "2", "--hardware", hardware, *more]
+    assert main(["plan", f"tests.reproduce.cli.test_plan:{function}", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"tests.reproduce.cli.test_plan:{function}, batch size 128, sgd\n")
+    assert max(map(len, output.splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize(

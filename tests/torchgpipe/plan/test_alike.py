@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from reproduce.models import unet
-from torchgpipe.plan.alike import behaviour
+from torchgpipe.plan.alike import Alike
 from torchgpipe.skip.skippable import skips_of
 
 X = torch.empty(4, 6)
@@ -43,7 +43,7 @@ def linear() -> nn.Module:
 
 @pytest.mark.parametrize("build", [linear, untied, tied, side_by_side, lambda: nn.Dropout(0.1)])
 def test_alike_whatever_tensors_contain(build: Callable[[], nn.Module]) -> None:
-    assert behaviour(build(), X) == behaviour(build(), torch.ones(4, 6)) is not None
+    assert Alike().behaviour(build(), X) == Alike().behaviour(build(), torch.ones(4, 6)) is not None
 
 
 def frozen() -> nn.Module:
@@ -64,20 +64,20 @@ def frozen() -> nn.Module:
     ],
 )
 def test_unlike(a: Callable[[], nn.Module], b: Callable[[], nn.Module]) -> None:
-    assert behaviour(a(), X) != behaviour(b(), X)
+    assert Alike().behaviour(a(), X) != Alike().behaviour(b(), X)
 
 
 def test_what_comes_in_matters() -> None:
     layer = linear()
     others = (torch.empty(5, 6), torch.empty(6, 4).t(), X.double(), torch.empty(4, 6, requires_grad=True))
-    assert all(behaviour(layer, X) != behaviour(layer, x) for x in others)
-    assert behaviour(layer, X, "first") != behaviour(layer, X, "later")
+    assert all(Alike().behaviour(layer, X) != Alike().behaviour(layer, x) for x in others)
+    assert Alike().behaviour(layer, X, "first") != Alike().behaviour(layer, X, "later")
 
 
 def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
     layer = linear()
     layer.made_here = lambda: None  # type: ignore[assignment]
-    assert behaviour(layer, X) is None
+    assert Alike().behaviour(layer, X) is None
     with_skips = [layer for layer in unet(2, 1, 4) if any(skips_of(layer))]
     assert with_skips
-    assert all(behaviour(layer, X) is None for layer in with_skips)
+    assert all(Alike().behaviour(layer, X) is None for layer in with_skips)

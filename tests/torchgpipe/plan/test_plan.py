@@ -16,7 +16,7 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.balance.minimise import minimise_heaviest
-from torchgpipe.plan import Impossible, load_hardware, plan
+from torchgpipe.plan import Hardware, Impossible, load_hardware, plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
@@ -25,6 +25,7 @@ from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
 from torchgpipe.plan.search import MODES, chunk_choices
 
 NODE = replace(load_hardware("p40x8"), launch=1e-9, link_latency=1e-9)
+CPU = replace(NODE, launch_overlaps=False, workspace=1000.0)
 X = torch.empty(4, 32)
 
 
@@ -63,7 +64,8 @@ def test_never_slower_than_the_plain_balance_with_any_m(data: st.DataObject) -> 
             if max(device.peak for device in setup_memory(predictor.counts, setup)) <= memory:
                 plain.append(predictor.step(setup).seconds)
     try:
-        found = plan(layers, x, batch_size=batch_size, devices=n, memory=memory, hardware=NODE, optimizer=name)
+        found = plan(layers, x, batch_size=batch_size, devices=n, memory=memory, headroom=0, hardware=NODE,
+                     optimizer=name)  # fmt: skip
     except Impossible:
         assert not plain
     else:
@@ -92,11 +94,21 @@ def test_finds_the_best_of_all_balances() -> None:
 def test_keeps_to_the_memory(share: float) -> None:
     free = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam")
     room = max(free.peaks) * share
-    tight = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam", memory=room)
+    tight = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam", memory=room, headroom=0)
     assert max(tight.peaks) <= room
     assert tight.seconds >= free.seconds
     setup = Setup(1024, tuple(tight.balance), tight.chunks, tight.checkpoint, optimizer_named("adam", foreach=True))
     assert tight.peaks == [device.peak for device in setup_memory(count(model(), X), setup)]
+
+
+@pytest.mark.parametrize(
+    ("node", "headroom", "left"), [(NODE, None, 0.15), (NODE, 0.5, 0.5), (CPU, None, 0), (CPU, 1, 1)]
+)
+def test_leaves_headroom_to_the_allocator(node: Hardware, headroom: float | None, left: float) -> None:
+    arguments: dict[str, Any] = {"batch_size": 1024, "devices": 4, "memory": "8MiB", "optimizer": "adam"}
+    found = plan(model(), X, hardware=node, headroom=headroom, **arguments)
+    assert max(found.peaks) <= found.room == pytest.approx((found.memory - node.workspace) / (1 + left))
+    assert ("left to the allocator" in str(found)) == (found.room < found.memory)
 
 
 def test_without_an_optimizer_nothing_is_updated() -> None:
@@ -125,14 +137,15 @@ def test_a_layer_fits_whose_gradients_are_made_once() -> None:
     """Parameters and gradients take 2 P; a second micro-batch would add P."""
     layer = nn.Sequential(nn.Linear(4096, 4096))
     room = 2.5 * sum(p.nbytes for p in layer.parameters())
-    found = plan(layer, torch.empty(1, 4096), batch_size=4, devices=1, memory=room, hardware=NODE, optimizer="sgd")
+    arguments: dict[str, Any] = {"batch_size": 4, "devices": 1, "headroom": 0, "hardware": NODE, "optimizer": "sgd"}
+    found = plan(layer, torch.empty(1, 4096), memory=room, **arguments)
     assert found.chunks == 1
     with pytest.raises(Impossible, match=r"layer 0 .* alone needs"):
-        plan(layer, torch.empty(1, 4096), batch_size=4, devices=1, memory=room * 0.79, hardware=NODE, optimizer="sgd")
+        plan(layer, torch.empty(1, 4096), memory=room * 0.79, **arguments)
 
 
 def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments: dict[str, Any] = {"batch_size": 3000, "devices": 1, "memory": "4MiB", "hardware": NODE}
+    arguments: dict[str, Any] = {"batch_size": 3000, "devices": 1, "memory": "4MiB", "headroom": 0, "hardware": NODE}
     free = plan(model(), X, **arguments)
     monkeypatch.setattr("torchgpipe.plan.search.MOST_EVENTS", 3 * 2)
     found = plan(model(), X, **arguments)
@@ -159,6 +172,8 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
         ),
         ({"memory": "lots"}, ValueError, "text such as '24GiB'"),
         ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
+        ({"headroom": -0.1}, ValueError, "headroom must be a share of the tensors' bytes, from 0 on"),
+        ({"headroom": "15%"}, ValueError, "such as 0.15 for 15 %; got '15%'"),
         ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
         ({"batch_size": 0}, ValueError, "batch_size must be"),
         ({"devices": 0}, ValueError, "devices must be a whole number of at least 1, got 0"),
@@ -173,7 +188,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
     ],
 )
 def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"module": model(), "sample": X, "batch_size": 64, "hardware": NODE, **change}
+    arguments = {"module": model(), "sample": X, "batch_size": 64, "headroom": 0, "hardware": NODE, **change}
     with pytest.raises(error, match=message) as raised:
         plan(**arguments)
     assert "\n" not in str(raised.value)

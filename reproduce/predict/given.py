@@ -1,0 +1,122 @@
+"""Find the model that a user names: one of the papers', one of torchvision's, or what a function of theirs returns."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchgpipe
+from reproduce import models
+from reproduce.predict.largest import MODELS
+from torchgpipe.microbatch import TensorOrTensors, mapped
+
+__all__ = ["IMAGE", "PAPERS_SIZES", "Given", "find_given"]
+
+PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
+IMAGE = (3, 224, 224)
+"""The shape of a sample for torchvision's models, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model that a user named: what it is called, and how it is trained unless told otherwise."""
+
+    title: str
+    build: Callable[[], tuple[nn.Module, TensorOrTensors]]
+    """Return the model, and a sample for it."""
+    batch_size: int = 128
+    optimizer: str = "sgd"
+
+    def built(self, rows: int, device: torch.device) -> tuple[nn.Sequential, TensorOrTensors]:
+        """Return the model on `meta`, as an `nn.Sequential`, and a sample of so many rows on the device.
+
+        Raises:
+            ValueError: it is another module, and cannot become one.
+        """
+        with torch.device("meta"):
+            module, sample = self.build()
+            if not isinstance(module, nn.Sequential):
+                module = _sequential(module, sample)
+
+        def take(x: Tensor) -> Tensor:
+            if x.is_meta:
+                x = torch.rand(x.shape).to(x.dtype)
+            return x.to(device)[torch.arange(rows, device=device) % len(x)]
+
+        return module, mapped(take, sample)
+
+
+def _sequential(module: nn.Module, sample: TensorOrTensors) -> nn.Sequential:
+    make = getattr(torchgpipe, "sequential", None)
+    if make is None:
+        raise ValueError(f"only an nn.Sequential can be planned, got {type(module).__name__}")
+    layers: nn.Sequential = make(module, sample)
+    return layers
+
+
+def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Given:
+    """Return the model of this name: the papers' in these `sizes`, others for samples of this `shape`.
+
+    Raises:
+        ValueError: there is none, in one line that says how models are named.
+    """
+    if name in MODELS:
+        paper, batch_size, optimizer = MODELS[name]
+        family, sizes = models.MODELS[paper], sizes or PAPERS_SIZES.get(name, ())
+        title = f"{paper} ({', '.join(map(str, sizes))})" if sizes else paper
+        return Given(title, lambda: (family.build(*sizes), torch.empty(1, *family.input_shape)), batch_size, optimizer)
+    where, _, what = name.partition(":")
+    if not where or not what:
+        raise ValueError(
+            f"no model is called {name!r}; there are {', '.join(MODELS)}, torchvision's, such as torchvision:resnet50, "
+            "and yours: package.module:function, which returns the model"
+        )
+    if where == "torchvision":
+        return Given(name, lambda: (_torchvision(what), torch.empty(1, *(shape or IMAGE))))
+    function = _function(where, what)
+    return Given(name, lambda: _returned(name, function(), shape))
+
+
+def _torchvision(name: str) -> nn.Module:
+    from torchvision.models import get_model_builder
+
+    builder = get_model_builder(name)
+    # Without weights nothing is downloaded.
+    without = {key: None for key in inspect.signature(builder).parameters if key.startswith("weights")}
+    module: nn.Module = builder(**without)
+    return module
+
+
+def _function(where: str, what: str) -> Callable[[], Any]:
+    """Return a function of a module that can be imported, from the present folder too."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(where), what)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{where}:{what} cannot be imported: {error}") from error
+    finally:
+        del sys.path[0]
+    if not callable(found):
+        raise ValueError(f"{where}:{what} has to be a function that returns a model, got {type(found).__name__}")
+    function: Callable[[], Any] = found
+    return function
+
+
+def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, TensorOrTensors]:
+    """Return the model and its sample, from what a function returned."""
+    module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{name} has to return a model, or a model and a sample; got {type(module).__name__}")
+    if shape:
+        sample = torch.empty(1, *shape)
+    if sample is None:
+        raise ValueError(f"{name} returns no sample beside its model: let it return both, or say --input 3x224x224")
+    return module, sample

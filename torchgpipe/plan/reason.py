@@ -1,0 +1,50 @@
+"""Say in words what holds a plan back, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.predict import Predictor
+from torchgpipe.plan.search import Found
+from torchgpipe.plan.trial import Candidate
+
+__all__ = ["reason"]
+
+MUCH = 0.1
+"""From which share on something is said to be in the way."""
+
+
+def reason(predictor: Predictor, found: Mapping[int, Found], memory: float) -> str:
+    """Return a sentence or two on the fastest setup: what the bubble takes, what more samples or memory would do."""
+    best = min((each.best for each in found.values() if each.best is not None), key=lambda x: x.seconds)
+    n = len(best.setup.balance)
+    sentences = [_bubble(predictor, best, found, memory)]
+    if best.seconds > found[n].free * (1 + MUCH):
+        faster = best.seconds / found[n].free - 1
+        sentences.append(f"Memory is in the way: with enough of it, n = {n} would be {faster:.0%} faster.")
+    return " ".join(filter(None, sentences))
+
+
+def _bubble(predictor: Predictor, best: Candidate, found: Mapping[int, Found], memory: float) -> str:
+    n, setup = len(best.setup.balance), best.setup
+    fewer = max((k for k, each in found.items() if k < n and each.best is not None), default=None)
+    if len(found) == 1:
+        return f"The bubble takes {best.bubble:.0%}." if n > 1 else ""
+    if n == 1:
+        return "One device is the fastest: what a second one saves, it loses to the bubble and to copies."
+    more = replace(setup, batch_size=2 * setup.batch_size, chunks=2 * len(setup.sizes))
+    text = f"At n = {n} the bubble takes {best.bubble:.0%}"
+    if max(device.peak for device in setup_memory(predictor.counts, more)) > memory:
+        return f"{text}; twice the batch has no room with this balance."
+    larger = 2 * best.seconds / predictor.step(more).seconds - 1
+    if fewer is None:
+        return f"{text}; twice the batch would bring {larger:.0%} more samples/s."
+    slower = found[fewer].best
+    assert slower is not None
+    device = (slower.seconds / best.seconds) ** (1 / (n - fewer)) - 1
+    helps = (
+        "a larger batch would help more than a device" if larger > device else "a device helps more than a larger batch"
+    )
+    return f"{text}: {helps} (twice the batch {larger:+.0%} samples/s, the last device {device:+.0%})."
