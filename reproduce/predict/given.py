@@ -44,7 +44,7 @@ class Given:
         with torch.device("meta"):
             module, sample = self.build()
             if not isinstance(module, nn.Sequential):
-                module = _sequential(module, sample)
+                module = torchgpipe.sequential(module, sample)
 
         def take(x: Tensor) -> Tensor:
             if x.is_meta:
@@ -52,14 +52,6 @@ class Given:
             return x.to(device)[torch.arange(rows, device=device) % len(x)]
 
         return module, mapped(take, sample)
-
-
-def _sequential(module: nn.Module, sample: TensorOrTensors) -> nn.Sequential:
-    make = getattr(torchgpipe, "sequential", None)
-    if make is None:
-        raise ValueError(f"only an nn.Sequential can be planned, got {type(module).__name__}")
-    layers: nn.Sequential = make(module, sample)
-    return layers
 
 
 def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Given:
