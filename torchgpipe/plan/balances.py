@@ -181,6 +181,7 @@ class Balances:
         return replace(self.setup, balance=tuple(balance))
 
     def balance(self, path: Path) -> tuple[int, ...]:
+        """Return the layers of each partition on a path of cuts."""
         return tuple(self.needs.cuts[b] - self.needs.cuts[a] for a, b in pairwise(path))
 
 
