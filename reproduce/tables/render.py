@@ -110,7 +110,7 @@ def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Pat
     """
     runs = {}
     for path, record in records.items():
-        rows = sum(result.experiment == experiment and result.status in RUN for result in record.results)
+        rows = len({each.row for each in record.results if each.experiment == experiment and each.status in RUN})
         if rows and record.run is not None and record.run.state == "finished":
             runs[rows, record.run.started] = path, record, record.run
     if not runs:
