@@ -69,20 +69,20 @@ def cut(calls: Sequence[Call], heavy: Sequence[bool], inputs: int, outputs: Sequ
 
 def values_in(value: Any) -> Iterator[int]:
     """Yield the numbers of the values in a call's arguments."""
-    if isinstance(value, Value):
-        yield value.number
-    else:
-        for x in parts(value):
-            yield from values_in(x)
+    return (x.number for x in _leaves(value) if isinstance(x, Value))
 
 
 def held_in(value: Any) -> Iterator[str]:
     """Yield the names of the module's tensors in a call's arguments."""
-    if isinstance(value, Held):
-        yield value.name
-    else:
-        for x in parts(value):
-            yield from held_in(x)
+    return (x.name for x in _leaves(value) if isinstance(x, Held))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    inner = parts(value)
+    for x in inner:
+        yield from _leaves(x)
+    if not inner:
+        yield value
 
 
 def parts(value: Any) -> Sequence[Any]:

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from random import Random
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip import Namespace
+
+from ..layers import Pop, Stash
 
 __all__ = ["Case", "generate"]
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
-
-    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
-        yield stash("skip", x)
-        return x
-
-
-@skippable(pop=["skip"])
-class Add(nn.Module):
-    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
-
-    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
-        skip = yield pop("skip")
-        return x + skip.mean() if skip.shape != x.shape else x + skip
+def joined(x: Tensor, skip: Tensor) -> Tensor:
+    """Add a skip of whatever shape."""
+    return x + skip.mean() if skip.shape != x.shape else x + skip
 
 
 @dataclass(frozen=True)
@@ -110,5 +98,5 @@ def _skip(random: Random, made: list[nn.Module]) -> None:
     """Put a skip between two places."""
     a, b = sorted(random.sample(range(1, len(made) + 1), 2))
     space = Namespace()
-    made.insert(b, Add().isolate(space))
-    made.insert(a, Stash().isolate(space))
+    made.insert(b, Pop(joined).isolate(space))  # type: ignore[operator]
+    made.insert(a, Stash().isolate(space))  # type: ignore[operator]
