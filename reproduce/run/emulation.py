@@ -86,7 +86,7 @@ class Emulation:
     ) -> None:
         """Build everything.
 
-        With a `link`, copies take as long as it says, and each device works through a queue of its own, as a GPU does.
+        With a `link`, copies between devices take the time that it says, and devices work at the same time, as GPUs do.
         Without one, devices are as here: CPU devices copy nothing, and one thread runs a lone micro-batch.
 
         Raises:

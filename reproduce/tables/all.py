@@ -76,12 +76,12 @@ def about_run(record: Record, run: Run) -> list[str]:
     threads = "" if run.threads_per_device is None else f" of {many(run.threads_per_device, 'thread')} each"
     gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
     memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB of memory"
-    freed = "; the program kept freed memory" if run.settings.get(FREED_MEMORY) == "kept" else ""
+    freed = "; the C library kept freed memory" if run.settings.get(FREED_MEMORY) == "kept" else ""
     revision = "none" if run.git is None else run.git.revision[:12] + (" with changes" if run.git.dirty else "")
     programs = ", ".join(f"{program} {version}" for program, version in run.versions.items() if version)
     load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
     return [
-        f"scale `{record.scale}` on {many(run.devices, f'{run.device.upper()} device')}{threads}",
+        f"scale `{record.scale}`, on {many(run.devices, f'{run.device.upper()} device')}{threads}",
         f"machine: {machine.cpu}, {many(machine.cores, 'core')}{memory}{gpus}; {machine.system}{freed}",
         f"versions: {programs}; git revision {revision}",
         f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",

@@ -122,7 +122,7 @@ def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Pat
     else:
         parts = [table.markdown(level=3) for table in tables(record, experiment)]
     devices, machine = about_run(record, run)[:2]
-    under = f"Run {run.started[:10]} with torch {run.versions.get('torch')} on {devices}; {machine}"
+    under = f"Run on {run.started[:10]} with torch {run.versions.get('torch')}, {devices}; {machine}"
     return "\n\n".join([*parts, f"{under}; [more of this run]({_link(page, path.with_suffix('.md'))})"]) + "\n\n"
 
 

@@ -1,7 +1,7 @@
 """Run fused attention on `meta` as a device would, and count it as one operator.
 
-PyTorch picks the kernel of `scaled_dot_product_attention` by the device. On `meta` it knows none, and computes in
-single steps: it keeps the matrix of all scores, which no fused kernel ever writes to memory.
+On each kind of device PyTorch has its own kernels for `scaled_dot_product_attention`. On `meta` it has none, and takes
+several plain operators instead, which keep the matrix of all scores. No fused kernel ever writes that to memory.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def sequential(
 
     What depends on the mode is recorded in the module's present one. Submodules whose forward reads `training` stay
     whole, but for those with more than half of the parameters: with such a one, the layers refuse the other mode.
-    Tensors of other shapes than the sample's, but for the batch size, and other arguments are refused, too.
+    Every later call needs the sample's arguments and shapes; only the batch size may differ. Other calls are refused.
 
     Args:
         module: any module, with its parameters on one device.

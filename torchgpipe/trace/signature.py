@@ -58,7 +58,7 @@ class Signature:
         """Return the tensors among the arguments.
 
         Raises:
-            TypeError, ValueError: they are not like the sample's, but for the batch size.
+            TypeError, ValueError: they differ from the sample's in more than the batch size.
         """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():

@@ -51,7 +51,7 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
     assert record.run.command[:3] == ["python", "-m", "reproduce"]
     assert record.run.settings["freed_memory"] in ("kept", "as the C library does")
     kept = record.run.settings["freed_memory"] == "kept"
-    assert ("the program kept freed memory" in page) == kept
+    assert ("the C library kept freed memory" in page) == kept
     assert (record.run.settings["steps"], record.run.settings["emulate"]) == (2, 8)
     found = {(result.row, result.emulated): result for result in record.results if result.scale == "small"}
     for row in tiny["tiny-speed"].scale("small").rows:

@@ -267,7 +267,7 @@ WIDEST = {
 def test_pages_have_circumstances_and_every_table_which_fit_80_columns(made: Record) -> None:
     page = document(made)
     for text in (
-        "# Title", "scale `small` on 8 CUDA devices", "a CPU, 4 cores, 64 GiB of memory, Tesla P40 (22 GiB)",
+        "# Title", "scale `small`, on 8 CUDA devices", "a CPU, 4 cores, 64 GiB of memory, Tesla P40 (22 GiB)",
         "torch 2.11.0; git revision 0123456789ab with changes", "seed 7; load at start 0.50 0.25 1.00",
         "`python -m reproduce run`", "`name.json`",
     ):  # fmt: skip
