@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_recorder
 from reproduce.run.session import UNITS, Session
 from reproduce.run.training import Balancer
+
+from .fakes import Emulated, Fake, Measured, Run, fake_peak
 
 
 class Runner:
@@ -54,3 +58,30 @@ class Runner:
 @pytest.fixture(scope="session")
 def runner() -> type[Runner]:
     return Runner
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    for module in ("session", "speed"):
+        monkeypatch.setattr(f"reproduce.run.{module}.Training", Measured)
+    monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
+    monkeypatch.setattr("reproduce.run.memory.measure_peak", fake_peak)
+    for name in ("raises", "alive", "steps", "order"):
+        monkeypatch.setattr(Fake, name, type(getattr(Fake, name))())
+    return Fake
+
+
+@pytest.fixture
+def runs(runner: Any, tmp_path: Path) -> Any:
+    return runner(tmp_path)
+
+
+@pytest.fixture
+def run(fake: type[Fake], runs: Any, tiny: Mapping[str, Experiment]) -> Run:
+    """Run an experiment, its small scale changed, for so many steps as are asked for; return what was measured."""
+
+    def run(name: str, asked: int | None = 3, seed: int = 0, options: Any = {}, **changes: Any) -> Any:  # noqa: B006
+        scale = replace(tiny[name].scale("small"), **changes)
+        return runs(tiny[name], scale, seed, steps=asked, **options)
+
+    return run
