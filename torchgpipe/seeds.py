@@ -11,7 +11,6 @@ backward of a partition's first task is watched, too, if that task has drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -23,6 +22,7 @@ from torchgpipe.randomness import (
     Randomness,
     within_plain_checkpoint,
 )
+from torchgpipe.stage import Stage
 
 APART = 1_000_003
 """Between the seeds of mini-batches in several threads. The CPU's generator looks at the lowest 32 bits only."""
@@ -44,8 +44,9 @@ class Seeds:
         self._drew = [False] * n
         self._watched = False
 
-    def of(self, i: int, j: int, own: Sequence[torch.Generator] = ()) -> Randomness:
-        """Return the random numbers of task (i, j), whose layers have generators of their `own`."""
+    def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
+        """Return the random numbers of micro-batch i's task on a stage."""
+        j, own = stage.index, stage.generators if recomputed else ()
         if i == 0 or self._drew[j]:
             seed = self._base + i * self._n + j
             guard = (lambda: self._guard(j)) if i == 0 else None
