@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from torchgpipe._autograd import keeps_graph
 from torchgpipe.ambient import Ambient
+from torchgpipe.contents import Contents
 from torchgpipe.item import Item, shared_by
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
-from torchgpipe.randomness import Randomness
+from torchgpipe.parameters import TOKEN
+from torchgpipe.randomness import Randomness, default_generators, in_turn
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.stage import Stage
-from torchgpipe.task_graph import TaskGraph, all_none, leaves
+from torchgpipe.task_graph import TaskGraph, all_none, leaves, mark, refuse_create_graph
 
 Draws = Callable[[int, Stage, bool], Randomness]
 """Returns the random numbers of micro-batch i's task on a stage; the last argument: whether it is recomputed."""
@@ -63,7 +67,12 @@ class Links(Protocol):
 
 
 class Program:
-    """Run partition `stage`, one of `n`, on the `m` micro-batches of a mini-batch; keep what its backward needs."""
+    """Run partition `stage`, one of `n`, on the `m` micro-batches of a mini-batch; keep what its backward needs.
+
+    Attributes:
+        contents: what the layers hold, if there may be a backward.
+        doing: what it does now or did last, in words.
+    """
 
     def __init__(
         self,
@@ -83,6 +92,7 @@ class Program:
         self._draws = draws
         self._observer = observer
         self._graphs: list[TaskGraph] = []
+        self.doing = "forward"
 
     def forward(self, links: Links, micro_batches: Sequence[TensorOrTensors]) -> list[Item]:
         """Run every task's forward; return the outputs without a graph, if this is the last partition."""
@@ -90,6 +100,7 @@ class Program:
         results: list[Item] = []
         with self.ambient.entered():
             for i in range(self._m):
+                self.doing = f"forward of micro-batch {i}"
                 item = self._enter(micro_batches[i]) if j == 0 else links.take()
                 if j:  # micro-batches that enter are parts of one tensor, which counts the changes of all of them
                     item.check_handed_on(j)
@@ -121,6 +132,7 @@ class Program:
         results: list[Flat] = [()] * self._m
         with ambient.again():
             for i in reversed(range(self._m)):
+                self.doing = f"backward of micro-batch {i}"
                 graph = self._graphs[i]
                 recomputed = i < self._recomputed
                 if recomputed and not first:
@@ -167,3 +179,47 @@ class Program:
         self._graphs.append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)
         return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.contents.held))
+
+
+def in_order(i: int, stage: Stage, recomputed: bool) -> Randomness:
+    """Return the random numbers of a task where tasks run one after another: those of a plain run."""
+    return in_turn(default_generators(stage.device), stage.generators, recomputed=recomputed)
+
+
+class Batch(Protocol):
+    """A mini-batch after its forward: what one node of the caller's graph stands for."""
+
+    contents: list[Contents]
+
+    def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
+        """Run every task's backward; return the gradients of the micro-batches' inputs."""
+
+
+def one_node(batch: Batch, outputs: Sequence[Flat], inputs: Sequence[Tensor]) -> Flat:
+    """Make one node of the caller's graph, from `inputs` and all parameters to `outputs`; return these in a row."""
+    parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
+    flat = [y for output in outputs for y in output]
+    made: Flat = _Node.apply(batch, TOKEN, [*map(len, outputs)], flat, *inputs, *parameters)
+    return made
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, batch: Batch, token: Tensor, widths: list[int], outputs: list[Tensor], *inputs: Tensor
+    ) -> Flat:
+        ctx.set_materialize_grads(False)
+        ctx.batch, ctx.widths = batch, widths
+        mark(ctx, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
+        batch: Batch = ctx.batch
+        remaining = iter(grads)
+        output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
+        keep = keeps_graph()
+        input_grads = batch.backward(output_grads, keep=keep)
+        sums = [g for contents in batch.contents for g in contents.leaves.take(last=not keep)]
+        return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)

@@ -13,22 +13,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms, sharded
+from torchgpipe._autograd import backward_id, refuse_transforms, sharded
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.item import Item, unshared
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import NOTHING, Observer
-from torchgpipe.parameters import TOKEN
-from torchgpipe.program import Links, Program
-from torchgpipe.randomness import Randomness, default_generators, in_turn
+from torchgpipe.program import Links, Program, in_order, one_node
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
 from torchgpipe.stage import Stage
-from torchgpipe.task_graph import mark, refuse_create_graph
 
 T = TypeVar("T")
 
@@ -47,8 +43,7 @@ class WorkersEngine:
         flat: Any = [y for item in outputs for y in item.flat]
         if batch.contents and any(y.requires_grad for y in flat):
             inputs = [x for micro_batch in micro_batches for x in tensors_of(micro_batch)]
-            parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
-            flat = _Pipeline.apply(batch, TOKEN, [len(item.flat) for item in outputs], flat, *inputs, *parameters)
+            flat = one_node(batch, [item.flat for item in outputs], inputs)
             if len(outputs) == 1:
                 flat = unshared(flat, outputs[0].shared, inputs)
         remaining = iter(flat)
@@ -71,7 +66,7 @@ class _MiniBatch:
         self._overlaps = overlaps(m, n)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
         self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad)
-        draws = self._seeds.of if self._overlaps else _in_turn
+        draws = self._seeds.of if self._overlaps else in_order
         self._programs = [Program(stage, n, m, recomputed, ambient, draws, observer) for stage in engine.stages]
         self.contents = [program.contents for program in self._programs if program.contents is not None]
 
@@ -118,31 +113,3 @@ class _MiniBatch:
             for position in range(len(programs)):
                 run(position)
         return results
-
-
-def _in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    return in_turn(default_generators(stage.device), stage.generators, recomputed=recomputed)
-
-
-class _Pipeline(torch.autograd.Function):
-    """The whole pipeline as one node: its forward has run, its backward drives the workers."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, batch: _MiniBatch, token: Tensor, widths: list[int], outputs: list[Tensor], *inputs: Tensor
-    ) -> Flat:
-        ctx.set_materialize_grads(False)
-        ctx.batch, ctx.widths = batch, widths
-        mark(ctx, outputs)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_create_graph()
-        batch: _MiniBatch = ctx.batch
-        remaining = iter(grads)
-        output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
-        keep = keeps_graph()
-        input_grads = batch.backward(output_grads, keep=keep)
-        sums = [g for contents in batch.contents for g in contents.leaves.take(last=not keep)]
-        return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)
