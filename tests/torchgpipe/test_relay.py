@@ -55,7 +55,7 @@ def test_items_arrive_in_order_and_none_is_far_ahead() -> None:
 
 # What a program of three may wait for.
 WAITS: dict[str, Callable[[Relay], object]] = {
-    "the next to follow": lambda relay: [relay.links[0].admit() for _ in range(1 + relay.LEAD)],
+    "the next to follow": lambda relay: [link.admit() for link in relay.links[:1] * (1 + relay.LEAD)],
     "an item": lambda relay: relay.links[1].take(),
     "the last one's item": lambda relay: relay.links[2].take(),
     "an announcement": lambda relay: relay.links[1].expect(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -153,7 +154,7 @@ class DistributedGPipe(nn.Module):
         wires = self._connected()
 
         def gather(norms: Tensor) -> list[Tensor]:
-            with shared_failure(wires):
+            with shared_failure(wires, lambda: "clip_grad_norm_"):
                 return wires.exchange(self._serial, norms)
 
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, gather)
@@ -173,7 +174,7 @@ class DistributedGPipe(nn.Module):
         if self._wires is None or self._wires.closed:
             self._wires = Wires(self._ranks, self.rank)
             self._serial = 0
-            weakref.finalize(self, self._wires.part)
+            weakref.finalize(self, _part, self._wires).atexit = False
         return self._wires
 
     def _run(self, args: Any, kwargs: Any, criterion: Callable[[Any], Tensor] | None) -> Any:
@@ -184,9 +185,11 @@ class DistributedGPipe(nn.Module):
         settings["a loss"] = criterion is not None
         norms: list[DeferredBatchNorm] = []
         result: Any = None
+        step: Step | None = None
 
         def finish(outputs: list[Item]) -> Tensor:
             nonlocal result
+            assert step is not None
             flat = [item.flat for item in outputs]
             if step.contents and any(y is not None and y.requires_grad for ys in flat for y in ys):
                 linked = one_node(step, flat, inputs)
@@ -204,7 +207,7 @@ class DistributedGPipe(nn.Module):
             return result
 
         try:
-            with shared_failure(wires):
+            with shared_failure(wires, lambda: "the call" if step is None else step.program.doing):
                 if stage.look():
                     stage.connect(self._crossings)
                 norms = stage.deferred_norms
@@ -278,6 +281,11 @@ def fill(partition: nn.Sequential, first: int, device: torch.device, init: Init 
             with torch.random.fork_rng(), torch.no_grad():
                 torch.manual_seed(seed + k)
                 init(k, layer)
+
+
+def _part(wires: Wires) -> None:
+    # In a thread of its own: nothing may wait where a pipeline is collected, which can be anywhere.
+    threading.Thread(target=wires.part, name="gpipe-parts", daemon=True).start()
 
 
 def _described(result: Any) -> str:

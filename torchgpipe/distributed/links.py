@@ -9,8 +9,10 @@ A rank that fails tells all others its error, and then closes its connections; e
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
@@ -47,6 +49,15 @@ class RankFailed(RuntimeError):
     """Another rank has failed; the message names it, and has its error."""
 
 
+_open: weakref.WeakSet[Wires] = weakref.WeakSet()
+
+
+@atexit.register
+def _part_all() -> None:
+    for wires in [*_open]:
+        wires.part()
+
+
 class Wires:
     """The wires of rank `own` of a group to all others, and the first failure of any of them."""
 
@@ -63,6 +74,7 @@ class Wires:
         self._lost: BaseException | None = None
         self._known = threading.Event()
         self.closed = False
+        _open.add(self)
         for peer in self._others():
             Receiver(self._group, peer, KINDS.index("control"), self._hear, self._broken)
             self.sender("control", peer)
@@ -133,7 +145,7 @@ class Wires:
             time.sleep(0.0005)
 
     def part(self) -> None:
-        """Close the connections when the other ranks do so, too, or after a while."""
+        """Close the connections once the other ranks do so, too, or after a while."""
         if not self.closed and not self.stopped:
             # Whoever closes a connection may lose what the other end has not read yet.
             self.tell("bye", 0, ())

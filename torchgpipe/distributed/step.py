@@ -25,8 +25,11 @@ from torchgpipe.stage import Stage
 
 
 @contextmanager
-def shared_failure(wires: Wires, program: Program | None = None) -> Iterator[None]:
-    """Let all ranks raise if one does: tell them what is raised within, and raise here what another one tells."""
+def shared_failure(wires: Wires, doing: Callable[[], str]) -> Iterator[None]:
+    """Let all ranks raise if one does: tell them what is raised within, and raise here what another one tells.
+
+    `doing` says what this rank does.
+    """
     try:
         if wires.stopped:
             raise Stopped
@@ -38,7 +41,7 @@ def shared_failure(wires: Wires, program: Program | None = None) -> Iterator[Non
         wires.close()
         raise error from None
     except BaseException as error:
-        wires.fail(error, "the call" if program is None else program.doing)
+        wires.fail(error, doing())
         wires.close()
         raise
 
@@ -105,7 +108,7 @@ class Step:
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs, on the first rank."""
-        with shared_failure(self._wires, self.program):
+        with shared_failure(self._wires, lambda: self.program.doing):
             for contents in self.contents:
                 contents.begin(backward_id())
             links = Backward(self._wires, self._serial, self._numbers)
