@@ -63,7 +63,9 @@ class Everywhere(nn.Module):
             return [*torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=keep)]
 
         found = dict(zip(map(id, wanted), self._all(run) or [], strict=False))
-        names = {name: found.get(id(p)) for name, p in self.named_parameters() if self._is_own(p) and self.rank < self.n}
+        names = {
+            name: found.get(id(p)) for name, p in self.named_parameters() if self._is_own(p) and self.rank < self.n
+        }
         every = _everyone(([found.get(id(x)) for x in inputs], names))
         merged = {name: grad for _, part in every for name, grad in part.items()}
         return [*every[0][0], *(merged[name] for name, _ in self.named_parameters())]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchgpipe._autograd import keeps_graph
 from torchgpipe.ambient import Ambient
 from torchgpipe.contents import Contents
-from torchgpipe.item import Item, shared_by
+from torchgpipe.item import Item, shared_by, unshared
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
 from torchgpipe.parameters import TOKEN
@@ -195,11 +195,24 @@ class Batch(Protocol):
         """Run every task's backward; return the gradients of the micro-batches' inputs."""
 
 
-def one_node(batch: Batch, outputs: Sequence[Flat], inputs: Sequence[Tensor]) -> Flat:
-    """Make one node of the caller's graph, from `inputs` and all parameters to `outputs`; return these in a row."""
+def linked(batch: Batch, outputs: Sequence[Item], inputs: Sequence[Tensor]) -> list[TensorOrTensors]:
+    """Return the last partition's outputs, as those of one node of the caller's graph if they take a gradient.
+
+    The node's inputs are `inputs` and all parameters.
+    """
+    flat: Any = [y for item in outputs for y in item.flat]
+    if batch.contents and any(y.requires_grad for y in flat):
+        flat = one_node(batch, [len(item.flat) for item in outputs], flat, inputs)
+        if len(outputs) == 1:
+            flat = unshared(flat, outputs[0].shared, inputs)
+    remaining = iter(flat)
+    return [next(remaining) if item.atomic else tuple(next(remaining) for _ in item.flat) for item in outputs]
+
+
+def one_node(batch: Batch, widths: list[int], outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Flat:
+    """Make one node of the caller's graph for a mini-batch; `widths` are how many outputs each micro-batch has."""
     parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
-    flat = [y for output in outputs for y in output]
-    made: Flat = _Node.apply(batch, TOKEN, [*map(len, outputs)], flat, *inputs, *parameters)
+    made: Flat = _Node.apply(batch, TOKEN, widths, outputs, *inputs, *parameters)
     return made
 
 

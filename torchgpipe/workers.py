@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from torchgpipe._autograd import backward_id, refuse_transforms, sharded
 from torchgpipe.ambient import Ambient
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.item import Item, unshared
+from torchgpipe.item import Item
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import NOTHING, Observer
-from torchgpipe.program import Links, Program, in_order, one_node
+from torchgpipe.program import Links, Program, in_order, linked
 from torchgpipe.relay import Relay, Workers
 from torchgpipe.schedule import overlaps
 from torchgpipe.seeds import Seeds
@@ -40,14 +40,7 @@ class WorkersEngine:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, len(micro_batches), mode, observer)
         outputs = batch.forward(micro_batches)
-        flat: Any = [y for item in outputs for y in item.flat]
-        if batch.contents and any(y.requires_grad for y in flat):
-            inputs = [x for micro_batch in micro_batches for x in tensors_of(micro_batch)]
-            flat = one_node(batch, [item.flat for item in outputs], inputs)
-            if len(outputs) == 1:
-                flat = unshared(flat, outputs[0].shared, inputs)
-        remaining = iter(flat)
-        return [next(remaining) if item.atomic else tuple(next(remaining) for _ in item.flat) for item in outputs]
+        return linked(batch, outputs, [x for micro_batch in micro_batches for x in tensors_of(micro_batch)])
 
 
 class _MiniBatch:

@@ -19,12 +19,12 @@ from torchgpipe.contents import modules_of
 from torchgpipe.distributed.links import Wires
 from torchgpipe.distributed.step import Step, shared_failure
 from torchgpipe.gpipe import check_settings, micro_batches_of
-from torchgpipe.item import Item, unshared
+from torchgpipe.item import Item
 from torchgpipe.microbatch import TensorOrTensors, check, gather, tensors_of
 from torchgpipe.norm import clip_grad_norm_
 from torchgpipe.observe import Observer
 from torchgpipe.partition import check_module, check_parameters, split, translate_old_state
-from torchgpipe.program import one_node
+from torchgpipe.program import linked, one_node
 from torchgpipe.randomness import check_apart, own_generators
 from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.layout import skip_layout
@@ -190,12 +190,7 @@ class DistributedGPipe(nn.Module):
         def finish(outputs: list[Item]) -> Tensor:
             nonlocal result
             assert step is not None
-            flat = [item.flat for item in outputs]
-            if step.contents and any(y is not None and y.requires_grad for ys in flat for y in ys):
-                linked = one_node(step, flat, inputs)
-                remaining = iter(unshared(linked, outputs[0].shared, inputs) if len(outputs) == 1 else linked)
-                flat = [tuple([next(remaining) for _ in ys]) for ys in flat]
-            result = gather([ys[0] if item.atomic else ys for item, ys in zip(outputs, flat, strict=True)])
+            result = gather(linked(step, outputs, inputs))
             needs = any(y.requires_grad for y in tensors_of(result))
             if self._signature is not None:
                 result = self._signature.structured(result)
@@ -229,7 +224,7 @@ class DistributedGPipe(nn.Module):
         if self.rank + 1 == len(self._ranks):
             return result
         if needs:
-            (result,) = one_node(step, [leaves((value.to(stage.device),), (True,))], inputs)
+            (result,) = one_node(step, [1], leaves((value.to(stage.device),), (True,)), inputs)
             return result
         return None if criterion is None else value.to(stage.device)
 
