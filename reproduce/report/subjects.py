@@ -87,7 +87,7 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
     for name in names:
         known, sources = EXPERIMENTS.get(name), [*_predicted(name, others), *_run(name, others)]
         links = [result.published for source in sources for result in source.results if result.published]
-        table = known.table if known else links[0].rpartition("/")[0] if links else ""
+        table = known.table or "" if known else links[0].rpartition("/")[0] if links else ""
         sources[:0] = [papers[table]] if table in papers else []
         title = known.title if known else papers[table].record.title if table in papers else name
         if sources:
