@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import click
+import torch
 
 from reproduce import models
-from reproduce.cli.shared import COUNT, parsed
+from reproduce.cli.shared import COUNT, autocast, fp32_precision, numbers, parsed
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.predict.given import IMAGE, PAPERS_SIZES, find_given
 from reproduce.predict.largest import MODELS, Asked, largest
@@ -43,6 +44,9 @@ def _shape(text: str) -> tuple[int, ...]:
               f"{HEADROOM} on a GPU, as in the papers' tables; 0 on a CPU.")  # fmt: skip
 @click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', as in their memory tables; 128.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the papers'; sgd.")
+@autocast
+@click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy of parameters in 16 bits.")
+@fp32_precision
 @click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
               callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
               help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time "
@@ -61,6 +65,9 @@ def plan(
     headroom: float | None,
     batch_size: int | None,
     optimizer: str | None,
+    autocast: torch.dtype | None,
+    master_weights: bool,
+    precision: str | None,
     hardware: Hardware | None,
     profiled: int | None,
     grows: str | None,
@@ -78,6 +85,11 @@ def plan(
             )
     if shape and model in MODELS:
         raise click.BadParameter(f"{model} has samples of its own; leave --input out", param_hint="--input")
+    for option, given_one in (("--autocast", autocast), ("--master-weights", master_weights)):
+        if grows and given_one:
+            raise click.BadParameter(
+                "the largest model is found for training in float32; leave it out", param_hint=option
+            )
     if profiled and hardware:
         raise click.BadParameter(
             f"nothing is timed with a description; leave it out, or say --hardware {HERE}", param_hint="--profile"
@@ -88,7 +100,7 @@ def plan(
         if grows is None:
             click.echo(f"{given.title}, batch size {batch_size}, {optimizer}")
             found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
-            with found.in_use():
+            with found.in_use(), numbers(precision):
                 module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
                 planned = make_plan(
                     module,
@@ -99,6 +111,8 @@ def plan(
                     headroom=headroom,
                     hardware=hardware or HERE,
                     optimizer=optimizer,
+                    autocast=autocast,
+                    master_weights=master_weights,
                 )
             click.echo(f"\n{planned}")
         elif hardware is None:

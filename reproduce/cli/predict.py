@@ -6,8 +6,10 @@ import tempfile
 from pathlib import Path
 
 import click
+import torch
+from msgspec.structs import replace
 
-from reproduce.cli.shared import PATH, known, parsed
+from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
 from reproduce.machine.devices import find_devices
 from reproduce.predict.calibrate import calibrate, written
 from reproduce.predict.rows import predict_run, predict_table, predictable
@@ -41,9 +43,18 @@ def _calibrated() -> Hardware:
               callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
               help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or here: this "
               "machine, calibrated now.")  # fmt: skip
+@autocast
+@fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
               "Default: results/predicted.")  # fmt: skip
-def predict(experiments: list[str], run: str | None, hardware: Hardware | None, out: Path | None) -> None:
+def predict(
+    experiments: list[str],
+    run: str | None,
+    hardware: Hardware | None,
+    autocast: torch.dtype | None,
+    precision: str | None,
+    out: Path | None,
+) -> None:
     """Predict published tables without running anything.
 
     EXPERIMENTS, or all, are predicted at scale paper. No GPU is needed.
@@ -53,6 +64,8 @@ def predict(experiments: list[str], run: str | None, hardware: Hardware | None, 
     if run is not None:
         if out is not None:
             raise click.UsageError("--out is for published tables: with --run nothing is written")
+        if autocast or precision:
+            raise click.UsageError("--autocast, --fp32-precision: a run is predicted as it was run, in float32")
         emulated = load(find_record(run))
         if not any(result.status == "emulated" for result in emulated.results):
             raise click.UsageError(f"--run {run}: it has no emulated rows")
@@ -64,8 +77,12 @@ def predict(experiments: list[str], run: str | None, hardware: Hardware | None, 
     prepare_folder(out)
     hardware = hardware or _calibrated()
     names = list(predictable()) if ALL in experiments else experiments
+    other = [*([f"autocast-{autocast}".replace("torch.", "")] if autocast else []), *([precision] if precision else [])]
     for name in names:
-        record = predict_table(name, hardware)
+        with numbers(precision, autocast):
+            record = predict_table(name, hardware)
+        if other:
+            record = replace(record, name="-".join([record.name, *other]), title=", ".join([record.title, *other]))
         for table in tables(record):
             click.echo(f"\n{table.text()}")
         save(record, out / f"{record.name}.json")

@@ -104,7 +104,7 @@ def planned(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[i
         batch_size=row.batch_size,
         devices=MOST_DEVICES,
         memory=NO_LIMIT,
-        chunks=row.chunks,
+        chunks=row.micro_batches,
         checkpoint=row.checkpoint or "never",
     )
     return {n: tuple(each.best.setup.balance) for n, each in found.by_devices.items() if each.best is not None}
