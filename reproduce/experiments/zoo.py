@@ -46,6 +46,6 @@ SPEED = Experiment(
     measures="speed",
     scales=(
         replace(PAPER_SCALE, rows=tuple(rows(BASE))),
-        replace(SMALL_SCALE, rows=tuple(rows(SMALL)), memory=8 * GiB, least_steps=2, seconds=240),
+        replace(SMALL_SCALE, rows=tuple(rows(SMALL)), memory=5 * GiB, seconds=200),
     ),
 )

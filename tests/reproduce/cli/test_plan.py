@@ -100,7 +100,7 @@ def test_numbers_change_a_plan(
     function: str, option: list[str], faster: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its seconds; and PyTorch is left as it was."""
-    before = torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda")  # type: ignore[attr-defined]
+    before = torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda")
     texts = []
     for options in ([], option):
         arguments = ["--hardware", "a100x8", "--devices", "1", "--optimizer", "adam", "--batch-size", "4096", *options]
@@ -108,7 +108,7 @@ def test_numbers_change_a_plan(
         texts.append(capsys.readouterr().out)
     plain, other = (float(text.partition("\nstep ")[2].split()[0]) for text in texts)
     assert (other < plain) == faster and other != plain
-    assert before == (torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda"))  # type: ignore[attr-defined]
+    assert before == (torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda"))
 
 
 @pytest.mark.slow

@@ -37,6 +37,6 @@ def test_runs_and_shows_every_row(tiny: Mapping[str, Experiment], tmp_path: Path
         for each in record.results
     ]
     (table,) = tables(structs.replace(record, results=ended))
-    cells = dict(zip(table.headings, table.rows[0], strict=True))
-    assert cells["n=2\nplan"] == "out of memory" and cells["n=8\nequal"] == "failed"
+    ends = dict(zip(table.headings, table.rows[0], strict=True))
+    assert ends["n=2\nplan"] == "out of memory" and ends["n=8\nequal"] == "failed"
     assert "failed: resnet50 n2: of resnet50 n2" in table.notes
