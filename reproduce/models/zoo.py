@@ -12,7 +12,7 @@ from torch import nn
 import torchgpipe
 from reproduce.models.resnet import import_torchvision
 
-ZOO = ("resnet50", "resnet101", "alexnet", "densenet121", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny",
+ZOO = ("resnet18", "resnet50", "alexnet", "densenet121", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny",
        "vit_b_16", "swin_t", "regnet_y_1_6gf")  # fmt: skip
 
 

@@ -21,8 +21,8 @@ def test_runs_and_shows_every_row(tiny: Mapping[str, Experiment], tmp_path: Path
     record = load(path)
     assert {(each.status, each.emulated) for each in record.results} == {("measured", False), ("emulated", True)}
     balances = {each.row: each.config["balance"] for each in record.results if each.emulated}
-    assert balances["resnet50 n2 equal"] == [33, 32] and balances["resnet50 n8 equal"] == [9, *[8] * 7]
-    assert sum(balances["resnet50 n8"]) == 65 and len(balances["resnet50 n8"]) == 8
+    assert balances["resnet18 n2 equal"] == [33, 32] and balances["resnet18 n8 equal"] == [9, *[8] * 7]
+    assert sum(balances["resnet18 n8"]) == 65 and len(balances["resnet18 n8"]) == 8
     (table,) = tables(record)
     headings = ["model", "samples/s\nmeasured", "n=2\nplan", "\nmeasured", "n=2\nequal", "n=8\nplan", "n=8\nequal"]
     assert list(table.headings) == headings
@@ -31,7 +31,7 @@ def test_runs_and_shows_every_row(tiny: Mapping[str, Experiment], tmp_path: Path
     assert max(map(len, table.text().splitlines())) <= WIDTH
     assert page([record])
 
-    ends = {"resnet50 n2": "out of memory", "resnet50 n8 equal": "failed"}
+    ends = {"resnet18 n2": "out of memory", "resnet18 n8 equal": "failed"}
     ended = [
         structs.replace(each, status=ends[each.row], samples={}, reason=f"of {each.row}") if each.row in ends else each
         for each in record.results
@@ -39,4 +39,4 @@ def test_runs_and_shows_every_row(tiny: Mapping[str, Experiment], tmp_path: Path
     (table,) = tables(structs.replace(record, results=ended))
     ends = dict(zip(table.headings, table.rows[0], strict=True))
     assert ends["n=2\nplan"] == "out of memory" and ends["n=8\nequal"] == "failed"
-    assert "failed: resnet50 n2: of resnet50 n2" in table.notes
+    assert "failed: resnet18 n2: of resnet18 n2" in table.notes
