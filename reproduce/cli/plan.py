@@ -65,9 +65,9 @@ def plan(
     headroom: float | None,
     batch_size: int | None,
     optimizer: str | None,
-    autocast: torch.dtype | None,
+    autocast: str | None,
     master_weights: bool,
-    precision: str | None,
+    fp32_precision: str | None,
     hardware: Hardware | None,
     profiled: int | None,
     grows: str | None,
@@ -78,15 +78,15 @@ def plan(
     package.module:function, where the function returns the model, or the model and a sample with its batch. A setup is
     a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
     """
-    for option, value in (("--size", size), ("--largest", grows)):
-        if value and model not in PAPERS_SIZES:
+    for option, asked in (("--size", size), ("--largest", grows)):
+        if asked and model not in PAPERS_SIZES:
             raise click.BadParameter(
                 f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave {option} out", param_hint=option
             )
     if shape and model in MODELS:
         raise click.BadParameter(f"{model} has samples of its own; leave --input out", param_hint="--input")
-    for option, given_one in (("--autocast", autocast), ("--master-weights", master_weights)):
-        if grows and given_one:
+    for option, value in (("--autocast", autocast), ("--master-weights", master_weights)):
+        if grows and value:
             raise click.BadParameter(
                 "the largest model is found for training in float32; leave it out", param_hint=option
             )
@@ -98,9 +98,10 @@ def plan(
         given = find_given(model, size or (), shape or ())
         batch_size, optimizer = batch_size or given.batch_size, optimizer or given.optimizer
         if grows is None:
-            click.echo(f"{given.title}, batch size {batch_size}, {optimizer}")
+            numbers_as = (autocast and f"autocast {autocast}", fp32_precision, "master weights" * master_weights)
+            click.echo(", ".join([given.title, f"batch size {batch_size}", optimizer, *filter(None, numbers_as)]))
             found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
-            with found.in_use(), numbers(precision):
+            with found.in_use(), numbers(fp32_precision):
                 module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
                 planned = make_plan(
                     module,
@@ -111,7 +112,7 @@ def plan(
                     headroom=headroom,
                     hardware=hardware or HERE,
                     optimizer=optimizer,
-                    autocast=autocast,
+                    autocast=None if autocast is None else getattr(torch, autocast),
                     master_weights=master_weights,
                 )
             click.echo(f"\n{planned}")

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import click
-import torch
 from msgspec.structs import replace
 
 from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
@@ -51,8 +50,8 @@ def predict(
     experiments: list[str],
     run: str | None,
     hardware: Hardware | None,
-    autocast: torch.dtype | None,
-    precision: str | None,
+    autocast: str | None,
+    fp32_precision: str | None,
     out: Path | None,
 ) -> None:
     """Predict published tables without running anything.
@@ -64,7 +63,7 @@ def predict(
     if run is not None:
         if out is not None:
             raise click.UsageError("--out is for published tables: with --run nothing is written")
-        if autocast or precision:
+        if autocast or fp32_precision:
             raise click.UsageError("--autocast, --fp32-precision: a run is predicted as it was run, in float32")
         emulated = load(find_record(run))
         if not any(result.status == "emulated" for result in emulated.results):
@@ -73,13 +72,17 @@ def predict(
             click.echo(f"\n{table.text()}")
         return
 
+    other = list(filter(None, (autocast and f"autocast-{autocast}", fp32_precision)))
+    if other and out is None:
+        raise click.UsageError(
+            "--autocast, --fp32-precision: name a folder by --out; results/predicted is as published"
+        )
     out = out or RESULTS / "predicted"
     prepare_folder(out)
     hardware = hardware or _calibrated()
     names = list(predictable()) if ALL in experiments else experiments
-    other = [*([f"autocast-{autocast}".replace("torch.", "")] if autocast else []), *([precision] if precision else [])]
     for name in names:
-        with numbers(precision, autocast):
+        with numbers(fp32_precision, autocast):
             record = predict_table(name, hardware)
         if other:
             record = replace(record, name="-".join([record.name, *other]), title=", ".join([record.title, *other]))

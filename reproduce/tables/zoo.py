@@ -45,7 +45,7 @@ def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
         return None if result is None else rows.measured_speed_up(result)
 
     yield Column(f"n={n}\nplan", lambda plain: gain(plain, PLANNED))
-    yield Column("\nmeasured", measured)
+    yield Column(f"n={n}\nmeasured", measured)
     yield Column(f"n={n}\nequal", lambda plain: gain(plain, EQUAL_LAYERS))
 
 

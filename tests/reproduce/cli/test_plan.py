@@ -35,6 +35,10 @@ from reproduce.tables.layout import WIDTH
         (["plan", "unet", "--size", "1", "8", "--master-weights"], "master_weights is for parameters in 16 bits"),
         (["plan", "unet", "--largest", "depth", "--autocast", "bfloat16"], "for training in float32; leave it out"),
         (["predict", "--run", "RUN", "--fp32-precision", "tf32"], "a run is predicted as it was run, in float32"),
+        (
+            ["predict", "unet-speed", "--autocast", "bfloat16"],
+            "name a folder by --out; results/predicted is as published",
+        ),
         (["calibrate", "--out", "here.txt"], "ends in .json"),
     ],
 )

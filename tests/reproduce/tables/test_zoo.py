@@ -24,7 +24,7 @@ def test_runs_and_shows_every_row(tiny: Mapping[str, Experiment], tmp_path: Path
     assert balances["resnet18 n2 equal"] == [33, 32] and balances["resnet18 n8 equal"] == [9, *[8] * 7]
     assert sum(balances["resnet18 n8"]) == 65 and len(balances["resnet18 n8"]) == 8
     (table,) = tables(record)
-    headings = ["model", "samples/s\nmeasured", "n=2\nplan", "\nmeasured", "n=2\nequal", "n=8\nplan", "n=8\nequal"]
+    headings = ["model", "samples/s\nmeasured", "n=2\nplan", "n=2\nmeasured", "n=2\nequal", "n=8\nplan", "n=8\nequal"]
     assert list(table.headings) == headings
     ((model, *cells),) = table.rows
     assert model == "U-Net" and all(float(cell.replace(",", "")) > 0 for cell in cells)
