@@ -78,8 +78,8 @@ def plan(
     package.module:function, where the function returns the model, or the model and a sample with its batch. A setup is
     a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
     """
-    for option, asked in (("--size", size), ("--largest", grows)):
-        if asked and model not in PAPERS_SIZES:
+    for option, named in (("--size", size), ("--largest", grows)):
+        if named and model not in PAPERS_SIZES:
             raise click.BadParameter(
                 f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave {option} out", param_hint=option
             )
