@@ -97,7 +97,10 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
         known, sources = EXPERIMENTS.get(name), [*_predicted(name, others), *_run(name, others)]
         links = [result.published for source in sources for result in source.results if result.published]
         table = known.table or "" if known else links[0].rpartition("/")[0] if links else ""
-        sources[:0] = [papers[table]] if table in papers else []
+        if table in papers:
+            sources[:0] = [papers[table]]
+        else:  # the rows are the first source's
+            sources.sort(key=lambda source: -len(source.results))
         title = known.title if known else papers[table].record.title if table in papers else name
         if sources:
             subjects.append(Subject(name, title, table, sources))
