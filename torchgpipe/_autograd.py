@@ -90,7 +90,7 @@ def default_device() -> torch.device | None:
 
 def holders(storage: torch.UntypedStorage) -> int:
     """Return how many tensors have this storage, and one for the Python object that was given."""
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def storage_of(x: Tensor) -> int:
