@@ -1,6 +1,6 @@
 """Measure what this machine's devices can do, and write it down as a hardware description like those that are shipped.
 
-A few microbenchmarks, each repeated and its fastest taken. Tensors are larger than caches where memory is what counts: in
+A few microbenchmarks, each repeated and the median taken. Tensors are larger than caches where memory is what counts: in
 a training step an operator finds little in them. What the operators reach is both the peak and the efficiency 1, except
 that classes differ: the peak in float32 is the fastest class's rate. Of other types products are timed, and classes are
 taken to differ alike. TF32 is no type of its own: float32 is measured as PyTorch is set to compute it.
@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from reproduce.machine.devices import Devices
 from torchgpipe.plan.as_on import as_on
 from torchgpipe.plan.counter import Counter
-from torchgpipe.plan.here import measure_link
+from torchgpipe.plan.here import MOST_AT_WORK, hand_over, measure_link, sharing
 from torchgpipe.plan.operators import Operator
 
 __all__ = ["calibrate", "written"]
@@ -32,7 +32,7 @@ __all__ = ["calibrate", "written"]
 SOURCE = "measured: python -m reproduce calibrate, {}"
 
 AT_ONCE = 1e18
-"""Bytes per second, and its inverse seconds, where nothing is copied: figures have to be numbers above 0."""
+"""Bytes per second, where nothing is copied: figures have to be numbers above 0."""
 
 TOUCHING: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x + x,
@@ -74,16 +74,17 @@ class Clock:
         self.devices, self.seconds = devices, seconds
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds of the fastest run, after one that is not timed."""
+        """Return the median seconds of its runs, after one that is not timed."""
         work()
         self.devices.synchronize()
-        best, end = float("inf"), perf_counter() + self.seconds
-        while best == float("inf") or perf_counter() < end:
+        runs: list[float] = []
+        end = perf_counter() + self.seconds
+        while not runs or perf_counter() < end:
             start = perf_counter()
             work()
             self.devices.synchronize()
-            best = min(best, perf_counter() - start)
-        return best
+            runs.append(perf_counter() - start)
+        return median(runs)
 
     def both(self, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
         """Return the seconds of a function's forward, and of its backward to all inputs."""
@@ -131,11 +132,22 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.3) -> dict[str,
     }
 
     traffic |= _touching(clock, stream)
-    launch = _launch(clock, device)
+    busy = {1: "conv", 3: "conv3x3"}
+    launches = _launches(
+        clock,
+        device,
+        lambda size, image: (
+            2 * image.numel() * 16 * size**2 / rates[busy[size]] / narrow["16"] + 2 * image.nbytes / traffic["conv"]
+        ),
+    )
+    launch = launches.pop("")
     link, how = measure_link(stream)
     if math.isinf(link):
-        free = {"link_bandwidth": AT_ONCE, "link_latency": 1 / AT_ONCE}
-        links = {key: {"value": value, "source": f"none: {how}"} for key, value in free.items()}
+        links = {
+            "link_bandwidth": {"value": AT_ONCE, "source": f"none: {how}"},
+            "link_latency": figure(hand_over(), "handing a tensor from one thread to another"),
+            "sharing": figure(_sharing(min(devices.count, MOST_AT_WORK)), "steps of a small network beside others"),
+        }
     else:
         links = {"link_bandwidth": figure(link, how), "link_latency": figure(launch, "as the shortest operator")}
     memory = devices.memory or 1
@@ -146,6 +158,7 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.3) -> dict[str,
         "memory_bandwidth": figure(bandwidth, "copying a tensor, bytes read and written"),
         **links,
         "launch": figure(launch, "steps of layers that do next to nothing, for each operator"),
+        "launches": {kind: figure(took, f"{kind}, as `launch`") for kind, took in launches.items()},
         "launch_overlaps": large,
         "workspace": workspace,
         "peak": {
@@ -240,13 +253,46 @@ def _alone(clock: Clock, function: Callable[[Tensor], Tensor], x: Tensor) -> lis
     return [(each[0], seconds) for each, seconds in zip(counted, took, strict=True) if len(each) == 1]
 
 
-def _launch(clock: Clock, device: torch.device) -> float:
-    """Return the seconds that issuing an operator takes in a training step, with what Python and autograd do for it."""
-    layers = nn.Sequential(*(layer for _ in range(50) for layer in (nn.Linear(4, 4), nn.ReLU()))).to(device)
-    x = torch.rand(4, 4, device=device)
-    with Counter() as counter:
-        layers(x).sum().backward()
-    return clock.time(lambda: layers(x).sum().backward()) / len(counter.operators)
+def _launches(clock: Clock, device: torch.device, convolution: Callable[[int, Tensor], float]) -> dict[str, float]:
+    """Return the seconds that the shortest operators take in a training step, with what Python and autograd do for them.
+
+    Of a convolution it is what small ones take, beyond the seconds that `convolution` says of its size and an image.
+    """
+    count = 30
+
+    def step(x: Tensor, *layers: Callable[[], nn.Module]) -> tuple[float, int]:
+        model = nn.Sequential(*(layer() for _ in range(count) for layer in layers)).to(device)
+        with Counter() as counter:
+            model(x).sum().backward()
+        return clock.time(lambda: model(x).sum().backward()), len(counter.operators)
+
+    took, operators = step(torch.rand(4, 4, device=device), lambda: nn.Linear(4, 4), nn.ReLU)
+    image = torch.rand(8, 16, 16, 16, device=device)
+    norms = (lambda: nn.BatchNorm2d(16), nn.ReLU)
+    without, _ = step(image, *norms)
+    found = {"": took / operators}
+    for kind, size in (("conv", 1), ("conv3x3", 3)):
+        more = step(image, partial(nn.Conv2d, 16, 16, size, padding=size // 2, bias=False), *norms)[0] - without
+        found[kind] = max(found[""], more / count / 3 - convolution(size, image))
+    return found
+
+
+def _sharing(at_work: int) -> float:
+    """Return by which share of its time a training step takes longer for each other device that takes one, too."""
+    works = []
+    for _ in range(at_work):
+        convolutions = [
+            layer
+            for _ in range(4)
+            for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1))
+        ]
+        layers = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(2**12, 256), nn.ReLU())
+        works.append(partial(_step, layers, torch.rand(32, 16, 16, 16)))
+    return sharing(works) if at_work > 1 else 0.0
+
+
+def _step(layers: nn.Sequential, x: Tensor) -> None:
+    layers(x).sum().backward()
 
 
 def _workspace(device: torch.device) -> dict[str, Any]:

@@ -10,17 +10,19 @@ compute efficiency as `conv.float16` is that of a class in one type of numbers. 
 computes it as products of matrices; what has no peak for TF32 computes it as float32. Where an operator can be computed
 in two ways, the faster counts.
 
-Two things matter on CPUs only, and may be left out. There a class is too coarse for what touches memory: a maximum over
+Three things matter on CPUs only, and may be left out. There a class is too coarse for what touches memory: a maximum over
 windows takes 20 times as long as its gradient. So a memory efficiency may also be that of one operator, by PyTorch's
 name for it, as `max_pool2d_with_indices`; it goes before that of its class. And `narrow` says which share of their
-efficiency convolutions reach that put out few channels, by the number of channels.
+efficiency convolutions reach that put out few channels, by the number of channels. `launches` are the seconds of the
+shortest operator of a class, where that is more than `launch`: libraries prepare a convolution for far longer than
+others.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,9 +36,9 @@ __all__ = ["FOLDER", "Hardware", "hardware_names", "load_hardware"]
 FOLDER = Path(__file__).with_name("hardware")
 
 SCALARS = ("devices", "memory", "memory_bandwidth", "link_bandwidth", "link_latency", "launch")
-OPTIONAL = ("workspace", "processors")
+OPTIONAL = ("workspace", "processors", "sharing")
 TABLES = ("peak", "compute_efficiency", "memory_efficiency")
-NARROW = "narrow"
+NARROW, LAUNCHES = "narrow", "launches"
 WORK = ("matmul", "conv", "conv3x3")
 """The classes that need a compute efficiency; all others only touch memory."""
 WINOGRAD = "winograd"
@@ -72,6 +74,10 @@ class Hardware:
     """Parts of a device that compute tiles of matrices; 0 where tiles are not modelled."""
     narrow: Mapping[str, float] = field(default_factory=dict)
     """The share of its efficiency that a convolution reaches, by the channels that it puts out, the fewest first."""
+    sharing: float = 0.0
+    """By which share of their time tasks take longer for each other device at work: those of a CPU share its memory."""
+    launches: Mapping[str, float] = field(default_factory=dict)
+    """What the shortest operator of a class takes, where that is not `launch`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from, by name; those in tables as `peak.float32`."""
 
@@ -89,7 +95,8 @@ class Hardware:
         work = self._work(operator)
         if operator.other and WINOGRAD in self.compute_efficiency:
             work = min(work, sum(map(self._work, operator.other)))
-        return max(work, self.launch) if self.launch_overlaps else work + self.launch
+        launch = self.launches.get(operator.kind, self.launch)
+        return max(work, launch) if self.launch_overlaps else work + launch
 
     def total(self, operators: Iterable[Operator]) -> float:
         """Return the seconds of operators one after another."""
@@ -176,7 +183,7 @@ def _decoded(name: str, data: Any) -> Hardware:
     if not isinstance(data, dict):
         raise _Misfit("expected an object")
     optional = {key: data[key] for key in OPTIONAL if key in data}
-    known = {"title", "notes", "launch_overlaps", NARROW, *OPTIONAL, *SCALARS, *TABLES}
+    known = {"title", "notes", "launch_overlaps", NARROW, LAUNCHES, *OPTIONAL, *SCALARS, *TABLES}
     if unknown := sorted(set(data) - known):
         raise _Misfit(f"{unknown[0]!r} is unknown; known are {', '.join(sorted(known))}")
     sources: dict[str, str] = {}
@@ -200,7 +207,9 @@ def _decoded(name: str, data: Any) -> Hardware:
     for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", needed)):
         if lacking := [kind for kind in classes if kind not in values[key]]:
             raise _Misfit(f"{key}.{lacking[0]} is missing")
-    values[NARROW] = _narrow(data.get(NARROW, {}), sources)
+    values[NARROW] = _optional(NARROW, data, sources, lambda key: key.isdecimal() and int(key) > 0)
+    values[NARROW] = dict(sorted(values[NARROW].items(), key=lambda item: int(item[0])))
+    values[LAUNCHES] = _optional(LAUNCHES, data, sources, CLASSES.__contains__)
     overlaps = data.get("launch_overlaps", True)
     if not isinstance(overlaps, bool):
         raise _Misfit(f"launch_overlaps has to be true or false, got {overlaps!r}")
@@ -210,10 +219,15 @@ def _decoded(name: str, data: Any) -> Hardware:
     return Hardware(name=name, title=str(title), launch_overlaps=overlaps, sources=sources, **values)
 
 
-def _narrow(table: Any, sources: dict[str, str]) -> dict[str, float]:
-    if not isinstance(table, dict) or not all(key.isdecimal() and int(key) for key in table):
-        raise _Misfit(f"{NARROW} has to be an object of figures by numbers of channels, got {table!r}")
-    return {key: _figure(f"{NARROW}.{key}", table[key], sources) for key in sorted(table, key=int)}
+def _optional(name: str, data: Any, sources: dict[str, str], allowed: Callable[[str], bool]) -> dict[str, float]:
+    """Return the figures of a table that may be left out, by keys that are allowed."""
+    table = data.get(name, {})
+    if not isinstance(table, dict):
+        raise _Misfit(f"{name} has to be an object of figures, got {table!r}")
+    if unknown := [key for key in table if not allowed(key)]:
+        what = "number of channels" if name == NARROW else "class of operators"
+        raise _Misfit(f"{name}.{unknown[0]} is no {what}")
+    return {key: _figure(f"{name}.{key}", figure, sources) for key, figure in table.items()}
 
 
 def _figure(key: str, figure: Any, sources: dict[str, str], *, zero: bool = False) -> float:
