@@ -1,17 +1,19 @@
 """Measure what this machine's devices can do, and write it down as a hardware description like those that are shipped.
 
-A few microbenchmarks, each repeated and the median taken. Tensors are larger than caches where memory is what counts: in
-a training step an operator finds little in them. What the operators reach is both the peak and the efficiency 1, except
-that classes differ: the peak in float32 is the fastest class's rate. Of other types products are timed, and classes are
-taken to differ alike. TF32 is no type of its own: float32 is measured as PyTorch is set to compute it.
+A few microbenchmarks, each repeated and the median taken. Tensors are larger than caches where memory is what counts:
+in a training step an operator finds little in them. What the operators reach is both the peak and the efficiency 1,
+except that classes differ: the peak in float32 is the fastest class's rate. Of other types products are timed, and
+classes are taken to differ alike. TF32 is no type of its own: float32 is measured as PyTorch is set to compute it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import geometric_mean, median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,10 +26,12 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from reproduce.machine.devices import Devices
 from torchgpipe.plan.as_on import as_on
 from torchgpipe.plan.counter import Counter
+from torchgpipe.plan.hardware import Hardware, load_hardware
 from torchgpipe.plan.here import MOST_AT_WORK, hand_over, measure_link, sharing
 from torchgpipe.plan.operators import Operator
+from torchgpipe.plan.planner import HERE
 
-__all__ = ["calibrate", "written"]
+__all__ = ["calibrate", "calibrated", "written"]
 
 SOURCE = "measured: python -m reproduce calibrate, {}"
 
@@ -109,9 +113,7 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.3) -> dict[str,
 
     large = device.type == "cuda"
     stream = torch.rand((1 << 28) if large else (1 << 23), device=device)
-    target = torch.empty_like(stream)
-    bandwidth = 2 * stream.nbytes / clock.time(lambda: target.copy_(stream))
-    del target
+    bandwidth = 2 * stream.nbytes / clock.time(partial(torch.empty_like(stream).copy_, stream))
     rates, traffic, narrow = _convolutions(clock, stream, large)
     n = 8192 if large else 1536
     much = _product(clock, n, n, n, torch.float32, device)
@@ -179,7 +181,9 @@ def calibrate(devices: Devices, name: str, *, seconds: float = 0.3) -> dict[str,
     }
 
 
-def _convolutions(clock: Clock, stream: Tensor, overlap: bool) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def _convolutions(
+    clock: Clock, stream: Tensor, overlap: bool
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Return the operations and the bytes per second of convolutions, by class, and what narrow ones reach."""
     values = stream.numel() // (1 if overlap else 4)
 
@@ -213,7 +217,7 @@ def _product(clock: Clock, rows: int, columns: int, inner: int, dtype: torch.dty
 
 
 def _parted(much: Timed, few: Timed, *, overlap: bool) -> tuple[float, float]:
-    """Return operations and bytes per second, of work that does many operations and of work that does few for its bytes.
+    """Return operations and bytes per second, of work that does `much` for its bytes, and of work that does little.
 
     Where the two overlap, each takes all of the seconds; else they take them together.
     """
@@ -254,7 +258,7 @@ def _alone(clock: Clock, function: Callable[[Tensor], Tensor], x: Tensor) -> lis
 
 
 def _launches(clock: Clock, device: torch.device, convolution: Callable[[int, Tensor], float]) -> dict[str, float]:
-    """Return the seconds that the shortest operators take in a training step, with what Python and autograd do for them.
+    """Return the seconds of the shortest operators in a training step, with what Python and autograd do for them.
 
     Of a convolution it is what small ones take, beyond the seconds that `convolution` says of its size and an image.
     """
@@ -327,6 +331,14 @@ def _extra_bytes(device: torch.device, work: Callable[[], torch.Tensor]) -> tupl
     torch.cuda.synchronize(device)
     taken = before + result.nbytes
     return torch.cuda.memory_allocated(device) - taken, torch.cuda.max_memory_allocated(device) - taken
+
+
+def calibrated(devices: Devices) -> Hardware:
+    """Calibrate the devices, and return the description as it is read from a file."""
+    with devices.in_use(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{HERE}.json"
+        path.write_text(written(calibrate(devices, HERE)))
+        return load_hardware(path)
 
 
 def written(description: dict[str, Any]) -> str:

@@ -10,12 +10,12 @@ compute efficiency as `conv.float16` is that of a class in one type of numbers. 
 computes it as products of matrices; what has no peak for TF32 computes it as float32. Where an operator can be computed
 in two ways, the faster counts.
 
-Three things matter on CPUs only, and may be left out. There a class is too coarse for what touches memory: a maximum over
-windows takes 20 times as long as its gradient. So a memory efficiency may also be that of one operator, by PyTorch's
-name for it, as `max_pool2d_with_indices`; it goes before that of its class. And `narrow` says which share of their
-efficiency convolutions reach that put out few channels, by the number of channels. `launches` are the seconds of the
-shortest operator of a class, where that is more than `launch`: libraries prepare a convolution for far longer than
-others.
+What matters on CPUs may be left out. There a class is too coarse for what touches memory: a maximum over windows takes
+20 times as long as its gradient. So a memory efficiency may also be that of one operator, by PyTorch's name for it, as
+`max_pool2d_with_indices`; it goes before that of its class. `narrow` says which share of their efficiency convolutions
+reach that put out few channels, by the number of channels. `launches` are the seconds of the shortest operator of a
+class, where that is more than `launch`: libraries prepare a convolution for longer than others. `sharing` is by which
+share of its time a task takes longer for each other device at work.
 """
 
 from __future__ import annotations

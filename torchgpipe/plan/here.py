@@ -11,7 +11,6 @@ from statistics import median
 from time import perf_counter
 
 import torch
-
 from torch import nn
 
 from torchgpipe.balance.profile import synchronize
@@ -35,7 +34,8 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     """Describe what is here by what links and memory are measured to do; how fast it computes, layers tell.
 
     On a CPU a device is as many cores as PyTorch has threads, and has its share of the memory. CPU devices share
-    memory, so nothing is copied between them; threads hand tensors over. With a single GPU, links are taken as fast as copies to the host.
+    memory, so nothing is copied between them; threads hand tensors over. With a single GPU, links are taken as fast as
+    copies to the host.
 
     Raises:
         ValueError: `memory` is not given, and the system does not tell.
@@ -83,7 +83,7 @@ def measure_link(source: torch.Tensor) -> tuple[float, str]:
 
 
 def hand_over() -> float:
-    """Return the seconds that a partition on a CPU takes to hand a tensor to the next: with tasks of next to nothing."""
+    """Return the seconds that a CPU partition takes to hand a tensor to the next, from tasks of next to nothing."""
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=HAND_OVERS, checkpoint="never")
     x = torch.rand(HAND_OVERS, 8, requires_grad=True)

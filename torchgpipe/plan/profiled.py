@@ -132,7 +132,7 @@ def predictor_here(
 
 
 def _sharing(module: nn.Sequential, sample: TensorOrTensors, sizes: Sequence[int], at_work: int) -> float:
-    """Return how much CPU devices slow each other down that all take whole steps of the model, in medium micro-batches."""
+    """Return how much CPU devices slow each other down that all take steps of the model, in medium micro-batches."""
     device, given = _device(sample), _rows(module, sample, sizes[len(sizes) // 2])
     with undisturbed(device):
         works = [partial(time_step, _copy(module, device), given, device) for _ in range(at_work)]
