@@ -87,22 +87,24 @@ def measure(rounds: int) -> Found:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render each step and peak, and how far predictions are from them; the medians and largest at the end."""
-    rows, off = [], {way: [[] for _ in (*PREDICTED, "peak")] for way in WAYS}  # type: dict[str, list[list[float]]]
+    """Render each step and peak, and how far predictions are from them; the medians at the end."""
+    rows: list[list[str]] = []
+    off: dict[str, list[list[float]]] = {}
     for case, ways in by_case(record).items():
         for way, result in ways.items():
             values, real = result.values, statistics.median(result.samples["time"])
-            errors = [values[name] / real - 1 for name in PREDICTED]
-            errors.append(values["predicted_peak"] / values["peak"] - 1)
-            for series, error in zip(off[way], errors, strict=True):
-                series.append(abs(error))
-            times, peak = (f"{error:+.1%}" for error in errors[:-1]), f"{errors[-1]:+.1%}"
-            rows.append([f"{case}, {way}", f"{1e3 * real:.0f}", *times, f"{values['peak'] / 2**20:.1f}", peak])
-    for way, (*times, peaks) in off.items():
-        if peaks:
-            median = [f"{statistics.median(series):.1%}" for series in (*times, peaks)]
-            rows.append([f"median of {way}", "", *median[:-1], "", median[-1]])
+            errors = [values[name] / real - 1 for name in PREDICTED] + [values["predicted_peak"] / values["peak"] - 1]
+            off.setdefault(way, []).append(errors)
+            rows.append(_row(f"{case}, {way}", f"{1e3 * real:.0f}", f"{values['peak'] / 2**20:.1f}", errors, "+.1%"))
+    for way, found in off.items():
+        middle = [statistics.median(map(abs, series)) for series in zip(*found, strict=True)]
+        rows.append(_row(f"median of {way}", "", "", middle, ".1%"))
     return render(["model", "measured ms", "by calibration", "by a profile", "peak MiB", "predicted"], rows, style)
+
+
+def _row(name: str, time: str, peak: str, errors: Sequence[float], form: str) -> list[str]:
+    calibrated, profiled, memory = (format(error, form) for error in errors)
+    return [name, time, calibrated, profiled, peak, memory]
 
 
 if __name__ == "__main__":

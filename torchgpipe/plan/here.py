@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from torchgpipe.balance.profile import synchronize
+from torchgpipe.balance.profile import synchronize, undisturbed
 from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import CLASSES
@@ -86,8 +86,9 @@ def hand_over() -> float:
     """Return the seconds that a CPU partition takes to hand a tensor to the next, from tasks of next to nothing."""
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=HAND_OVERS, checkpoint="never")
-    x = torch.rand(HAND_OVERS, 8, requires_grad=True)
-    return _seconds(lambda: model(x).sum().backward(), torch.device("cpu")) / (2 * (HAND_OVERS + 1))
+    x, cpu = torch.zeros(HAND_OVERS, 8, requires_grad=True), torch.device("cpu")
+    with undisturbed(cpu):
+        return _seconds(lambda: model(x).sum().backward(), cpu) / (2 * (HAND_OVERS + 1))
 
 
 def sharing(works: Sequence[Callable[[], object]]) -> float:
