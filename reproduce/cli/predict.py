@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import click
@@ -10,7 +9,7 @@ from msgspec.structs import replace
 
 from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
 from reproduce.machine.devices import find_devices
-from reproduce.predict.calibrate import calibrate, written
+from reproduce.predict.calibrate import calibrated
 from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import RESULTS, find_record
 from reproduce.records.record import load, save
@@ -22,14 +21,6 @@ from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 from torchgpipe.plan.planner import HERE
 
 ALL = "all"
-
-
-def _calibrated() -> Hardware:
-    found = find_devices(None, None)
-    with found.in_use(), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{HERE}.json"
-        path.write_text(written(calibrate(found, HERE)))
-        return load_hardware(path)
 
 
 @click.command()
@@ -68,7 +59,7 @@ def predict(
         emulated = load(find_record(run))
         if not any(result.status == "emulated" for result in emulated.results):
             raise click.UsageError(f"--run {run}: it has no emulated rows")
-        for table in beside_emulated(emulated, predict_run(emulated, hardware or _calibrated())):
+        for table in beside_emulated(emulated, predict_run(emulated, hardware or calibrated(find_devices(None, None)))):
             click.echo(f"\n{table.text()}")
         return
 
@@ -79,7 +70,7 @@ def predict(
         )
     out = out or RESULTS / "predicted"
     prepare_folder(out)
-    hardware = hardware or _calibrated()
+    hardware = hardware or calibrated(find_devices(None, None))
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
         with numbers(fp32_precision, autocast):
