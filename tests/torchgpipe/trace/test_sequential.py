@@ -93,6 +93,19 @@ def test_the_module_is_left_as_it_was() -> None:
         assert torch.equal(x, before["state"][name])
 
 
+class Adding(traced.Net):
+    """Which changes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x.add_(1)))
+
+
+def test_the_sample_is_left_as_it_was() -> None:
+    sample = torch.zeros(5, traced.WIDTH)
+    assert len(sequential(Adding(), sample)) == 2
+    assert not sample.any()
+
+
 def test_hooks_run() -> None:
     module, seen = traced.Residual(), []
     module.b.register_forward_hook(lambda *_: seen.append("forward"))
