@@ -7,20 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.trace.calls import Call, Recording
+from torchgpipe.trace.check import check_batch, check_outputs, check_root, check_sample, check_state
 from torchgpipe.trace.cut import Plan, cut, held_in, parts
 from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
 from torchgpipe.trace.layer import Batch, Layer, Layers
-from torchgpipe.trace.parts import tensors_in
-from torchgpipe.trace.record import Heeds, hooks_of, record
-from torchgpipe.trace.refuse import Untraceable, refused, where
+from torchgpipe.trace.record import Heeds, record
+from torchgpipe.trace.refuse import Untraceable, refused
 from torchgpipe.trace.signature import Signature
-from torchgpipe.trace.watch import as_it_was
 
 Whole = nn.Module | type[nn.Module]
 
@@ -52,7 +49,7 @@ def sequential(
     Raises:
         Untraceable: a line of the module cannot be recorded; the message says which, why, and what to do.
     """
-    _check_root(module)
+    check_root(module)
     signature = Signature(module, sample)
     inputs = signature.tensors(sample)
     if not inputs:
@@ -66,28 +63,12 @@ def sequential(
         except Untraceable as error:
             first = first or error
         else:
-            _check_state(module, layers)
-            _check_outputs(module, layers, signature, inputs)
+            check_state(module, layers)
+            check_outputs(module, layers, signature, inputs)
             return layers
     assert first is not None
-    if not any(x.is_meta for x in _held(module, inputs)):
-        _run(module, module, signature, inputs)  # it may be the sample that does not fit
+    check_sample(module, signature, inputs)
     raise first
-
-
-def _check_root(module: nn.Module) -> None:
-    if hooks_of(module):
-        raise Untraceable(
-            f"{type(module).__name__} has hooks of its own, and its layers are not called by it; remove them, or make "
-            "it the only child of a module, where it stays whole"
-        )
-    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-        raise Untraceable(f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it")
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise Untraceable(
-                f"{type(module).__name__} has a scripted part, {name!r}; use the module that was scripted"
-            )
 
 
 def _choices(
@@ -143,7 +124,7 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
                     "do that in a submodule of its own, or leave it to the pipeline, which has its own checkpointing",
                 )
             )
-    _check_batch(module, recordings)
+    check_batch(module, recordings)
     signature.returns(*recordings[0].result, recordings[0].outputs)
     calls = generalise(module, recordings)
     plans = cut(calls, [_has_parameters(module, call) for call in calls], len(inputs), recordings[0].outputs)
@@ -201,68 +182,3 @@ def _batch(root: nn.Module, plan: Plan, recordings: Sequence[Recording]) -> Batc
 
 def _grows(value: Any) -> bool:
     return isinstance(value, Grows) or any(map(_grows, parts(value)))
-
-
-def _check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
-    if not recordings[0].outputs:
-        raise Untraceable(f"{type(module).__name__} returns no tensor")
-    for size, recording in zip(SIZES, recordings, strict=True):
-        for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
-            shape = recording.shapes[number]
-            if shape != (size, *recordings[0].shapes[first][1:]):
-                at = next((call.where for call in recording.calls if number in call.outputs), where())
-                why = (
-                    f"it returns a tensor of shape {shape} for {size} samples, but outputs of micro-batches are "
-                    "concatenated along dimension 0, and no other may grow with the batch"
-                )
-                what = (
-                    "what compares samples or adds them up, such as a loss, belongs after the pipeline: return what it "
-                    "is made of; or say which inputs have no batch dimension, shared=[…]"
-                )
-                raise Untraceable(refused(module, at, why, what))
-
-
-def _check_state(module: nn.Module, layers: Layers) -> None:
-    ours, plain = (m.state_dict(keep_vars=True) for m in (layers, module))
-    if ours.keys() != plain.keys() or any(ours[name] is not x for name, x in plain.items()):
-        names = sorted(ours.keys() ^ plain.keys()) or sorted(n for n, x in plain.items() if ours[n] is not x)
-        raise Untraceable(
-            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): modules around others "
-            "can have no state_dict hooks and no extra state; keep them as one layer, whole=[…]"
-        )
-
-
-def _check_outputs(module: nn.Module, layers: Layers, signature: Signature, inputs: Sequence[Tensor]) -> None:
-    """Compare the layers with the module on the sample."""
-    if any(x.is_meta for x in _held(module, inputs)):
-        return
-    with torch.no_grad():
-        found, expected = (_run(module, run, signature, inputs) for run in (layers, module))
-    try:
-        assert_close(found, expected, equal_nan=True)
-    except AssertionError as error:
-        raise Untraceable(
-            f"the layers of {type(module).__name__} give something else than the module does: "
-            f"{' '.join(str(error).split())}\nkeep a part of it as one layer, whole=[…]"
-        ) from None
-
-
-def _held(module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [*inputs, *module.parameters(), *module.buffers()]
-
-
-def _run(module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs of the module, or of what holds its parameters, on the sample, and its buffers after that.
-
-    Random numbers, buffers and inputs are left as they were.
-    """
-    devices = {x.device for x in _held(module, inputs) if x.device.type == "cuda"}
-    buffers = [(x, x.clone()) for x in module.buffers()]
-    with torch.random.fork_rng(devices), as_it_was(module):
-        try:
-            outputs = signature.call(run, [x.clone() for x in inputs])
-            return [x.clone() for x in (*tensors_in(outputs), *(x for x, _ in buffers))]
-        finally:
-            with torch.no_grad():
-                for x, before in buffers:
-                    x.copy_(before)
