@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import any_model
 from benchmarks.any_model import compared, main, ours, table
-from benchmarks.any_model_lists import Case, torchvision_models
+from benchmarks.any_model_lists import LISTS, Case, torchvision_models
 from reproduce.records.record import load
 
 
@@ -80,7 +79,7 @@ def test_a_list_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest
         return Case(kind(), torch.randn(5, 3))
 
     models = {kind.__name__: partial(build, kind) for kind in (Pairwise, Branching)}
-    monkeypatch.setitem(any_model.LISTS, "torchvision", lambda: models)
+    monkeypatch.setitem(LISTS, "torchvision", lambda: models)
     path = tmp_path / "record.json"
     for more, now in ((["--only", "Branching"], ["Branching"]), ([], ["Pairwise"]), ([], []), (["--again"], [*models])):
         built.clear()

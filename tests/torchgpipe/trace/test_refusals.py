@@ -96,6 +96,10 @@ def compiled() -> nn.Module:
     return module
 
 
+def compiled_around() -> Any:
+    return torch.compile(traced.Residual())
+
+
 def scripted() -> nn.Module:
     return nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)))
 
@@ -124,7 +128,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a hook on a tensor": (Hooking, ["# hooking", "register_hook would not be called for every micro-batch"]),
     "a hook on all of it": (hooked, ["Residual has hooks of its own"]),
     "compiled": (compiled, ["Residual is compiled"]),
-    "compiled, around it": (lambda: torch.compile(traced.Residual()), ["OptimizedModule is compiled"]),
+    "compiled, around it": (compiled_around, ["OptimizedModule is compiled"]),
     "scripted": (scripted, ["Sequential has a scripted part, '0'"]),
     "a state of its own": (Extra, ["_extra_state"]),
 }
