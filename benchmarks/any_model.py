@@ -194,25 +194,23 @@ def table(record: Record, style: str = "simple") -> str:
     """Render how many models of each list are equal, and then the lists."""
     cases = by_case(record)
     summary, lists = [], []
-    for name in (name for name in LISTS if name in cases):
-        both = cases[name], cases.get(f"{name}, {THEIRS}", {})
-        models, *counts = (
-            str(sum(each.status == status for each in both[k].values()) if status else len(both[k]))
-            for k, status in ((0, None), (0, "measured"), (0, "failed"), (0, "not run"), (1, "measured"), (1, "failed"))
-        )
-        summary.append([name, str((record.software or {})[name]), models, *counts])
-        rows = [
-            [
-                model,
-                *(str(each.values.get(key, "")) for key in ("layers", "skips")),
-                *(_said(way.get(model)) for way in both),
-            ]
-            for model, each in sorted(both[0].items())
-        ]
+    for name in LISTS:
+        ways = [cases.get(experiment, {}) for experiment in (name, f"{name}, {THEIRS}")]
+        models = sorted({model for way in ways for model in way})
+        if not models:
+            continue
+        statuses = [[each.status for each in way.values()] for way in ways]
+        counts = [str(each.count(status)) for each in statuses for status in ("measured", "failed")]
+        summary.append([name, str((record.software or {})[name]), str(len(models)), *counts])
+        rows = []
+        for model in models:
+            values = ways[0][model].values if model in ways[0] else {}
+            sizes = [str(values.get(key, "")) for key in ("layers", "skips")]
+            rows.append([model, *sizes, *(_said(way.get(model)) for way in ways)])
         listed = render(["model", "layers", "skips", "result", THEIRS], rows, style)
-        title = f"{name}: {models} models"
+        title = f"{name}: {len(models)} models"
         lists.append(f"<details><summary>{title}</summary>\n\n{listed}\n\n</details>" if style == "pipe" else listed)
-    headers = ["list", "version", "models", "equal", "refused", "not run", f"{THEIRS}: equal", "not equal"]
+    headers = ["list", "version", "models", "equal", "refused or not equal", f"{THEIRS}: equal", "not equal"]
     return "\n\n".join([render(headers, summary, style), *lists])
 
 
