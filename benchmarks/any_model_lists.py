@@ -43,9 +43,7 @@ def _torchvision(name: str) -> Case:
     options: dict[str, Any] = {"weights": None, "num_classes": 10}
     if name.startswith("vit"):
         options["image_size"] = size
-    if "resnet" in name and "_" in name and "resnext" not in name and "wide" not in name:  # segmentation
-        options["weights_backbone"] = None
-    if name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"):
+    if name in models.list_models(module=models.segmentation):
         options["weights_backbone"] = None
     if name in ("googlenet", "inception_v3"):
         options["init_weights"] = False
