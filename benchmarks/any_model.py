@@ -1,33 +1,33 @@
-"""Which models become pipelines, and whether these do what the models do: `python -m benchmarks.any_model LIST`.
+"""Which models become pipelines, and whether these do what the models do.
+
+    python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
 
 Each model of a list goes through `torchgpipe.sequential`, and then through a `GPipe` of 1, 2 and 4 CPU partitions,
 with two micro-batches of a batch of five, in each mode of checkpointing. Outputs, gradients of all parameters and all
 buffers are compared with those of the model run on each micro-batch in turn. `--theirs` gives the same models to
 PyTorch's own `pipeline()`.
 
-The lists are `torchvision`, `transformers` and `timm`; the last two need `pip install transformers timm`. What was
-found for a model is kept in results/any-model/, and is not looked for again without `--again`. In the end the
-tables in docs/any-model.md are written anew.
+The lists are `torchvision`, `transformers` and `timm`; the last two need `pip install transformers timm`. A model that
+the record has already is not run again without `--again`, so a list goes on where it was stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import re
-import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from benchmarks.any_model_lists import LISTS, Case
-from benchmarks.any_model_page import FOLDER, write
-from benchmarks.any_model_theirs import theirs
+from benchmarks.any_model_theirs import Unequal, theirs
+from benchmarks.harness import Found, by_case, command, keep, render, start
+from reproduce.records.record import Record, Result, load
 from torchgpipe import GPipe, sequential
 from torchgpipe.checkpoint import MODES
 from torchgpipe.skip.skippable import skips_of
@@ -40,76 +40,109 @@ TOLERANCE = 1e-4
 """Of the largest value of a tensor: gradients of a tensor that is used several times are added in another order."""
 ZERO = 1e-12
 """What is less is rounding around zero, such as the gradient of a bias that softmax takes out again."""
+THEIRS = "PyTorch's pipeline()"
 
 Outcome = dict[str, Tensor | None]
 
 
-def main() -> None:
-    """Check the models of a list, and keep what was found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.any_model", description=(__doc__ or "").split("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check the models of a list, keep what was found, and print tables of all that the record has."""
+    parser = command("any_model", __doc__ or "")
     parser.add_argument("list", choices=LISTS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models of the list only")
     parser.add_argument("--again", action="store_true", help="also models that the record has")
-    parser.add_argument("--theirs", action="store_true", help="PyTorch's pipeline(), instead of this library's")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    parser.add_argument("--theirs", action="store_true", help=f"{THEIRS}, instead of this library's")
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    column = "theirs" if options.theirs else "ours"
-    path = FOLDER / f"{options.list}-{column}.json"
-    record = json.loads(path.read_text()) if path.exists() else {"list": options.list, "models": {}}
-    record["versions"] = {name: version(name) for name in sorted({"torch", options.list})}
+    record = start(options, "any_model", "models that become pipelines", {}, devices=max(PARTITIONS))
+    record = replace(record, software={options.list: version(options.list)})
+    if options.json is not None and options.json.exists():
+        record = _continued(record, load(options.json))
+    experiment = f"{options.list}, {THEIRS}" if options.theirs else options.list
     models = LISTS[options.list]()
-    record["of"] = len(models)
+    there = by_case(record).get(experiment, {})
+    missing = [Result(experiment, name, "not run") for name in models if name not in there]
+    record = replace(record, results=[*record.results, *missing])
+    todo = {
+        name: models[name]
+        for name in options.only or models
+        if options.again or name not in there or there[name].status == "not run"
+    }
+    path = options.json if todo else None
+    keep(record, path, check(experiment, todo, _theirs if options.theirs else ours), len(todo), table)
+
+
+def _continued(record: Record, before: Record) -> Record:
+    """Return a record with the results of the one before; a note says of which revision these are."""
+    assert record.run is not None and before.run is not None
+    notes, git = list(before.notes), before.run.git
+    if git is not None and git != record.run.git:
+        notes.append(f"what was found before {record.run.started} is of revision {git.revision}")
+    software = {**(before.software or {}), **(record.software or {})}
+    return replace(record, results=before.results, notes=notes, software=software)
+
+
+def check(experiment: str, models: Mapping[str, Callable[[], Case]], way: Callable[[str, str, Case], Result]) -> Found:
+    """Yield the result of each model."""
     for name, build in models.items():
-        if (options.only and name not in options.only) or (name in record["models"] and not options.again):
-            continue
-        start = time.perf_counter()
         torch.manual_seed(0)
         try:
-            found = theirs(build, TOLERANCE) if options.theirs else ours(build())
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"[:600]}
-        seconds = time.perf_counter() - start
-        record["models"][name] = {key: without_paths(said) for key, said in found.items()}
-        print(f"{name}: {json.dumps(found)} ({seconds:.0f} s)", flush=True)
-        _save(record, path)
+            yield [way(experiment, name, build())]
+        except Exception as error:  # whatever a model, or a pipeline of it, runs into
+            said = str(error) if isinstance(error, Unequal) else f"{type(error).__name__}: {error}"
+            yield [Result(experiment, name, "failed", reason=_without_paths(said)[:600])]
         gc.collect()
-    _save(record, path)
-    write()
 
 
-def _save(record: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-
-
-def without_paths(said: Any) -> Any:
+def _without_paths(said: str) -> str:
     """Return a message without the folder in which packages are on this machine."""
-    return re.sub(r"/\S*/(site|dist)-packages/", "", said) if isinstance(said, str) else said
+    return re.sub(r"/\S*/(site|dist)-packages/", "", said)
 
 
-def ours(case: Case) -> dict[str, Any]:
-    """Make a sequence of the model, and compare it in all configurations."""
+def _theirs(experiment: str, name: str, case: Case) -> Result:
+    """Let PyTorch's `pipeline()` split the model in one of several places."""
+    config: dict[str, Any] = {"partitions": 2, "chunks": 2, "split": theirs(case, TOLERANCE)}
+    return Result(experiment, name, "measured", config=config)
+
+
+def ours(experiment: str, name: str, case: Case) -> Result:
+    """Make a sequence of the model, and compare it in all configurations; what differs, once more in float64.
+
+    There a difference that was rounding around zero, such as the gradient of a bias before a norm, is none.
+
+    Raises:
+        Unequal: it differs; the message says in what.
+    """
+    try:
+        return _ours(experiment, name, case)
+    except Unequal:
+        sample = case.sample if isinstance(case.sample, dict) else {"": case.sample}
+        sample = {key: x.double() if x.is_floating_point() else x for key, x in sample.items()}
+        again = Case(case.module.double(), sample if isinstance(case.sample, dict) else sample[""])
+        found = _ours(experiment, name, again)
+        return replace(found, config={**found.config, "dtype": "float64"})
+
+
+def _ours(experiment: str, name: str, case: Case) -> Result:
     before = {name: x.clone() for name, x in case.module.state_dict().items()}
     random = torch.get_rng_state()
-    start = time.perf_counter()
     layers = sequential(case.module, case.sample)
-    found: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
     after = case.module.state_dict()
     if not torch.equal(random, torch.get_rng_state()) or any(not torch.equal(x, after[k]) for k, x in before.items()):
-        raise AssertionError("sequential has changed the model or the random numbers")
-    found["layers"] = len(layers)
-    found["skips"] = sum(len(skips_of(layer)[0]) for layer in layers)
+        raise Unequal("sequential has changed the model or the random numbers")
     plain = outcome(case, case.module, split(case.sample))
     restore(case.module, before)
     for n in PARTITIONS:
         for mode in MODES:
             pipeline = GPipe(layers, balance(layers, n), devices=["cpu"] * n, chunks=CHUNKS, checkpoint=mode)
             if pipeline.state_dict().keys() != before.keys():
-                raise AssertionError("the names of the state differ")
-            found[f"{n} {mode}"] = compared(outcome(case, pipeline, [case.sample]), plain)
+                raise Unequal("the names of the state differ")
+            if said := compared(outcome(case, pipeline, [case.sample]), plain):
+                raise Unequal(f"{n} partitions, {mode}: {said}")
             restore(case.module, before)
-    return found
+    skips = sum(len(skips_of(layer)[0]) for layer in layers)
+    config: dict[str, Any] = {"partitions": list(PARTITIONS), "chunks": CHUNKS, "checkpoint": list(MODES)}
+    return Result(experiment, name, "measured", config=config, values={"layers": len(layers), "skips": skips})
 
 
 def restore(module: nn.Module, state: dict[str, Tensor]) -> None:
@@ -150,9 +183,9 @@ def outcome(case: Case, model: nn.Module, samples: list[Any]) -> Outcome:
     return found | {f"buffer {name}": b.clone() for name, b in case.module.named_buffers()}
 
 
-def compared(ours: Outcome, plain: Outcome) -> str:
-    """Return `equal`, or what differs first."""
-    return next((f"{name}: {said}" for name, x in plain.items() if (said := difference(ours[name], x))), "equal")
+def compared(found: Outcome, plain: Outcome) -> str:
+    """Return what differs first; nothing if all is equal."""
+    return next((f"{name}: {said}" for name, x in plain.items() if (said := difference(found[name], x))), "")
 
 
 def difference(y: Tensor | None, x: Tensor | None) -> str:
@@ -168,6 +201,40 @@ def difference(y: Tensor | None, x: Tensor | None) -> str:
     return (
         "" if most <= TOLERANCE * largest + ZERO else f"differs by {most:.2g}, where the largest value is {largest:.2g}"
     )
+
+
+def table(record: Record, style: str = "simple") -> str:
+    """Render how many models of each list are equal, and then the lists."""
+    cases = by_case(record)
+    summary, lists = [], []
+    for name in LISTS:
+        ways = [cases.get(experiment, {}) for experiment in (name, f"{name}, {THEIRS}")]
+        models = sorted({model for way in ways for model in way})
+        if not models:
+            continue
+        statuses = [[each.status for each in way.values()] for way in ways]
+        counts = [str(each.count(status)) for each in statuses for status in ("measured", "failed")]
+        summary.append([name, str((record.software or {})[name]), str(len(models)), *counts])
+        rows = []
+        for model in models:
+            values = ways[0][model].values if model in ways[0] else {}
+            sizes = [str(values.get(key, "")) for key in ("layers", "skips")]
+            rows.append([model, *sizes, *(_said(way.get(model)) for way in ways)])
+        listed = render(["model", "layers", "skips", "result", THEIRS], rows, style)
+        title = f"{name}: {len(models)} models"
+        lists.append(f"<details><summary>{title}</summary>\n\n{listed}\n\n</details>" if style == "pipe" else listed)
+    headers = ["list", "version", "models", "equal", "refused or not equal", f"{THEIRS}: equal", "not equal"]
+    return "\n\n".join([render(headers, summary, style), *lists])
+
+
+def _said(result: Result | None) -> str:
+    """Return how a model's check ended, in about 100 characters."""
+    if result is None or result.status == "not run":
+        return "not run"
+    if result.status == "measured":
+        return "equal" + next((f", {result.config[key]}" for key in ("split", "dtype") if key in result.config), "")
+    text = " ".join((result.reason or "").split()).replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 if __name__ == "__main__":

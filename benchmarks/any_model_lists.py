@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 
 SAMPLES = 5
 """In two micro-batches these are three and two, so that a batch size that was fixed is found out."""
+IMAGES = (64, 56, 96, 128, 160, 192, 224, 256)
+"""Sizes of images that are tried for timm's models, before that which a model is made for."""
 TOKENS = 12
 
 
@@ -40,9 +43,7 @@ def _torchvision(name: str) -> Case:
     options: dict[str, Any] = {"weights": None, "num_classes": 10}
     if name.startswith("vit"):
         options["image_size"] = size
-    if "resnet" in name and "_" in name and "resnext" not in name and "wide" not in name:  # segmentation
-        options["weights_backbone"] = None
-    if name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"):
+    if name in models.list_models(module=models.segmentation):
         options["weights_backbone"] = None
     if name in ("googlenet", "inception_v3"):
         options["init_weights"] = False
@@ -67,20 +68,19 @@ def _size(name: str) -> tuple[int, int, str]:
 
 
 def _timm(name: str) -> Case:
-    """Return the model for the smallest images that it can be made for."""
+    """Return the model for the smallest images that it can be made for, which a run on `meta` tells."""
     import timm
 
-    given = {"pretrained": False, "num_classes": 10}
-    for size, options in [(64, {"img_size": 64}), (96, {"img_size": 96}), (64, {}), (96, {})]:
+    for size, option in product(IMAGES, ("img_size", None)):
+        options = {"pretrained": False, "num_classes": 10} | ({option: size} if option else {})
         try:
-            module = timm.create_model(name, **given, **options).eval()
-            with torch.no_grad():
-                module(torch.randn(1, 3, size, size))
-            return Case(module.train(), torch.randn(SAMPLES, 3, size, size))
+            with torch.device("meta"):
+                timm.create_model(name, **options)(torch.empty(2, 3, size, size))
         except Exception:  # whatever a model says of an option that it does not know, or a size that does not fit
             continue
-    module = timm.create_model(name, **given)
-    return Case(module.train(), torch.randn(SAMPLES, *module.default_cfg["input_size"]))
+        return Case(timm.create_model(name, **options), torch.randn(SAMPLES, 3, size, size))
+    module = timm.create_model(name, pretrained=False, num_classes=10)
+    return Case(module, torch.randn(SAMPLES, *module.default_cfg["input_size"]))
 
 
 # Sizes by the names that the configurations have for them; a configuration takes those that it knows.

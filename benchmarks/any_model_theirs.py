@@ -6,10 +6,12 @@ where that does not work, in the middle of its layers.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +23,78 @@ from torch.multiprocessing.spawn import start_processes
 
 from torchgpipe.trace.parts import tensors_in
 
-PATIENCE = 300  # seconds for one model and one split
+PATIENCE = 300  # seconds for the ranks of one split
 RANKS = 2
+SPLITS = ("between blocks", "within blocks")
 
 
-def theirs(make: Callable[[], Any], tolerance: float) -> dict[str, Any]:
-    """Return `equal` or what went wrong, for each split that was tried until one gave the model's results."""
-    found: dict[str, Any] = {}
-    for where in ("between blocks", "within blocks"):
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = start_processes(
-                _rank, (make, where, folder, tolerance), nprocs=RANKS, join=False, start_method="fork"
-            )
-            try:
-                end = time.monotonic() + PATIENCE
-                done = False
-                while not done and time.monotonic() < end:  # it returns when the first of them has ended, too
-                    done = ranks.join(timeout=max(1.0, end - time.monotonic()))
-            except Exception as error:
-                done, found[where] = True, f"a rank died: {str(error).strip().splitlines()[-1]}"
-            if not done:
-                for process in ranks.processes:
-                    process.kill()
-                found[where] = f"not finished after {PATIENCE} seconds"
-            said = [said for path in Path(folder).glob("rank*.txt") if (said := path.read_text()) != "equal"]
-            said.sort(key=lambda text: "by peer" in text)  # which follows from what the other rank says
-            found.setdefault(where, said[0] if said else "equal")
-        if found[where] == "equal":
-            break
-    return found
+class Unequal(Exception):
+    """Say in what a pipeline differs from the model, or what it ran into."""
 
 
-def _rank(rank: int, make: Callable[[], Any], where: str, folder: str, tolerance: float) -> None:
+def theirs(case: Any, tolerance: float) -> str:
+    """Return the first split that gives the model's results.
+
+    Raises:
+        Unequal: there is none; the message is of the first.
+    """
+    module, sample = case
+    sample = {name: x[:4] for name, x in sample.items()} if isinstance(sample, dict) else sample[:4]
+    plain, micro = _plain(module, sample)
+    args, kwargs = ((), micro[0]) if isinstance(sample, dict) else ((micro[0],), {})
+    found = []
+    for where in SPLITS:
+        try:
+            own = copy.deepcopy(module)  # which the split stays in
+            pipe = pipeline(own, args, kwargs, split_spec={_middle(own, where): SplitPoint.BEGINNING})
+        except Exception as error:
+            found.append(_said(error))
+        else:
+            found.append(_on_ranks(partial(_run, pipe, sample, plain, tolerance)))
+        if found[-1] == "equal":
+            return where
+    raise Unequal(found[0])
+
+
+def _on_ranks(run: Callable[[int, str], str]) -> str:
+    """Return what is not `equal` on some rank, of what `run` returns on each for its rank and a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = start_processes(_rank, (run, folder), nprocs=RANKS, join=False, start_method="fork")
+        end, done = time.monotonic() + PATIENCE, False
+        try:
+            while not done and time.monotonic() < end:  # it returns when the first of them has ended, too
+                done = ranks.join(timeout=max(1.0, end - time.monotonic()))
+        except Exception as error:
+            return f"a rank died: {str(error).strip().splitlines()[-1]}"
+        for process in () if done else ranks.processes:
+            process.kill()
+        said = [said for path in Path(folder).glob("rank*.txt") if (said := path.read_text()) != "equal"]
+        said.sort(
+            key=lambda text: "by peer" in text or "not connected" in text
+        )  # which follows from what the other rank says
+        return said[0] if said else "equal" if done else f"not finished after {PATIENCE} seconds"
+
+
+def _rank(rank: int, run: Callable[[int, str], str], folder: str) -> None:
     torch.set_num_threads(1)
     try:
-        said = _run(rank, make, where, folder, tolerance)
-    except Exception as raised:
-        error: BaseException = raised
-        while error.__cause__ is not None:  # the schedule says only where it was
-            error = error.__cause__
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({Path(last.filename).name})"
+        said = run(rank, folder)
+    except Exception as error:
+        said = _said(error)
     (Path(folder) / f"rank{rank}.txt").write_text(said)
 
 
-def _run(rank: int, make: Callable[[], Any], where: str, folder: str, tolerance: float) -> str:
-    module, sample = make()
-    sample = {name: x[:4] for name, x in sample.items()} if isinstance(sample, dict) else sample[:4]
-    plain, micro = _plain(module, sample)
+def _said(error: BaseException) -> str:
+    """Return an error's first words, and the file it comes from."""
+    while error.__cause__ is not None and str(error.__cause__):  # what is around it says only where it was
+        error = error.__cause__
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({Path(last.filename).name})"
+
+
+def _run(pipe: Any, sample: Any, plain: dict[str, Any], tolerance: float, rank: int, folder: str) -> str:
+    """Run a step on a rank; return `equal`, or what differs first."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
-    split = {_middle(module, where): SplitPoint.BEGINNING}
-    args, kwargs = ((), micro[0]) if isinstance(sample, dict) else ((micro[0],), {})
-    pipe = pipeline(module, args, kwargs, split_spec=split)
     stage = pipe.build_stage(rank, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: _loss(output), scale_grads=False)
     if rank == 0:
@@ -80,11 +102,13 @@ def _run(rank: int, make: Callable[[], Any], where: str, folder: str, tolerance:
     else:
         losses: list[Tensor] = []
         schedule.step(target=torch.zeros(4), losses=losses)
-        plain["loss"], found = plain.pop("losses"), torch.stack(losses).detach()
-        if not _close(found, plain["loss"], tolerance):
-            return f"losses are {found.tolist()} for {plain['loss'].tolist()}"
+        found, expected = torch.stack(losses).detach(), plain["losses"]
+        if not _close(found, expected, tolerance):
+            return f"losses are {found.tolist()} for {expected.tolist()}"
     for name, x in (*stage.submod.named_parameters(), *stage.submod.named_buffers()):
-        y, expected = x.grad if isinstance(x, nn.Parameter) else x, plain.get(name)
+        if name not in plain:  # a constant of a graph
+            continue
+        y, expected = x.grad if isinstance(x, nn.Parameter) else x, plain[name]
         if y is None and expected is None:
             continue
         if y is None or expected is None:

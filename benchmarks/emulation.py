@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.harness import Found, by_case, command, keep, render, start, turns
-from benchmarks.pipelines import on_cpu
 from reproduce.experiments import Optimizer, Row
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.machine.devices import Devices
@@ -34,6 +33,7 @@ from reproduce.run.timed import time_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan.count import count
+from torchgpipe.plan.here import hand_over
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.replay import Costs, Timeline, replay
@@ -46,7 +46,6 @@ CHUNKS = (1, 2, 4, 8, 16, 32)
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 SETTLED = 10
 """Replays after which tasks' times and overlaps hardly change."""
-HAND_OVERS = 64  # micro-batches of next to nothing, which tell what a hand-over takes
 SGD = Optimizer(name="SGD", options={"lr": 0.01, "momentum": 0.0}, state=0)
 
 
@@ -68,7 +67,36 @@ def transformer() -> nn.Sequential:
     return nn.Sequential(*(Attention() for _ in range(8)), nn.Flatten(), nn.Linear(64 * 64, 10))
 
 
-OWN = {"MLP": perceptron, "Transformer": transformer}
+def plain_convolutions() -> nn.Sequential:
+    """Build a network like VGG's: (N, 3, 32, 32) to (N, 10)."""
+    layers: list[nn.Module] = []
+    for a, b in ((3, 32), (32, 64), (64, 128), (128, 256)):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch normalization, and what they were given: (N, 32, H, W) to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = (nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(2))
+        first, second = (nn.Sequential(each, nn.BatchNorm2d(32)) for each in convolutions)
+        self.layers = nn.Sequential(first, nn.ReLU(), second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+def residual() -> nn.Sequential:
+    """Build a residual network: (N, 3, 32, 32) to (N, 10)."""
+    blocks = (Residual() for _ in range(6))
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+    )
+
+
+OWN = {"MLP": perceptron, "Transformer": transformer, "VGG-like": plain_convolutions, "residual": residual}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,17 +239,6 @@ def _overlap(timeline: Timeline, partition: int, start: float, end: float) -> fl
     return min(1.0, sum(max(0.0, min(end, e.end) - max(start, e.start)) for e in others) / (end - start))
 
 
-def hand_over_seconds() -> float:
-    """Return what it takes to hand a tensor to another worker: a clock cycle of tasks that do next to nothing."""
-    model = on_cpu(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=HAND_OVERS, checkpoint="never")
-    x, seconds = torch.rand(HAND_OVERS, 8, requires_grad=True), []
-    for _ in range(20):
-        began = time.perf_counter()
-        model(x).sum().backward()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds) / (2 * (HAND_OVERS + 1))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, emulate and print a table."""
     options = command("emulation", __doc__, rounds=7).parse_args(arguments)
@@ -234,9 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(rounds: int) -> Found:
     """Yield the results of each model."""
-    hand_over = hand_over_seconds()
+    hand = hand_over()
     for case, rows in MODELS.items():
-        subjects = {row.name: Subject(row, hand_over) for row in rows}
+        subjects = {row.name: Subject(row, hand) for row in rows}
         first = next(iter(subjects.values())).training
         layers = rows[0].build()
         counted = count(layers, first.input)
@@ -244,7 +261,7 @@ def measure(rounds: int) -> Found:
         *_, samples = turns({name: subject.run for name, subject in subjects.items()}, rounds, warm_up=1)
         yield [
             Result(case, way, "measured", config={"balance": list(subjects[way].row.balance or ())},
-                   values={"hand_over": hand_over, "planned": [subjects[way].planned(each) for each in predictors]},
+                   values={"hand_over": hand, "planned": [subjects[way].planned(each) for each in predictors]},
                    samples=subjects[way].seconds(runs))
             for way, runs in samples.items()
         ]  # fmt: skip

@@ -33,6 +33,9 @@ torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 """Let tensor subclasses see the functions that are called on them."""
 
+without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+"""Let nobody see the functions that are called, neither tensor subclasses nor modes."""
+
 push_mode, pop_mode = _push_mode, _pop_mode
 """Let a mode see the operators of this thread; its own `__enter__` also writes to variables that all threads share."""
 
@@ -83,6 +86,11 @@ def default_device() -> torch.device | None:
     The same as `torch.get_default_device()`, which takes longer than a small layer.
     """
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors have this storage, and one for the Python object that was given."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def storage_of(x: Tensor) -> int:

@@ -49,15 +49,13 @@ def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Tabl
     else:
         rows = f"all {len(scale.rows)} rows"
     here = f"cannot run; {reason}" if reason else f"can run; {rows}"
-    notes = [
-        f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)",
-        f"on {devices}: {here}",
-    ]
+    from_paper = f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)"
+    can_run = f"on {devices}: {here}"
     theirs = [row for row in scale.rows if row.published or row.configuration in (AS_PUBLISHED, PUBLISHED_BALANCE)]
     ours = [row for row in scale.rows if row not in theirs]
     name = f"{experiment.name}, scale {scale.name}"
     tables = [
-        table(f"{name}: {experiment.title}", COLUMNS, theirs, notes),
-        table(f"{name}, ours: {experiment.title}", COLUMNS, ours, [OURS]),
+        table(f"{name}: {experiment.title}", COLUMNS, theirs, [from_paper, can_run]),
+        table(f"{name}, ours: {experiment.title}", COLUMNS, ours, [OURS if theirs else can_run]),
     ]
     return [each for each in tables if each.rows]

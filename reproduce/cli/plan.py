@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import click
+import torch
 
 from reproduce import models
-from reproduce.cli.shared import COUNT, parsed
+from reproduce.cli.shared import COUNT, autocast, fp32_precision, numbers, parsed
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.predict.given import IMAGE, PAPERS_SIZES, find_given
 from reproduce.predict.largest import MODELS, Asked, largest
@@ -43,6 +44,9 @@ def _shape(text: str) -> tuple[int, ...]:
               f"{HEADROOM} on a GPU, as in the papers' tables; 0 on a CPU.")  # fmt: skip
 @click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', as in their memory tables; 128.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the papers'; sgd.")
+@autocast
+@click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy of parameters in 16 bits.")
+@fp32_precision
 @click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
               callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
               help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time "
@@ -61,6 +65,9 @@ def plan(
     headroom: float | None,
     batch_size: int | None,
     optimizer: str | None,
+    autocast: str | None,
+    master_weights: bool,
+    fp32_precision: str | None,
     hardware: Hardware | None,
     profiled: int | None,
     grows: str | None,
@@ -71,13 +78,18 @@ def plan(
     package.module:function, where the function returns the model, or the model and a sample with its batch. A setup is
     a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
     """
-    for option, value in (("--size", size), ("--largest", grows)):
-        if value and model not in PAPERS_SIZES:
+    for option, named in (("--size", size), ("--largest", grows)):
+        if named and model not in PAPERS_SIZES:
             raise click.BadParameter(
                 f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave {option} out", param_hint=option
             )
     if shape and model in MODELS:
         raise click.BadParameter(f"{model} has samples of its own; leave --input out", param_hint="--input")
+    for option, value in (("--autocast", autocast), ("--master-weights", master_weights)):
+        if grows and value:
+            raise click.BadParameter(
+                "the largest model is found for training in float32; leave it out", param_hint=option
+            )
     if profiled and hardware:
         raise click.BadParameter(
             f"nothing is timed with a description; leave it out, or say --hardware {HERE}", param_hint="--profile"
@@ -86,9 +98,10 @@ def plan(
         given = find_given(model, size or (), shape or ())
         batch_size, optimizer = batch_size or given.batch_size, optimizer or given.optimizer
         if grows is None:
-            click.echo(f"{given.title}, batch size {batch_size}, {optimizer}")
+            numbers_as = (autocast and f"autocast {autocast}", fp32_precision, "master weights" * master_weights)
+            click.echo(", ".join([given.title, f"batch size {batch_size}", optimizer, *filter(None, numbers_as)]))
             found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
-            with found.in_use():
+            with found.in_use(), numbers(fp32_precision):
                 module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
                 planned = make_plan(
                     module,
@@ -99,6 +112,8 @@ def plan(
                     headroom=headroom,
                     hardware=hardware or HERE,
                     optimizer=optimizer,
+                    autocast=None if autocast is None else getattr(torch, autocast),
+                    master_weights=master_weights,
                 )
             click.echo(f"\n{planned}")
         elif hardware is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import click
+from msgspec.structs import replace
 
-from reproduce.cli.shared import PATH, known, parsed
+from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
 from reproduce.machine.devices import find_devices
-from reproduce.predict.calibrate import calibrate, written
+from reproduce.predict.calibrate import calibrated
 from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import RESULTS, find_record
 from reproduce.records.record import load, save
@@ -23,14 +23,6 @@ from torchgpipe.plan.planner import HERE
 ALL = "all"
 
 
-def _calibrated() -> Hardware:
-    found = find_devices(None, None)
-    with found.in_use(), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{HERE}.json"
-        path.write_text(written(calibrate(found, HERE)))
-        return load_hardware(path)
-
-
 @click.command()
 @click.argument(
     "experiments", nargs=-1, callback=known("experiment that can be predicted", lambda: [*predictable(), ALL])
@@ -41,9 +33,18 @@ def _calibrated() -> Hardware:
               callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
               help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or here: this "
               "machine, calibrated now.")  # fmt: skip
+@autocast
+@fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
               "Default: results/predicted.")  # fmt: skip
-def predict(experiments: list[str], run: str | None, hardware: Hardware | None, out: Path | None) -> None:
+def predict(
+    experiments: list[str],
+    run: str | None,
+    hardware: Hardware | None,
+    autocast: str | None,
+    fp32_precision: str | None,
+    out: Path | None,
+) -> None:
     """Predict published tables without running anything.
 
     EXPERIMENTS, or all, are predicted at scale paper. No GPU is needed.
@@ -53,19 +54,29 @@ def predict(experiments: list[str], run: str | None, hardware: Hardware | None, 
     if run is not None:
         if out is not None:
             raise click.UsageError("--out is for published tables: with --run nothing is written")
+        if autocast or fp32_precision:
+            raise click.UsageError("--autocast, --fp32-precision: a run is predicted as it was run, in float32")
         emulated = load(find_record(run))
         if not any(result.status == "emulated" for result in emulated.results):
             raise click.UsageError(f"--run {run}: it has no emulated rows")
-        for table in beside_emulated(emulated, predict_run(emulated, hardware or _calibrated())):
+        for table in beside_emulated(emulated, predict_run(emulated, hardware or calibrated(find_devices(None, None)))):
             click.echo(f"\n{table.text()}")
         return
 
+    other = list(filter(None, (autocast and f"autocast-{autocast}", fp32_precision)))
+    if other and out is None:
+        raise click.UsageError(
+            "--autocast, --fp32-precision: name a folder by --out; results/predicted is as published"
+        )
     out = out or RESULTS / "predicted"
     prepare_folder(out)
-    hardware = hardware or _calibrated()
+    hardware = hardware or calibrated(find_devices(None, None))
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
-        record = predict_table(name, hardware)
+        with numbers(fp32_precision, autocast):
+            record = predict_table(name, hardware)
+        if other:
+            record = replace(record, name="-".join([record.name, *other]), title=", ".join([record.title, *other]))
         for table in tables(record):
             click.echo(f"\n{table.text()}")
         save(record, out / f"{record.name}.json")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import click
+import torch
 
 from reproduce.experiments.choose import suggestion
 
@@ -23,6 +25,11 @@ devices = click.option(
 )
 style = click.option("--format", "style", type=click.Choice(["text", "markdown", "csv", "json"]), default="text",
                      show_default=True, help="How to write the table.")  # fmt: skip
+autocast = click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Train under autocast to these "
+                        "numbers. Default: without.")  # fmt: skip
+fp32_precision = click.option("--fp32-precision", type=click.Choice(["ieee", "tf32"]), help="How GPUs compute "
+                              "convolutions and products of float32. Default: as PyTorch does, tf32 for convolutions "
+                              "alone. Hardware without TF32 computes all in float32.")  # fmt: skip
 
 
 def on(*kinds: str) -> Option:
@@ -67,6 +74,26 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> Callable[..., list
         return list(dict.fromkeys(names))
 
     return callback
+
+
+@contextlib.contextmanager
+def numbers(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
+    """Set how float32 is computed, and autocast of GPUs, where they are given; both are restored afterwards."""
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = [kind.fp32_precision for kind in kinds]
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
+        for kind in kinds if fp32_precision else ():
+            kind.fp32_precision = fp32_precision
+        if autocast is not None:  # not by `torch.autocast`, which refuses a device that is not here
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", getattr(torch, autocast))
+        yield
+    finally:
+        for kind, was in zip(kinds, before, strict=True):
+            kind.fp32_precision = was
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
 
 
 def shown(path: Path) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from reproduce.experiments import amoebanet, resnet, resnet_accuracy, unet
+from reproduce.experiments import amoebanet, resnet, resnet_accuracy, unet, zoo
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale
 from reproduce.experiments.row import (
     AS_PUBLISHED,
     COMPONENTS,
+    EQUAL_LAYERS,
     LIKE_PUBLISHED,
+    PLANNED,
     PUBLISHED_BALANCE,
     Experiment,
     Optimizer,
@@ -16,8 +18,8 @@ from reproduce.experiments.row import (
 )
 
 __all__ = [
-    "AS_PUBLISHED", "COMPONENTS", "EXPERIMENTS", "LIKE_PUBLISHED", "PUBLISHED_BALANCE", "AccuracyRow", "AccuracyScale",
-    "Experiment", "Optimizer", "Row", "Scale",
+    "AS_PUBLISHED", "COMPONENTS", "EQUAL_LAYERS", "EXPERIMENTS", "LIKE_PUBLISHED", "PLANNED", "PUBLISHED_BALANCE",
+    "AccuracyRow", "AccuracyScale", "Experiment", "Optimizer", "Row", "Scale",
 ]  # fmt: skip
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -30,5 +32,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         unet.ABLATION,
         resnet.SPEED,
         resnet_accuracy.ACCURACY,
+        zoo.SPEED,
     )
 }

@@ -14,11 +14,13 @@ from reproduce.records.decode import Json
 
 Checkpoint = Literal["always", "except_last", "never"]
 Component = Literal["dependency", "streams", "portals"]
-Equal = Literal["batch", "micro-batch"]
+Equal = Literal["batch", "micro-batch", "model"]
 
 AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
 LIKE_PUBLISHED = "like the published"  # of those that repeat them with a smaller model and batch: the same n and m
 PUBLISHED_BALANCE = "with the published balance"  # of the same once more, in the balance that suited a P40
+PLANNED = "balance of plan"  # of rows in the balance that `torchgpipe.plan` finds by a profile
+EQUAL_LAYERS = "equal layers"  # of rows whose partitions have equally many layers
 GiB = 2**30
 PUBLISHED_NODE = "p40x8"  # the description of what the papers' tables were taken on
 P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
@@ -41,10 +43,11 @@ class Row:
     `partitions=None` is plain training on one device, without a pipeline. `balance=None` asks for one that is
     profiled on the spot. `published` names the row of the experiment's published table that this one reproduces,
     `over` the row of the same table that the speed-up is taken over. `equal` marks rows of ours that nobody has
-    published: naive, checkpoint-only and GPipe at one batch size, or at one micro-batch size. `options` say about the
-    model what its size does not. `components` are the parts of the pipeline that are switched on. The steps of the
-    first `skip_epochs` epochs are not timed. `link` names the hardware description of which an emulation takes how
-    long copies between devices are; without one, devices share memory and copy nothing.
+    published: naive, checkpoint-only and GPipe at one batch size, or at one micro-batch size; or of one model, plain
+    and pipelined. `options` say about the model what its size does not. `components` are the parts of the pipeline
+    that are switched on. The steps of the first `skip_epochs` epochs are not timed. `link` names the hardware
+    description of which an emulation takes how long copies between devices are; without one, devices share memory and
+    copy nothing.
     """
 
     name: str = ""
@@ -73,7 +76,7 @@ class Row:
     @property
     def group(self) -> str:
         """Name the rows of its experiment that it is compared with: they are run in turn, and share a table."""
-        return self.equal or self.configuration
+        return self.model if self.equal == "model" else self.equal or self.configuration
 
     @property
     def devices(self) -> int:
@@ -162,14 +165,13 @@ SMALL_SCALE = Scale(name="small", rows=(), memory=4 * GiB, cuda=False, steps=10,
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Name an experiment: what it measures, which published table it reproduces, its scales, what to note below."""
+    """Name an experiment: what it measures, the published table that it reproduces, if any, and its scales."""
 
     name: str
     title: str
     measures: Literal["speed", "memory", "ablation", "accuracy"]
-    table: str
     scales: tuple[Scale, ...]
-    notes: tuple[str, ...] = ()
+    table: str | None = None
 
     def scale(self, name: str) -> Scale:
         """Return the scale called `name`; KeyError where there is none."""

@@ -1,8 +1,9 @@
-"""Build the papers' three models as flat `nn.Sequential`s, whose every entry is one layer to balance.
+"""Build models as flat `nn.Sequential`s, whose every entry is one layer to balance: the papers' three, and others.
 
 - `amoebanetd(num_layers, num_filters)`: a classifier, 3 x 224 x 224, whose layers hand on pairs of tensors;
 - `unet(depth, num_convs, base_channels)`: segmentation, 3 x 192 x 192, with long skips;
-- `resnet101()`: torchvision's classifier, 3 x 224 x 224, with a short skip over every bottleneck.
+- `resnet101()`: torchvision's classifier, 3 x 224 x 224, with a short skip over every bottleneck;
+- `torchvision:NAME`, ten of torchvision's models, as `torchgpipe.sequential` cuts them.
 
 Build under `with torch.device("meta"):` to count or to work out shapes without memory. No layer overwrites
 its input, for under checkpointing a partition's input is needed again.
@@ -19,6 +20,7 @@ from torch import nn
 from reproduce.models.amoebanet import amoebanetd
 from reproduce.models.resnet import RESNET101, resnet, resnet101
 from reproduce.models.unet import unet
+from reproduce.models.zoo import ZOO, layers_of
 
 __all__ = ["MODELS", "Model", "amoebanetd", "resnet101", "unet"]
 
@@ -45,6 +47,7 @@ MODELS = {
     "ResNet-101": Model(resnet101, (), (3, 224, 224)),
     "thin ResNet-101": Model(_thin, ("width", "expansion"), (3, 224, 224)),
     "ResNet": Model(_resnet, ("blocks", "width", "expansion"), (3, 64, 64)),
+    **{f"torchvision:{name}": Model(partial(layers_of, name), ("pixels",), (3, 224, 224)) for name in ZOO},
 }
 """Every model that an experiment may name.
 

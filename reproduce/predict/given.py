@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 import torchgpipe
 from reproduce import models
+from reproduce.models.zoo import torchvision_model
 from reproduce.predict.largest import MODELS
 from torchgpipe.microbatch import TensorOrTensors, mapped
 
@@ -72,19 +72,10 @@ def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Giv
             "and yours: package.module:function, which returns the model"
         )
     if where == "torchvision":
-        return Given(name, lambda: (_torchvision(what), torch.empty(1, *(shape or IMAGE))))
+        shape = shape or IMAGE
+        return Given(name, lambda: (torchvision_model(what, shape[-1]), torch.empty(1, *shape)))
     function = _function(where, what)
     return Given(name, lambda: _returned(name, function(), shape))
-
-
-def _torchvision(name: str) -> nn.Module:
-    from torchvision.models import get_model_builder
-
-    builder = get_model_builder(name)
-    # Without weights nothing is downloaded.
-    without = {key: None for key in inspect.signature(builder).parameters if key.startswith("weights")}
-    module: nn.Module = builder(**without)
-    return module
 
 
 def _function(where: str, what: str) -> Callable[[], Any]:

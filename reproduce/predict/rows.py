@@ -50,7 +50,7 @@ UNORDERED = "without the dependency nothing orders backward, so there is no one 
 
 def predictable() -> dict[str, str]:
     """Return the experiments that can be predicted, each with its published table; those of older versions last."""
-    now = {name: experiment.table for name, experiment in EXPERIMENTS.items() if experiment.measures != "accuracy"}
+    now = {each.name: each.table for each in EXPERIMENTS.values() if each.table and each.measures != "accuracy"}
     return now | {name: older.table for name, older in OLDER.items()}
 
 
@@ -186,9 +186,18 @@ ALIKE = Alike()
 """Models of one family have many layers in common."""
 
 
-@functools.cache
 def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
-    """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for."""
+    """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for.
+
+    Under autocast, where it is enabled for GPUs, and with float32 computed as PyTorch is set.
+    """
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return _counted(model, sizes, input_shape, memory, autocast, *(kind.fp32_precision for kind in kinds))
+
+
+@functools.cache
+def _counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], memory: bool, *_: object) -> Counts:
     with torch.device("meta"):
         module, sample = BUILDERS[model](*sizes), torch.empty(1, *input_shape)
     return count(module, sample, memory=memory, alike=ALIKE)

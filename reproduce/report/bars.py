@@ -77,7 +77,7 @@ def _published(source: Source) -> Stacks:
 
 def _ablated(subject: Subject) -> bool:
     """Say whether the rows differ in the components that they have."""
-    return len({str(config.get("components")) for config in subject.rows.values()}) > 1
+    return len({str(config["components"]) for config in subject.rows.values() if "components" in config}) > 1
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:

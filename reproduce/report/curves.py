@@ -26,7 +26,7 @@ def speed_up_figures(subject: Subject) -> Iterator[tuple[str, str]]:
     for source in subject.sources:
         curves[source] = {places[row]: each.middle for row, each in subject.readings(source, "speedup").items()}
     curves = {source: points for source, points in curves.items() if len(points) > 1}
-    if not curves or len(along) == 1:
+    if not curves or len(along) == 1 or subject.several_models:
         return
     base = ideal(*along[0])
     ms = sorted({m for _, m in along})

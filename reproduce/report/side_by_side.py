@@ -69,8 +69,12 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
 
 def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
     if "speed-up" in metrics:
-        first = next(iter(subject.rows))
-        yield f"Speed-up: throughput over that of the first row, {first}, within each source. In brackets: quartiles."
+        first = (
+            "plain training of the same model,"
+            if subject.several_models
+            else f"the first row, {next(iter(subject.rows))},"
+        )
+        yield f"Speed-up: throughput over that of {first} within each source. In brackets: quartiles."
     if METRICS["top1_error"] in metrics:
         yield "Top-1 error: after the last epoch, mean +- standard deviation over the seeds."
     if "allocated memory" in metrics or "reserved memory" in metrics:

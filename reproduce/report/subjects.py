@@ -50,6 +50,11 @@ class Subject:
         """Give the rows that sources are laid side by side in, each with its configuration: those of the first."""
         return {result.row: result.config for result in self.sources[0].results}
 
+    @property
+    def several_models(self) -> bool:
+        """Say whether the rows are of several models, so that each model has a row of its own to compare with."""
+        return len({str(config.get("model")) for config in self.rows.values()}) > 1
+
     def find(self, source: Source, row: str) -> Entry | None:
         """Return what is, or reproduces, the row of that name in a source."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
@@ -57,12 +62,16 @@ class Subject:
         return Entry(source.record, rows[0]) if rows else None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return what a source says of the rows, where it says something; a speed-up is over the first row."""
+        """Return what a source says of the rows, where it says something.
+
+        A speed-up is over the first row; of several models, over the row that each row names.
+        """
         entries = {row: entry for row in self.rows if (entry := self.find(source, row)) is not None}
         first = next(iter(self.rows))
-        base = entries[first].result if first in entries else None
         if metric == "speedup":
-            readings = {row: speed_up(entry.result, base) for row, entry in entries.items()}
+            bases = {row: str(entry.result.over) if self.several_models else first for row, entry in entries.items()}
+            results = {row: entry.result for row, entry in entries.items()}
+            readings = {row: speed_up(result, results.get(bases[row])) for row, result in results.items()}
         else:
             readings = {row: read(entry, metric) for row, entry in entries.items()}
         return {row: reading for row, reading in readings.items() if reading is not None}
@@ -87,8 +96,11 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
     for name in names:
         known, sources = EXPERIMENTS.get(name), [*_predicted(name, others), *_run(name, others)]
         links = [result.published for source in sources for result in source.results if result.published]
-        table = known.table if known else links[0].rpartition("/")[0] if links else ""
-        sources[:0] = [papers[table]] if table in papers else []
+        table = known.table or "" if known else links[0].rpartition("/")[0] if links else ""
+        if table in papers:
+            sources[:0] = [papers[table]]
+        else:  # the rows are the first source's
+            sources.sort(key=lambda source: -len(source.results))
         title = known.title if known else papers[table].record.title if table in papers else name
         if sources:
             subjects.append(Subject(name, title, table, sources))

@@ -92,7 +92,7 @@ class Emulation:
         Raises:
             whatever the model, the balancer or the device raise, out of memory included.
         """
-        self.training = Training(executed(row), devices, data, balancer, seed, emulated=True)
+        self.training = Training(executed(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
         self.executed = self.training.row.micro_batches or 1
         self.devices, self.link = devices, link

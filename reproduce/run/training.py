@@ -12,15 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reproduce.experiments import Row
-from reproduce.machine.devices import Devices
+from reproduce.experiments import EQUAL_LAYERS, PLANNED, Row
+from reproduce.machine.devices import MOST_DEVICES, Devices
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.engines import EngineName
 from torchgpipe.observe import Observer, observed
+from torchgpipe.plan import plan
 
 PROFILE_SECONDS = 1.0  # for each balance
 PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
+NO_LIMIT = 2.0**60  # bytes: a row that does not fit says so when it runs
 
 
 def class_labels(row: Row, generator: torch.Generator) -> Tensor:
@@ -62,7 +64,10 @@ class FakeData:
 
 
 class Balancer:
-    """Balance models over partitions by profiling, once for each model, number of partitions and samples."""
+    """Balance models over partitions by profiling, once for each model, number of partitions and samples.
+
+    A row's configuration says otherwise: `PLANNED` asks `torchgpipe.plan`, and `EQUAL_LAYERS` needs no profile.
+    """
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
@@ -74,15 +79,35 @@ class Balancer:
             return row
         if row.partitions == 1:
             return replace(row, balance=(len(model),))
+        if row.configuration == EQUAL_LAYERS:
+            each, more = divmod(len(model), row.partitions)
+            return replace(row, balance=tuple(each + (j < more) for j in range(row.partitions)))
 
         # Rows at equal batch size share a balance: a quarter of the batch is between their micro-batches.
         samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
         key = (row.model, row.size, row.partitions, min(samples, PROFILE_SAMPLES))
         if key not in self.known:
             sample = data.input(row, self.device)[: key[-1]]
-            balance = balance_by_time(row.partitions, model, sample, timeout=PROFILE_SECONDS, device=self.device)
-            self.known[key] = tuple(balance)
+            if row.configuration == PLANNED:
+                self.known |= {(*key[:2], n, key[-1]): balance for n, balance in planned(row, model, sample).items()}
+            else:
+                balance = balance_by_time(row.partitions, model, sample, timeout=PROFILE_SECONDS, device=self.device)
+                self.known[key] = tuple(balance)
         return replace(row, balance=self.known[key])
+
+
+def planned(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[int, ...]]:
+    """Plan the row by a profile on the sample's device: return the best balance for each number of partitions."""
+    found = plan(
+        model,
+        sample,
+        batch_size=row.batch_size,
+        devices=MOST_DEVICES,
+        memory=NO_LIMIT,
+        chunks=row.micro_batches,
+        checkpoint=row.checkpoint or "never",
+    )
+    return {n: tuple(each.best.setup.balance) for n, each in found.by_devices.items() if each.best is not None}
 
 
 def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto") -> nn.Module:
@@ -115,11 +140,12 @@ class Training:
     """Train one row's model, a step at a time. Between steps only parameters and optimizer state stay alive."""
 
     def __init__(
-        self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, *, emulated: bool = False
+        self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, *, emulates: Row | None = None
     ) -> None:
         """Build everything; `self.row` has the balance that is used.
 
-        `emulated`: all partitions are on the first device, and one thread issues their tasks one after another.
+        Where `row` are the first micro-batches of one that it `emulates`, the balance is that one's, all partitions are
+        on the first device, and one thread issues their tasks one after another.
 
         Raises:
             whatever the model, the balancer or the devices raise, out of memory included.
@@ -127,10 +153,10 @@ class Training:
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
             model = row.build()
-        self.row = balancer.balanced(row, model, data)
-        self.devices = devices.first(1) * row.devices if emulated else devices.first(row.devices)
+        self.row = replace(row, balance=balancer.balanced(emulates or row, model, data).balance)
+        self.devices = devices.first(1) * row.devices if emulates else devices.first(row.devices)
         self.observer: Observer | None = None
-        self.model = on_devices(self.row, model, self.devices, "graph" if emulated else "auto")
+        self.model = on_devices(self.row, model, self.devices, "graph" if emulates else "auto")
         self.partitions = list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
         self.input = data.input(row, self.devices[0])
         self.target = data.target(row, self.devices[-1])

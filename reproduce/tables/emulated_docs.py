@@ -32,8 +32,11 @@ class Distance(NamedTuple):
 
 
 def distance(record: Record, experiment: str) -> Distance | None:
-    """Return how far the emulated rows like the published ones are; None where the run has not all of them."""
-    papers = {paper.row: paper for paper in published(EXPERIMENTS[experiment].table).results}
+    """Return how far the emulated rows like the published ones are; None where nobody published or ran all of them."""
+    table = EXPERIMENTS[experiment].table
+    if table is None:
+        return None
+    papers = {paper.row: paper for paper in published(table).results}
     rows = {
         result.row: result
         for result in record.results

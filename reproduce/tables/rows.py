@@ -91,16 +91,17 @@ class Rows:
     def beside(self) -> list[Column[Result]]:
         """Return the columns of what was measured of the same rows, and of emulated samples/s over measured ones."""
         return [
-            Column("measured", lambda each: self._measured_speed_up(each)),
+            Column("measured", lambda each: self.measured_speed_up(each)),
             Column("emul./\nmeas.", lambda each: _ratio_text(over_measured(each, self.measured(each.row)))),
         ]
 
-    def _measured_speed_up(self, result: Result) -> str | None:
+    def measured_speed_up(self, result: Result) -> str | None:
+        """Write the speed-up as measured, where that stands beside the emulated one."""
         times = speed_up(self.measured(result.row), self.measured(result.over))
         return None if times is None else ratio(times.middle)
 
-    def about_emulation(self) -> Iterator[str]:
-        """Say what emulated numbers are, where there are any."""
+    def about_emulation(self, ratio: bool = True) -> Iterator[str]:
+        """Say what emulated numbers are, where there are any; their `ratio` to measured ones, where it is shown."""
         if not self.emulated:
             return
         counts = [result.values["executed"] for result in self if "executed" in result.values]
@@ -111,10 +112,10 @@ class Rows:
         )
         both = any(over_measured(each, self.measured(each.row)) for each in self)
         if both:
-            yield "measured: the speed-up of n devices at once, by the clock; emul./meas.: of samples/s"
+            yield "measured: the speed-up of n devices at once, by the clock" + "; emul./meas.: of samples/s" * ratio
         links = dict.fromkeys(str(each.config["link"]) for each in self if each.config.get("link"))
         if links:
-            here = "; emul./meas. is of devices like these" if both else ""
+            here = "; emul./meas. is of devices like these" if both and ratio else ""
             yield f"emulated copies: as on {'; '.join(links)}, and recomputation starts early as there{here}"
         elif any(each.device == "cuda" for each in self):
             yield "emulated copies take no time: the links of these GPUs are not known; --link can name a description"
@@ -142,6 +143,7 @@ class Rows:
     @property
     def publication(self) -> Record:
         """Give the published table that the rows reproduce."""
+        assert self.experiment.table is not None
         return published(self.experiment.table)
 
     @property
@@ -179,13 +181,14 @@ class Rows:
         return None if times is None else ratio(times.middle)
 
     def circumstances(self) -> str:
-        """Say what all rows have in common: scale, model, batch size and steps."""
+        """Say what all rows have in common: scale, model if it is one, batch size and steps."""
         first, configs = self.results[0], [result.config for result in self]
         steps = [len(result.samples["step_time"]) for result in self if "step_time" in result.samples]
         sizes = ", ".join(sorted({size(each) for each in configs}))
+        several = len({each["model"] for each in configs}) > 1
+        model = "" if several else f"{first.config['model']}{sizes and f' {sizes}'}, "
         parts = [
-            f"scale {first.scale}: {first.config['model']}{sizes and f' {sizes}'}, "
-            f"input {' x '.join(map(str, first.config['input_shape']))}",
+            f"scale {first.scale}: {model}input {' x '.join(map(str, first.config['input_shape']))}",
             f"batch size {span([each['batch_size'] for each in configs])}",
             f"{span(steps)} step{'' if max(steps) == 1 else 's'} per row" if steps else "no step timed",
         ]

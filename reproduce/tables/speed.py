@@ -9,12 +9,15 @@ from reproduce.experiments import PUBLISHED_BALANCE, Experiment
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, in_lines, span
 from reproduce.tables.rows import BUSY, ROW, Rows, config, is_published
+from reproduce.tables.zoo import zoo_table
 
 SMALLER = "n and m as published, with a smaller model and batch: compare the shape, not the numbers"
 
 
 def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table for each group of rows, and one of how busy the devices were."""
+    """Return a table for each group of rows, and one of how busy the devices were; of many models, one for all."""
+    if results[0].config.get("equal") == "model":
+        return [zoo_table(experiment, results)]
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(_group(result), []).append(result)

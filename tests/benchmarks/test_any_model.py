@@ -1,16 +1,18 @@
-"""`benchmarks.any_model`: a few of its models, what it would say of a wrong one, and its page."""
+"""`benchmarks.any_model`: a few of its models, what it would say of a wrong one, and its record."""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.any_model import compared, ours
-from benchmarks.any_model_lists import Case, torchvision_models
-from benchmarks.any_model_page import PAGE, render, result
+from benchmarks.any_model import compared, main, ours, table
+from benchmarks.any_model_lists import LISTS, Case, torchvision_models
+from reproduce.records.record import load
 
 
 # A residual network, auxiliary outputs, a class token, windows with masks, a dictionary of outputs, concatenation.
@@ -26,9 +28,8 @@ from benchmarks.any_model_page import PAGE, render, result
 )
 def test_torchvision(name: str) -> None:
     pytest.importorskip("torchvision")
-    found = ours(torchvision_models()[name]())
-    assert found["skips"] > 0 or name == "squeezenet1_0"
-    assert result(found) == "equal"
+    found = ours("torchvision", name, torchvision_models()[name]()).values
+    assert found["skips"] != 0 or name == "squeezenet1_0"
 
 
 class Pairwise(nn.Module):
@@ -43,14 +44,14 @@ class Pairwise(nn.Module):
 
 
 def test_a_batch_is_compared_by_micro_batches() -> None:
-    assert result(ours(Case(Pairwise(), torch.randn(5, 3)))) == "equal"
+    assert ours("", "", Case(Pairwise(), torch.randn(5, 3))).status == "measured"
 
 
 ONE, OTHER = torch.ones(2), torch.tensor([1.0, 1.1])
 DIFFERENT: list[tuple[Any, Any, str]] = [
-    (ONE, ONE, "equal"),
-    (None, None, "equal"),
-    (ONE, ONE * (1 + 1e-6), "equal"),
+    (ONE, ONE, ""),
+    (None, None, ""),
+    (ONE, ONE * (1 + 1e-6), ""),
     (OTHER, ONE, "x: differs by 0.1, where the largest value is 1"),
     (None, ONE, "x: missing"),
     (ONE, None, "x: there, but not in the model"),
@@ -63,6 +64,30 @@ def test_compared(found: Any, plain: Any, said: str) -> None:
     assert compared({"x": found}, {"x": plain}) == said
 
 
-def test_the_page_is_current() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == render(page), "write it anew: python -m benchmarks.any_model_page"
+class Branching(Pairwise):
+    """Which is refused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) if self.a(x).sum() > 0 else x
+
+
+def test_a_list_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def build(kind: type[nn.Module]) -> Case:
+        built.append(kind.__name__)
+        return Case(kind(), torch.randn(5, 3))
+
+    models = {kind.__name__: partial(build, kind) for kind in (Pairwise, Branching)}
+    monkeypatch.setitem(LISTS, "torchvision", lambda: models)
+    path = tmp_path / "record.json"
+    for more, now in ((["--only", "Branching"], ["Branching"]), ([], ["Pairwise"]), ([], []), (["--again"], [*models])):
+        built.clear()
+        main(["torchvision", "--json", str(path), *more])
+        assert sorted(built) == sorted(now)
+    record = load(path)
+    assert {each.row: each.status for each in record.results} == {"Pairwise": "measured", "Branching": "failed"}
+    assert "return self.b(x) if" in (record.results[1].reason or "")
+    page = table(record, "pipe")
+    assert "<summary>torchvision: 2 models</summary>" in page
+    assert max(map(len, page.splitlines())) < 200

@@ -22,6 +22,8 @@ PRIVATE = [
     ("torch._C._autograd._get_current_graph_task_keep_graph", "_autograd.py"),
     ("torch._C._current_graph_task_id", "_autograd.py"),
     ("torch._C._EnableTorchFunction", "_autograd.py"),
+    ("torch._C.DisableTorchFunction", "_autograd.py"),
+    ("torch._C._storage_Use_Count", "_autograd.py"),
     ("torch._C._functorch.peek_interpreter_stack", "_autograd.py"),
     ("torch._C._is_torch_function_enabled", "_autograd.py"),
     ("torch._C._len_torch_function_stack", "_autograd.py"),

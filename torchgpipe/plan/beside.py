@@ -33,8 +33,9 @@ def data_parallel(predictor: Predictor, batch_size: int, devices: int, optimizer
     step, (device,) = predictor.step(setup), setup_memory(predictor.counts, setup)
     if devices == 1:
         return DataParallel(1, step.seconds, device.peak)
+    seconds = step.seconds * (1 + predictor.hardware.sharing * (devices - 1))
     gradients = float(sum(layer.parameters for layer in predictor.counts.low))
     sends = 2 * (devices - 1)
     exchange = sends * predictor.hardware.transfer(gradients / devices)
     backward = sum(event.end - event.start for event in step.timeline.tasks if event.kind == "backward")
-    return DataParallel(devices, step.seconds + max(0.0, exchange - backward), device.peak + gradients)
+    return DataParallel(devices, seconds + max(0.0, exchange - backward), device.peak + gradients)

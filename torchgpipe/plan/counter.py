@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchgpipe._autograd import without_torch_function
 from torchgpipe.plan._flops import flop_formula
 from torchgpipe.plan.attention import attention_operator
 from torchgpipe.plan.convolution import convolution, convolution_backward
@@ -36,15 +37,19 @@ class Counter(TorchDispatchMode):
         self.operators: list[Operator] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with without_torch_function():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         if func is torch.ops.aten.convolution.default:
             self.operators += convolution(func, args, result)
         elif func is torch.ops.aten.convolution_backward.default:
             self.operators += convolution_backward(func, args, result)
-        elif (fused := attention_operator(func, args, kwargs or {}, result)) is not None:
+        elif (fused := attention_operator(func, args, kwargs, result)) is not None:
             self.operators.append(fused)
         else:
-            self.operators += _operators(func, args, kwargs or {}, result)
+            self.operators += _operators(func, args, kwargs, result)
         return result
 
 
@@ -69,7 +74,7 @@ def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
     dtype = dtype_of(outputs[0])
     if kind == "matmul" and dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = "tf32"
-    return [Operator(kind, dtype, flops, float(moved))]
+    return [Operator(kind, dtype, flops, float(moved), name="" if flops else name.rstrip("_"))]
 
 
 def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> bool:

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import nn
 
-from torchgpipe.balance.profile import synchronize
+from torchgpipe.balance.profile import synchronize, undisturbed
+from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import CLASSES
 
-__all__ = ["RUNS", "describe_here", "device_name", "measure_link"]
+__all__ = ["MOST_AT_WORK", "RUNS", "describe_here", "device_name", "hand_over", "measure_link", "sharing"]
 
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A container's limit of memory, in bytes."""
 RUNS = 5
 """Timed runs of whatever is measured here, after a warm-up; their median counts."""
+HAND_OVERS = 64
+"""Micro-batches of next to nothing, which tell what a hand-over takes."""
+MOST_AT_WORK = 4
+"""CPU devices that are let work at the same time, to find out how much they slow each other down."""
 
 
 def describe_here(device: torch.device, devices: int | None, memory: float | None) -> Hardware:
     """Describe what is here by what links and memory are measured to do; how fast it computes, layers tell.
 
     On a CPU a device is as many cores as PyTorch has threads, and has its share of the memory. CPU devices share
-    memory, so nothing is copied between them. With a single GPU, links are taken as fast as copies to the host.
+    memory, so nothing is copied between them; threads hand tensors over. With a single GPU, links are taken as fast as
+    copies to the host.
 
     Raises:
         ValueError: `memory` is not given, and the system does not tell.
@@ -48,7 +56,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
         memory=float(memory),
         memory_bandwidth=bandwidth,
         link_bandwidth=link,
-        link_latency=0.0,
+        link_latency=hand_over() if device.type == "cpu" and devices > 1 else 0.0,
         launch=0.0,
         peak={},
         compute_efficiency={},
@@ -72,6 +80,41 @@ def measure_link(source: torch.Tensor) -> tuple[float, str]:
         return source.nbytes / seconds, f"links as fast as a copy from {device} to {other}"
     host = torch.empty_like(source, device="cpu").pin_memory()
     return source.nbytes / _seconds(lambda: host.copy_(source), device), "links as fast as a copy to the host"
+
+
+def hand_over() -> float:
+    """Return the seconds that a CPU partition takes to hand a tensor to the next, from tasks of next to nothing."""
+    layers = nn.Sequential(nn.Identity(), nn.Identity())
+    model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=HAND_OVERS, checkpoint="never")
+    x, cpu = torch.zeros(HAND_OVERS, 8, requires_grad=True), torch.device("cpu")
+    with undisturbed(cpu):
+        return _seconds(lambda: model(x).sum().backward(), cpu) / (2 * (HAND_OVERS + 1))
+
+
+def sharing(works: Sequence[Callable[[], object]]) -> float:
+    """Return by which share of its time the first work takes longer for each of the others that is done beside it.
+
+    Each is done over and over, in a thread of its own.
+    """
+    over, threads = threading.Event(), torch.get_num_threads()
+
+    def work(other: Callable[[], object]) -> None:
+        torch.set_num_threads(threads)
+        while not over.is_set():
+            other()
+
+    first, *others = works
+    alone = _seconds(first, torch.device("cpu"))
+    workers = [threading.Thread(target=work, args=(other,)) for other in others]
+    for worker in workers:
+        worker.start()
+    try:
+        beside = _seconds(first, torch.device("cpu"))
+    finally:
+        over.set()
+        for worker in workers:
+            worker.join()
+    return max(0.0, beside / alone - 1) / len(others)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchgpipe._autograd import without_torch_function
 from torchgpipe.balance.profile import Rehearsal
 from torchgpipe.plan.alike import Alike
-from torchgpipe.plan.footprint import Change, Footprint, renumbered
-from torchgpipe.plan.live import Live
+from torchgpipe.plan.footprint import SUMMED, Change, Footprint, renumbered
+from torchgpipe.plan.live import ADDED, GIVEN, Live
 from torchgpipe.skip.scope import SkipKey
 
 __all__ = ["Numbers", "measure_footprint"]
@@ -54,17 +55,17 @@ class _Head(torch.autograd.Function):
     """What comes after the layer: makes the outputs' gradients, which then belong to the engine alone."""
 
     @staticmethod
-    def forward(ctx: Any, live: Live, keep: list[Tensor] | None, *outputs: Tensor) -> Tensor:
-        ctx.live, ctx.keep = live, keep
+    def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
+        ctx.live, ctx.held = live, held
         ctx.like = [(x.shape, x.dtype) for x in outputs]
         return torch.empty((), device="meta")
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         grads = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.like]
-        if ctx.keep is not None:
-            ctx.keep.extend(grads)
-        ctx.live.changes.clear()  # the trace begins here
+        if ctx.held is not None:
+            ctx.held.extend(grads)
+        ctx.live.give(grads)
         return (None, None, *grads)
 
 
@@ -89,23 +90,19 @@ def measure_footprint(
             rehearsal.forward(value)
     forward = live.peak()
 
-    live, value, _ = _prepared(rehearsal, numbers, held)
-    with live:
-        rehearsal.forward(value)
-    graph = live.peak()
     del live, value
-
     result, popped = _describe(rehearsal, numbers, skips, held, takes, gives)
     output, scope = rehearsal.output, rehearsal.scope
     entered = (result.inputs, popped, result.pops)
-    trained = any(p.requires_grad for p in layer.parameters())
-    traces = []
-    for keep_grads in (False, True):
-        for p in layer.parameters():
-            p.grad = None
-        traces.append(_backward(rehearsal, entered, held, keep_grads, takes))
-        # Where nothing takes gradients, it does not matter whether there are any.
-        traces.append(_backward(rehearsal, entered, held, keep_grads, takes) if trained else traces[-1])
+    seen = _backward(rehearsal, entered, held, takes)
+    graph, traces = seen.graph, _variants(seen)
+    if not seen.plain:  # what it does depends on who holds gradients
+        traces = []
+        for hold in (False, True):
+            for p in layer.parameters():
+                p.grad = None
+            for _ in range(2):
+                traces.append(_variants(_backward(rehearsal, entered, held, takes, hold=hold))[0])
     for p in layer.parameters():
         p.grad = None
     rehearsal.output, rehearsal.scope = output, scope  # which feed the next layer
@@ -205,14 +202,38 @@ def _prepared(
     return live, value, entering
 
 
+class _Seen(NamedTuple):
+    """The most bytes of forward, and the trace of backward."""
+
+    graph: float
+    trace: Sequence[Change]
+    plain: bool
+    """Whether the trace tells what would be otherwise, if others held gradients: operators would be the same."""
+
+
+def _variants(seen: _Seen) -> list[tuple[Change, ...]]:
+    """Return the trace without earlier gradients of parameters and with them, and both while outputs' are held."""
+    found = []
+    for held in (False, True):
+        trace = [x for x in seen.trace if not (held and x.storage == GIVEN)]
+        trace = [Change(x.bytes, None) if x.storage == GIVEN else x for x in trace]
+        first = tuple(x for x in trace if x.storage != ADDED)
+        later = first
+        if len(first) < len(trace):
+            later = tuple(Change(x.bytes, SUMMED) if x.storage == ADDED else x for x in trace)
+        found += [first, later]
+    return found
+
+
 def _backward(
     rehearsal: Rehearsal,
     entered: tuple[tuple[int, ...], list[SkipKey], tuple[int, ...]],
     held: Sequence[Tensor],
-    keep_grads: bool,
     takes: Needs | None,
-) -> tuple[Change, ...]:
-    """Trace a backward of which nothing but its own graph holds anything, the outputs' gradients as asked."""
+    *,
+    hold: bool = False,
+) -> _Seen:
+    """Run forward and backward; nothing but the graph holds what they make, or with `hold` the first gradients."""
     live = Live()
     gradients = [p.grad for p in held if p.grad is not None]
     live.ignore([*held, *gradients])
@@ -224,21 +245,34 @@ def _backward(
         live.enter(*entering.pop())
     with live:
         rehearsal.forward(value)
+    graph, plain = live.peak(), True
     count = len(_flat(rehearsal.output))
     roots = [
         y for i, y in enumerate(rehearsal.results()) if y.requires_grad and (takes is None or i >= count or takes[i])
     ]
     if not roots:
-        return ()
-    kept_grads: list[Tensor] | None = [] if keep_grads else None
-    head = _Head.apply(live, kept_grads, *roots)
+        return _Seen(graph, (), plain)
+
+    def accumulated(p: Tensor) -> None:
+        nonlocal plain
+        assert p.grad is not None
+        with without_torch_function():
+            if p.grad.layout is torch.strided and live.taken_over(p.grad):
+                live.changes.append(Change(-float(p.grad.untyped_storage().nbytes()), ADDED))
+            else:
+                plain = False
+
+    hooks = [x.register_post_accumulate_grad_hook(accumulated) for x in held if x.requires_grad and x.grad is None]
+    head = _Head.apply(live, [] if hold else None, *roots)
     value = None
     roots.clear()
     rehearsal.output, rehearsal.scope = (), {}
     start = torch.empty((), device="meta")
     with live:
         head.backward(start)
-    return tuple(live.changes)
+    for hook in hooks:
+        hook.remove()
+    return _Seen(graph, tuple(live.changes), plain and live.given_only_read())
 
 
 def _flat(value: Any) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from torchgpipe.plan.count import Counts, LayerCount
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
 from torchgpipe.plan.optimizer import STATELESS, Optimizer
-from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.plan.replay import Costs, Timeline, replay, shared
 from torchgpipe.schedule import overlaps
 
 __all__ = ["LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
@@ -171,7 +171,10 @@ class Predictor:
         """Predict one step."""
         layers = self.layers(setup.sizes[0]).layers
         weights = [sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts]
-        return Step(replay(self.costs(setup)), self._update(setup, weights))
+        timeline = replay(self.costs(setup))
+        if self.hardware.sharing:
+            timeline = shared(timeline, self.hardware.sharing)
+        return Step(timeline, self._update(setup, weights))
 
     def update_bound(self, setup: Setup, parameters: float) -> tuple[float, float]:
         """Return the seconds that the optimizer's step takes with any balance, and those for each byte of a partition.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, median
 
 import torch
@@ -18,7 +19,7 @@ from torchgpipe.balance.profile import placed_copy, undisturbed
 from torchgpipe.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.plan.count import Counts
 from torchgpipe.plan.hardware import Hardware
-from torchgpipe.plan.here import RUNS, describe_here, device_name
+from torchgpipe.plan.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup
 from torchgpipe.plan.timing import Seconds, time_alone, time_step
@@ -125,7 +126,21 @@ def predictor_here(
     (step,) = setup_memory(counts, Setup(_sizes(module, sample)[-1], (len(counts),), 1, "never"))
     copies = sum(layer.parameters + layer.frozen for layer in counts.low)
     profile = profile_layers(module, sample, whole=step.peak + copies <= node.memory)
+    if node.cpu and node.devices > 1 and profile.whole:
+        node = replace(node, sharing=_sharing(module, sample, profile.sizes, min(node.devices, MOST_AT_WORK)))
     return ProfiledPredictor(counts, replace(node, workspace=profile.workspace), profile)
+
+
+def _sharing(module: nn.Sequential, sample: TensorOrTensors, sizes: Sequence[int], at_work: int) -> float:
+    """Return how much CPU devices slow each other down that all take steps of the model, in medium micro-batches."""
+    device, given = _device(sample), _rows(module, sample, sizes[len(sizes) // 2])
+    with undisturbed(device):
+        works = [partial(time_step, _copy(module, device), given, device) for _ in range(at_work)]
+        return sharing(works)
+
+
+def _copy(module: nn.Sequential, device: torch.device) -> nn.Sequential:
+    return nn.Sequential(*(placed_copy(module, index, device) for index in range(len(module))))
 
 
 def profile_layers(module: nn.Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
@@ -157,8 +172,7 @@ def _in_steps(
 ) -> list[list[Seconds]] | None:
     """Return every run for each size, after a warm-up; `None` if there is no memory."""
     try:
-        copy = nn.Sequential(*(placed_copy(module, index, device) for index in range(len(module))))
-        found = []
+        copy, found = _copy(module, device), []
         for size in sizes:
             given, runs = _rows(module, sample, size), []
             for _ in range(1 + RUNS):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchgpipe._autograd import without_torch_function
 from torchgpipe.plan.operators import tensors_in
 
 __all__ = ["Remembered"]
@@ -39,7 +40,10 @@ class Remembered(TorchDispatchMode):
         self._known: dict[object, object] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with without_torch_function():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = _key(func, args, kwargs)
         if key in self._known:
             return _made(self._known[key])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torchgpipe.observe import Kind
 
-__all__ = ["Costs", "Event", "Timeline", "replay"]
+__all__ = ["Costs", "Event", "Timeline", "replay", "shared"]
 
 Table = Sequence[Sequence[float]]
 
@@ -132,6 +132,26 @@ def replay(costs: Costs) -> Timeline:
             events.append(Event("backward", i, j, start, end))
             _send(j, end, up[j], arrival, free, costs.blocking)
     return Timeline(events, max(free), n)
+
+
+def shared(timeline: Timeline, sharing: float) -> Timeline:
+    """Return the timeline where every device at work makes the others' tasks take longer, by `sharing` of their time.
+
+    All tasks that run at the same moment are slowed down alike, so time itself is stretched there.
+    """
+    changes: dict[float, int] = {}
+    for task in timeline.tasks:
+        changes[task.start] = changes.get(task.start, 0) + 1
+        changes[task.end] = changes.get(task.end, 0) - 1
+    stretched: dict[float, float] = {}
+    now = before = 0.0
+    busy = 0
+    for time in sorted(changes):
+        now += (time - before) * (1 + sharing * max(0, busy - 1))
+        stretched[time], before = now, time
+        busy += changes[time]
+    events = [event._replace(start=stretched[event.start], end=stretched[event.end]) for event in timeline.tasks]
+    return Timeline(events, now + timeline.seconds - before, timeline.partitions)
 
 
 def _send(

@@ -7,7 +7,7 @@
 | `cut` | where layers begin, and the way of each tensor |
 | `layer` | a layer that makes some of the calls, and the sequence of them |
 | `signature`, `parts` | what the module takes and returns, around the tensors |
-| `sequential`, `refuse` | `sequential` itself, and what it refuses |
+| `sequential`, `check`, `refuse` | `sequential` itself, what is checked, and how it is refused |
 | `pipeline` | `sequential`, then a plan, then `GPipe` |
 """
 

@@ -108,12 +108,7 @@ def _same(x: Any, y: Any) -> bool:
     if isinstance(x, Value | Held | Device | Slot | torch.dtype | int | float | str | bytes | complex):
         return bool(x == y)
     # Objects that the recordings copied, or that have no equality of their own.
-    return x is y or vars_of(x) == vars_of(y)
-
-
-def vars_of(x: Any) -> Any:
-    """Return what an object consists of, to compare it."""
-    return getattr(x, "__dict__", repr(x))
+    return x is y or bool(getattr(x, "__dict__", repr(x)) == getattr(y, "__dict__", repr(y)))
 
 
 def _shown(value: Any) -> str:

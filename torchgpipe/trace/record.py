@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe._autograd import storage_of
@@ -54,8 +60,9 @@ def record(module: nn.Module, whole: Iterable[nn.Module], inputs: Sequence[Tenso
         except Untraceable:
             raise
         except Exception as error:
-            said = (str(error).strip().splitlines() or [""])[0]
-            raise recorder.refusal(line_of(error), f"{type(error).__name__}: {said}") from error
+            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            said = "it depends on what is in a tensor, not only on its shape" if isinstance(error, _CONTENTS) else said
+            raise recorder.refusal(line_of(error), said) from error
         slots = Slots()
         kept = slots.taken(result)
         outputs = tuple(recorder.number(x) for x in slots.tensors)
@@ -155,6 +162,8 @@ class Recorder(TorchFunctionMode):
             made = [*tensors_in(result)]
             changed = [x for x, version in zip(given, before, strict=True) if x._version != version]
             if not made and not changed:
+                if target in _EFFECTS:
+                    raise self.refusal(where(), f"{target.__name__} would not be called for every micro-batch")
                 return result
             kept = self._template(args), self._template(kwargs)
             index = len(self.calls)
@@ -184,11 +193,10 @@ class Recorder(TorchFunctionMode):
         return Untraceable(refused(self._root, at, why, f"{what}whole=[{kind}]"))
 
     def _stays_whole(self, module: nn.Module) -> bool:
-        hooks = any(value for name, value in vars(module).items() if name in _HOOKS)
         own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
-        compiled = module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
+        compiled = module._compiled_call_impl is not None
         childless = not any(child is not None for child in module._modules.values())
-        return module in self._whole or own or hooks or compiled or childless
+        return module in self._whole or own or hooks_of(module) or compiled or childless
 
     def _run_whole(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a module on fake tensors; where it needs their contents, run a copy of it on real ones."""
@@ -236,14 +244,25 @@ class Recorder(TorchFunctionMode):
             value = slots.taken(value)
             closed = isinstance(value, FunctionType) and value.__closure__
             if slots.tensors or closed:
-                raise self.refusal(where(), f"it passes on a {type(value).__name__} that holds tensors or a closure")
+                raise self.refusal(
+                    where(),
+                    f"it passes on a {type(value).__name__} that holds tensors or a closure; if it is a cache, have "
+                    "none made (use_cache=False)",
+                )
         return value
 
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.layout, torch.memory_format,
           BuiltinFunctionType, type)  # fmt: skip
+_CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_EFFECTS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> bool:
+    """Return whether a module has hooks that run when it is called."""
+    return any(value for name, value in vars(module).items() if name in _HOOKS)
 
 
 def _filled(x: Tensor) -> Tensor:

@@ -7,20 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.trace.calls import Call, Recording
+from torchgpipe.trace.check import check_batch, check_outputs, check_root, check_sample, check_state
 from torchgpipe.trace.cut import Plan, cut, held_in, parts
 from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
 from torchgpipe.trace.layer import Batch, Layer, Layers
-from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.record import Heeds, record
 from torchgpipe.trace.refuse import Untraceable, refused
-from torchgpipe.trace.signature import Signature, arguments
-from torchgpipe.trace.watch import as_it_was
+from torchgpipe.trace.signature import Signature
 
 Whole = nn.Module | type[nn.Module]
 
@@ -52,6 +49,7 @@ def sequential(
     Raises:
         Untraceable: a line of the module cannot be recorded; the message says which, why, and what to do.
     """
+    check_root(module)
     signature = Signature(module, sample)
     inputs = signature.tensors(sample)
     if not inputs:
@@ -65,10 +63,11 @@ def sequential(
         except Untraceable as error:
             first = first or error
         else:
-            _check_state(module, layers)
-            _check_outputs(module, layers, sample, inputs)
+            check_state(module, layers)
+            check_outputs(module, layers, signature, inputs)
             return layers
     assert first is not None
+    check_sample(module, signature, inputs)
     raise first
 
 
@@ -117,8 +116,15 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
         raise error
     for what, at in heeds.values():
         if what == "autocast":
-            raise Untraceable(refused(module, at, "it sets or asks for autocast", "do that in a submodule of its own"))
-    _check_batch(module, recordings)
+            raise Untraceable(
+                refused(
+                    module,
+                    at,
+                    "it sets or asks for autocast, as torch.utils.checkpoint does",
+                    "do that in a submodule of its own, or leave it to the pipeline, which has its own checkpointing",
+                )
+            )
+    check_batch(module, recordings)
     signature.returns(*recordings[0].result, recordings[0].outputs)
     calls = generalise(module, recordings)
     plans = cut(calls, [_has_parameters(module, call) for call in calls], len(inputs), recordings[0].outputs)
@@ -176,51 +182,3 @@ def _batch(root: nn.Module, plan: Plan, recordings: Sequence[Recording]) -> Batc
 
 def _grows(value: Any) -> bool:
     return isinstance(value, Grows) or any(map(_grows, parts(value)))
-
-
-def _check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
-    if not recordings[0].outputs:
-        raise Untraceable(f"{type(module).__name__} returns no tensor")
-    for size, recording in zip(SIZES, recordings, strict=True):
-        for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
-            shape = recording.shapes[number]
-            if shape != (size, *recordings[0].shapes[first][1:]):
-                raise Untraceable(
-                    f"{type(module).__name__} returns a tensor of shape {shape} for {size} samples, but outputs of "
-                    "micro-batches are concatenated along dimension 0, and no other may grow with the batch; leave it "
-                    "out (a loss belongs after the pipeline), or say which inputs have no batch dimension, shared=[…]"
-                )
-
-
-def _check_state(module: nn.Module, layers: Layers) -> None:
-    ours, plain = (m.state_dict(keep_vars=True) for m in (layers, module))
-    if ours.keys() != plain.keys() or any(ours[name] is not x for name, x in plain.items()):
-        names = sorted(ours.keys() ^ plain.keys()) or sorted(n for n, x in plain.items() if ours[n] is not x)
-        raise Untraceable(
-            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): modules around others "
-            "can have no state_dict hooks and no extra state; keep them as one layer, whole=[…]"
-        )
-
-
-def _check_outputs(module: nn.Module, layers: Layers, sample: Any, inputs: Sequence[Tensor]) -> None:
-    """Compare the layers with the module on the sample; leave random numbers and buffers as they were."""
-    held = [*module.parameters(), *module.buffers()]
-    if any(x.is_meta for x in (*inputs, *held)):
-        return
-    args, kwargs = arguments(sample)
-    devices = {x.device for x in held if x.device.type == "cuda"}
-    buffers = [(x, x.clone()) for x in module.buffers()]
-    found = []
-    for run in (module, layers):
-        with torch.random.fork_rng(devices), torch.no_grad(), as_it_was(module):
-            outputs = [x.clone() for x in tensors_in(run(*args, **kwargs))]
-            found.append((outputs, [x.clone() for x, _ in buffers]))
-            for x, before in buffers:
-                x.copy_(before)
-    try:
-        assert_close(found[1], found[0], equal_nan=True)
-    except AssertionError as error:
-        raise Untraceable(
-            f"the layers of {type(module).__name__} give something else than the module does: "
-            f"{' '.join(str(error).split())}\nkeep a part of it as one layer, whole=[…]"
-        ) from None

@@ -30,6 +30,15 @@ from reproduce.tables.layout import WIDTH
         (["plan", "tests.reproduce.cli.test_plan:own"], "returns no sample beside its model: let it return both"),
         (["plan", "unet", "--largest", "depth", "--hardware", "here"], "nothing is timed for it: name a description"),
         (["plan", "unet", "--profile", "8"], "nothing is timed with a description; leave it out"),
+        (["plan", "unet", "--autocast", "float8"], "'float8' is not one of 'bfloat16', 'float16'"),
+        (["plan", "unet", "--fp32-precision", "tf16"], "'tf16' is not one of 'ieee', 'tf32'"),
+        (["plan", "unet", "--size", "1", "8", "--master-weights"], "master_weights is for parameters in 16 bits"),
+        (["plan", "unet", "--largest", "depth", "--autocast", "bfloat16"], "for training in float32; leave it out"),
+        (["predict", "--run", "RUN", "--fp32-precision", "tf32"], "a run is predicted as it was run, in float32"),
+        (
+            ["predict", "unet-speed", "--autocast", "bfloat16"],
+            "name a folder by --out; results/predicted is as published",
+        ),
         (["calibrate", "--out", "here.txt"], "ends in .json"),
     ],
 )
@@ -73,6 +82,37 @@ def test_plans(arguments: list[str], lines: list[str], capsys: pytest.CaptureFix
     output = capsys.readouterr().out
     assert all(line in " ".join(output.split()) for line in lines)
     assert max(map(len, output.splitlines())) <= WIDTH
+
+
+def half() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(2))).half(), torch.rand(2, 4096).half()
+
+
+def single() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(2))), torch.rand(2, 4096)
+
+
+@pytest.mark.parametrize(
+    ("function", "option", "faster"),
+    [
+        ("single", ["--autocast", "bfloat16"], True),
+        ("single", ["--fp32-precision", "tf32"], True),
+        ("half", ["--master-weights"], False),
+    ],
+)
+def test_numbers_change_a_plan(
+    function: str, option: list[str], faster: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its seconds; and PyTorch is left as it was."""
+    before = torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda")
+    texts = []
+    for options in ([], option):
+        arguments = ["--hardware", "a100x8", "--devices", "1", "--optimizer", "adam", "--batch-size", "4096", *options]
+        assert main(["plan", f"tests.reproduce.cli.test_plan:{function}", *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    plain, other = (float(text.partition("\nstep ")[2].split()[0]) for text in texts)
+    assert (other < plain) == faster and other != plain
+    assert before == (torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda"))
 
 
 @pytest.mark.slow

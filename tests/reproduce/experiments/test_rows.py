@@ -10,8 +10,10 @@ import pytest
 from reproduce.experiments import (
     AS_PUBLISHED,
     COMPONENTS,
+    EQUAL_LAYERS,
     EXPERIMENTS,
     LIKE_PUBLISHED,
+    PLANNED,
     PUBLISHED_BALANCE,
     Experiment,
     Row,
@@ -30,6 +32,8 @@ EXACT = [
     for experiment, scale, row in ALL
     if scale.name == "paper" and (row.configuration == AS_PUBLISHED or experiment.measures == "memory")
 ]
+
+WITH_A_TABLE = [experiment for experiment in EXPERIMENTS.values() if experiment.table]
 
 # What a published configuration says that a row does not: what it measured in, and what is known from the rest.
 NOT_OURS = {
@@ -50,7 +54,7 @@ def test_paper_scale_is_the_published_configuration(experiment: Experiment, row:
     assert {key: ours.get(key) for key in theirs} == theirs
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda value: value.name)
+@pytest.mark.parametrize("experiment", WITH_A_TABLE, ids=lambda value: value.name)
 def test_every_published_row_is_there_at_paper_scale(experiment: Experiment) -> None:
     exact = [row.published for other, row in EXACT if other is experiment]
     assert exact == [result.row for result in published(experiment.table).results]
@@ -100,6 +104,20 @@ def test_rows_are_sound(experiment: Experiment, scale: object, row: Row) -> None
     assert row.published is None or find(experiment, row)
 
 
+@pytest.mark.parametrize("scale", ["paper", "small"])
+def test_every_model_of_the_zoo_is_trained_plainly_and_in_two_balances(scale: str) -> None:
+    rows = EXPERIMENTS["zoo-speed"].scale(scale).rows
+    models = dict.fromkeys(row.model for row in rows)
+    assert len(models) == 10 and all(row.input_shape == (3, *row.size, *row.size) for row in rows)
+    pipelines = [(n, balance) for n in (2, 4, 8) for balance in (PLANNED, EQUAL_LAYERS)]
+    for model in models:
+        plain, *others = (row for row in rows if row.group == model)
+        assert (plain.partitions, plain.chunks, plain.over) == (None, None, plain.name)
+        assert [(row.partitions, row.configuration) for row in others] == pipelines
+        same = {"name": "", "configuration": "", "partitions": 1, "chunks": 1, "checkpoint": None}
+        assert all(replace(row, **same) == replace(plain, **same) for row in others)  # type: ignore[arg-type]
+
+
 def test_accuracy_rows_keep_the_recipe() -> None:
     """What `NOT_OURS` leaves out, as speed experiments have no such thing; and pipelines train as plain layers do."""
     experiment = EXPERIMENTS["resnet101-accuracy"]
@@ -113,7 +131,7 @@ def test_accuracy_rows_keep_the_recipe() -> None:
     assert {row.chunks for row in pipelines if row.deferred_batch_norm and row.partitions == 2} == {2, 4}
 
 
-SPEED = [experiment.name for experiment in SPEED_AND_MEMORY if experiment.measures == "speed"]
+SPEED = [experiment.name for experiment in WITH_A_TABLE if experiment.measures == "speed"]
 
 
 @pytest.mark.parametrize("name", SPEED)

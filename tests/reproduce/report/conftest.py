@@ -14,7 +14,7 @@ from reproduce.report.page import page
 from reproduce.report.subjects import Subject, find_subjects, load_folders
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
-TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values()}
+TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values() if experiment.table}
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
 RUN = Run("finished", ["python", "-m", "reproduce"], 0, "2020-04-21T10:02:05Z", "2020-04-21T10:12:05Z", "cuda", 2, None,
           Machine("Linux", "a CPU", 4, 8, 8 << 30, [GPU] * 2), {"torch": "2.11.0", "driver": "575.57"},

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from reproduce.experiments import COMPONENTS, EXPERIMENTS, Row
+from reproduce.experiments import COMPONENTS, EXPERIMENTS, PLANNED, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import MOST_EXECUTED, EmulatedStep, Emulation, Executed, executed, memory_needed
 from reproduce.run.timeline import Watched, watch_tasks
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.observe import Kind, Task
+from torchgpipe.plan import plan
 from torchgpipe.plan.replay import Costs, Timeline, replay
 
 CPU = Devices("cpu", 2, threads=1)
@@ -322,3 +323,24 @@ def test_all_partitions_are_on_the_first_device(
     with pytest.raises(Stop):
         emulation(pipeline(4), devices)
     assert asked == [torch.device(expected)] * 4
+
+
+def test_a_planned_balance_is_of_the_whole_row_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs)
+        return plan(*args, **kwargs)
+
+    monkeypatch.setattr("reproduce.run.training.plan", spy)
+    row = replace(
+        PLAIN, configuration=PLANNED, equal="model", partitions=2, batch_size=8, chunks=8, checkpoint="always"
+    )
+    balancer, data = Balancer(CPU), FakeData([row], 0)
+    for n in (2, 4):
+        emulation = Emulation(replace(row, partitions=n), CPU, data, balancer, 0)
+        assert executed(row).chunks == 4 and emulation.training.row.chunks == 4
+        balance = emulation.row.balance or ()
+        assert len(balance) == n and sum(balance) == 65 and balance == emulation.training.row.balance
+    (options,) = asked
+    assert (options["batch_size"], options["chunks"], options["checkpoint"]) == (8, 8, "always")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reproduce.experiments import EXPERIMENTS, Row
+from reproduce.experiments import EQUAL_LAYERS, EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
@@ -95,3 +95,12 @@ def test_balances_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [balancer.balanced(row, model, data).balance for row in (*rows, NAIVE)]
     assert found == [(8, 1), (8, 1), (7, 1, 1), (7, 1, 1), (4, 5)]
     assert asked == [(2, (1, 3, 224, 224)), (3, (1, 3, 224, 224))]
+
+
+@pytest.mark.parametrize(("n", "balance"), [(1, (9,)), (2, (5, 4)), (4, (3, 2, 2, 2)), (8, (2, 1, 1, 1, 1, 1, 1, 1))])
+def test_equal_layers(n: int, balance: tuple[int, ...]) -> None:
+    row = replace(NAIVE, configuration=EQUAL_LAYERS, partitions=n, balance=None)
+    assert (
+        Balancer(CPU).balanced(row, nn.Sequential(*map(nn.Linear, [1] * 9, [1] * 9)), FakeData([row], 0)).balance
+        == balance
+    )

@@ -90,6 +90,34 @@ def test_issuing_comes_before_computing_where_it_does_not_overlap() -> None:
     assert replace(P40, launch_overlaps=False).seconds(operator) == pytest.approx(1 / KERNEL + 1e-5)
 
 
+CORE = replace(
+    P40,
+    launch_overlaps=False,
+    processors=0,
+    compute_efficiency={"conv": 1.0, "matmul": 1.0},
+    memory_efficiency={"matmul": 1.0, "conv": 1.0, "elementwise": 1.0, "relu": 0.25},
+    launches={"conv": 3.0},
+    narrow={"4": 0.25, "16": 1.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("operator", "seconds"),
+    [
+        (Operator("matmul", "float32", 12e12, 0), 1 + 1e-5),
+        (Operator("conv", "float32", 12e12, 346e9), 3 + 1 + 1),
+        (Operator("conv", "float32", 12e12, 0, (), Grid(64, 1)), 3 + 1),
+        (Operator("conv", "float32", 12e12, 0, (), Grid(8, 1)), 3 + 2),
+        (Operator("conv", "float32", 12e12, 0, (), Grid(4, 1)), 3 + 4),
+        (Operator("conv", "float32", 12e12, 0, (), Grid(1, 1)), 3 + 16),
+        (Operator("elementwise", "float32", 0, 346e9, name="relu"), 4 + 1e-5),
+        (Operator("elementwise", "float32", 0, 346e9, name="add"), 1 + 1e-5),
+    ],
+)
+def test_the_seconds_of_a_core(operator: Operator, seconds: float) -> None:
+    assert CORE.seconds(operator) == pytest.approx(seconds)
+
+
 BROKEN: list[tuple[Any, str]] = [
     ([], "expected an object"),
     ({"memory": 3}, "memory has to be an object with value and source|devices has to be"),
@@ -98,10 +126,13 @@ BROKEN: list[tuple[Any, str]] = [
     ({"speed": 3}, "'speed' is unknown"),
     ({"peak": {}}, "peak is missing"),
     ({"compute_efficiency": {"conv": {"value": 1, "source": "x"}}}, "compute_efficiency.matmul is missing"),
-    ({"memory_efficiency": {"convolution": {"value": 1, "source": "x"}}}, "convolution is no class of operators"),
+    ({"memory_efficiency": {"pooling": {"value": 1, "source": "x"}}}, "pooling is no class of operators"),
     ({"memory_efficiency": {"conv.float32": {"value": 1, "source": "x"}}}, "conv.float32 is no class of operators"),
     ({"compute_efficiency": {"conv.float8": {"value": 1, "source": "x"}}}, "conv.float8 is no class of operators"),
     ({"processors": {"value": -3, "source": "x"}}, "processors: value has to be a number above 0"),
+    ({"narrow": {"few": {"value": 1, "source": "x"}}}, "narrow.few is no number of channels"),
+    ({"launches": {"relu": {"value": 1, "source": "x"}}}, "launches.relu is no class of operators"),
+    ({"launches": 3}, "launches has to be an object of figures"),
     ({"launch_overlaps": 1}, "launch_overlaps has to be true or false"),
 ]
 

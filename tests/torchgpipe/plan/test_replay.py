@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchgpipe.plan.replay import Costs, replay
+from torchgpipe.plan.replay import Costs, Event, Timeline, replay, shared
 
 
 def table(m: int, n: int, seconds: float) -> list[list[float]]:
@@ -101,6 +101,15 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
     for j in range(n):
         for kind, order in (("forward", range(m)), ("backward", reversed(range(m)))):
             assert [e.micro_batch for e in timeline.events if e.partition == j and e.kind == kind] == list(order)
+
+
+def test_time_is_stretched_where_several_devices_work() -> None:
+    def tasks(*times: tuple[float, float]) -> list[Event]:
+        return [Event("forward", 0, j, start, end) for j, (start, end) in enumerate(times)]
+
+    # One works from 0 to 1, two until 2, three until 3, one until 4; then copies.
+    given = Timeline(tasks((0, 2), (1, 4), (2, 3), (2, 3)), 5.0, 4)
+    assert shared(given, 0.5) == Timeline(tasks((0, 2.5), (1, 5.5), (2.5, 4.5), (2.5, 4.5)), 6.5, 4)
 
 
 def test_imports_no_torch() -> None:

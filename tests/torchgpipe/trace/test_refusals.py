@@ -41,7 +41,7 @@ class Mean(Net):
 
 class Loss(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).mean()
+        return self.a(x).mean()  # loss
 
 
 class Transposed(Net):
@@ -77,6 +77,33 @@ class Extra(Net):
         return self.b(self.a(x))
 
 
+class Hooking(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y.register_hook(lambda grad: 2 * grad)  # hooking
+        return self.b(y)
+
+
+def hooked() -> nn.Module:
+    module = traced.Residual()
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def compiled() -> nn.Module:
+    module = traced.Residual()
+    module.compile()
+    return module
+
+
+def compiled_around() -> Any:
+    return torch.compile(traced.Residual())
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)))
+
+
 class Outer(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -88,26 +115,37 @@ class Outer(nn.Module):
 
 # A module, and what the message says.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "a branch": (Branching, ["# branches", "put that part into a submodule"]),
+    "a branch": (Branching, ["# branches", "depends on what is in a tensor", "put that part into a submodule"]),
     "a branch in a submodule": (lambda: Outer(Branching()), ["# branches", "whole=[Branching]"]),
     "a number": (Item, ["# item"]),
     "a loop over the batch": (Loop, ["# loop", "2, 3, 5 samples"]),
     "a factor of the batch size": (Mean, ["# mean", "it passes 0.5, 0.33"]),
-    "a loss": (Loss, ["shape () for 2 samples", "a loss belongs after the pipeline"]),
+    "a loss": (Loss, ["# loss", "shape () for 2 samples", "such as a loss, belongs after the pipeline"]),
     "samples in another dimension": (Transposed, ["shape (6, 2) for 2 samples"]),
     "a parameter": (Own, ["returns a tensor that no call has made"]),
     "a module in a list": (Hidden, ["# hidden", "not registered"]),
     "autocast": (Casting, ["# casting", "autocast"]),
+    "a hook on a tensor": (Hooking, ["# hooking", "register_hook would not be called for every micro-batch"]),
+    "a hook on all of it": (hooked, ["Residual has hooks of its own"]),
+    "compiled": (compiled, ["Residual is compiled"]),
+    "compiled, around it": (compiled_around, ["OptimizedModule is compiled"]),
+    "scripted": (scripted, ["Sequential has a scripted part, '0'"]),
     "a state of its own": (Extra, ["_extra_state"]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("make, said", REFUSED.values(), ids=REFUSED)
 def test_refused(make: Callable[[], nn.Module], said: list[str]) -> None:
     with pytest.raises(Untraceable) as caught:
         sequential(make(), rows())
     for part in said:
         assert part in str(caught.value)
+
+
+def test_a_sample_that_does_not_fit_raises_what_the_module_does() -> None:
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(5x7 and 6x6\)"):
+        sequential(traced.Residual(), rows(7))
 
 
 def masked() -> Any:

@@ -93,13 +93,34 @@ def test_the_module_is_left_as_it_was() -> None:
         assert torch.equal(x, before["state"][name])
 
 
-def test_hooks_run() -> None:
-    module, seen = traced.Residual(), []
-    module.b.register_forward_hook(lambda *_: seen.append("forward"))
-    module.b.register_full_backward_hook(lambda *_: seen.append("backward"))
+class Adding(traced.Net):
+    """Which changes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x.add_(1)))
+
+
+def test_the_sample_is_left_as_it_was() -> None:
+    sample = torch.zeros(5, traced.WIDTH)
+    assert len(sequential(Adding(), sample)) == 2
+    assert not sample.any()
+
+
+def around() -> nn.Module:
+    return nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), traced.Residual())
+
+
+@pytest.mark.parametrize(
+    "make, name", [(traced.Residual, "b"), (around, "1")], ids=["a layer", "a module around layers"]
+)
+def test_hooks_run(make: Callable[[], nn.Module], name: str) -> None:
+    module, seen = make(), []
+    module.get_submodule(name).register_forward_hook(lambda *_: seen.append("forward"))
+    module.get_submodule(name).register_full_backward_hook(lambda *_: seen.append("backward"))
     layers = sequential(module, rows())
     seen.clear()
-    GPipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")(rows()).sum().backward()
+    balance = [1, len(layers) - 1]
+    GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, checkpoint="never")(rows()).sum().backward()
     assert seen == ["forward", "forward", "backward", "backward"]
 
 

@@ -1,0 +1,51 @@
+"""List the experiment on well-known models: what a pipeline would give you, in a good balance and in a plain one.
+
+No publication has these rows. Every model is trained plainly on one device, then by pipelines of n partitions and the
+same m, once in the balance that `torchgpipe.plan` finds by a profile, once with equally many layers in each partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from reproduce.experiments.controls import PARTITIONS
+from reproduce.experiments.row import EQUAL_LAYERS, PAPER_SCALE, PLANNED, SMALL_SCALE, Experiment, GiB, Optimizer, Row
+from reproduce.models.zoo import ZOO
+
+CHUNKS = 8
+BASE = Row(
+    configuration="plain",
+    model="",
+    size=(224,),
+    input_shape=(3, 224, 224),
+    batch_size=128,
+    optimizer=Optimizer(name="SGD", options={"lr": 0.01, "momentum": 0.0}, state=0),
+    loss="cross_entropy",
+    num_classes=1000,
+    equal="model",
+)
+SMALL = replace(BASE, size=(64,), input_shape=(3, 64, 64), batch_size=32)
+
+
+def rows(base: Row) -> Iterator[Row]:
+    """List every model's rows, first plain training."""
+    for name in ZOO:
+        plain = replace(base, model=f"torchvision:{name}", name=name, over=name)
+        yield plain
+        for n in PARTITIONS:
+            planned = replace(plain, name=f"{name} n{n}", configuration=PLANNED, partitions=n, chunks=CHUNKS,
+                              checkpoint="except_last")  # fmt: skip
+            yield planned
+            yield replace(planned, name=f"{planned.name} equal", configuration=EQUAL_LAYERS)
+
+
+SPEED = Experiment(
+    name="zoo-speed",
+    title="Ten models of torchvision: what a pipeline would give you",
+    measures="speed",
+    scales=(
+        replace(PAPER_SCALE, rows=tuple(rows(BASE))),
+        replace(SMALL_SCALE, rows=tuple(rows(SMALL)), memory=5 * GiB, steps=3),
+    ),
+)

@@ -1,0 +1,107 @@
+"""Checks of a module before it is recorded, of its recordings, and of the layers that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from torchgpipe.trace.calls import Recording
+from torchgpipe.trace.generalise import SIZES
+from torchgpipe.trace.layer import Layers
+from torchgpipe.trace.parts import tensors_in
+from torchgpipe.trace.record import hooks_of
+from torchgpipe.trace.refuse import Untraceable, refused, where
+from torchgpipe.trace.signature import Signature
+from torchgpipe.trace.watch import as_it_was
+
+
+def check_root(module: nn.Module) -> None:
+    """Refuse a module that does more than its forward does, which no layers of it could."""
+    if hooks_of(module):
+        raise Untraceable(
+            f"{type(module).__name__} has hooks of its own, and its layers are not called by it; remove them, or make "
+            "it the only child of a module, where it stays whole"
+        )
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        raise Untraceable(f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise Untraceable(
+                f"{type(module).__name__} has a scripted part, {name!r}; use the module that was scripted"
+            )
+
+
+def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
+    """Refuse outputs without a batch dimension."""
+    if not recordings[0].outputs:
+        raise Untraceable(f"{type(module).__name__} returns no tensor")
+    for size, recording in zip(SIZES, recordings, strict=True):
+        for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
+            shape = recording.shapes[number]
+            if shape != (size, *recordings[0].shapes[first][1:]):
+                at = next((call.where for call in recording.calls if number in call.outputs), where())
+                why = (
+                    f"it returns a tensor of shape {shape} for {size} samples, but outputs of micro-batches are "
+                    "concatenated along dimension 0, and no other may grow with the batch"
+                )
+                what = (
+                    "what compares samples or adds them up, such as a loss, belongs after the pipeline: return what it "
+                    "is made of; or say which inputs have no batch dimension, shared=[…]"
+                )
+                raise Untraceable(refused(module, at, why, what))
+
+
+def check_state(module: nn.Module, layers: Layers) -> None:
+    """Refuse layers whose state is not the module's own, by the same names."""
+    ours, plain = (m.state_dict(keep_vars=True) for m in (layers, module))
+    if ours.keys() != plain.keys() or any(ours[name] is not x for name, x in plain.items()):
+        names = sorted(ours.keys() ^ plain.keys()) or sorted(n for n, x in plain.items() if ours[n] is not x)
+        raise Untraceable(
+            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): modules around others "
+            "can have no state_dict hooks and no extra state; keep them as one layer, whole=[…]"
+        )
+
+
+def check_sample(module: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> None:
+    """Raise what the module raises on its sample."""
+    if not _on_meta(module, inputs):
+        _run(module, module, signature, inputs)
+
+
+def check_outputs(module: nn.Module, layers: Layers, signature: Signature, inputs: Sequence[Tensor]) -> None:
+    """Refuse layers that give something else on the sample than the module does."""
+    if _on_meta(module, inputs):
+        return
+    with torch.no_grad():
+        found, expected = (_run(module, run, signature, inputs) for run in (layers, module))
+    try:
+        assert_close(found, expected, equal_nan=True)
+    except AssertionError as error:
+        raise Untraceable(
+            f"the layers of {type(module).__name__} give something else than the module does: "
+            f"{' '.join(str(error).split())}\nkeep a part of it as one layer, whole=[…]"
+        ) from None
+
+
+def _on_meta(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    return any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers()))
+
+
+def _run(module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of the module, or of its layers, on the sample, and the buffers after that.
+
+    Random numbers, buffers and inputs are left as they were.
+    """
+    devices = {x.device for x in (*module.parameters(), *module.buffers()) if x.device.type == "cuda"}
+    buffers = [(x, x.clone()) for x in module.buffers()]
+    with torch.random.fork_rng(devices), as_it_was(module):
+        try:
+            outputs = signature.call(run, [x.clone() for x in inputs])
+            return [x.clone() for x in (*tensors_in(outputs), *(x for x, _ in buffers))]
+        finally:
+            with torch.no_grad():
+                for x, before in buffers:
+                    x.copy_(before)
