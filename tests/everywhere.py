@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchgpipe._autograd import keeps_graph
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.microbatch import tensors_of
+from torchgpipe.parameters import TOKEN
 
 
 class Everywhere(nn.Module):
@@ -53,14 +54,17 @@ class Everywhere(nn.Module):
     def backward(self, output: Any, inputs: list[Tensor], grads: Sequence[Tensor | None], keep: bool) -> list[Any]:
         """Run every rank's backward; return the gradients of inputs and parameters on all."""
         own = [p for p in self.parameters() if p.requires_grad and self._is_own(p)]
-        wanted = [*[x for x in inputs if x.requires_grad], *own]
+        # The token, so that a rank goes backward whose own parameters take no gradient.
+        wanted = [*[x for x in inputs if x.requires_grad], *own, TOKEN]
+
+        again = torch.is_grad_enabled()
 
         def run() -> list[Tensor | None]:
             if self.rank < self.n - 1:
-                return [*torch.autograd.grad(output, wanted, allow_unused=True, retain_graph=keep)]
+                return [*torch.autograd.grad(output, wanted, allow_unused=True, retain_graph=keep, create_graph=again)]
             pairs = [(y, g) for y, g in zip(tensors_of(output), grads, strict=True) if g is not None]
             outputs, given = zip(*pairs, strict=True)
-            return [*torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=keep)]
+            return [*torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=keep, create_graph=again)]
 
         found = dict(zip(map(id, wanted), self._all(run) or [], strict=False))
         names = {
