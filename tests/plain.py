@@ -37,10 +37,5 @@ class Plain(nn.Sequential):
         return list(zip(*(self.split(x) for x in value), strict=True))
 
 
-def piped(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> Any:
-    """Return a pipeline on the CPU; with `engine="ranks"` one over the processes that run the test (tests/ranks.py)."""
-    if options.get("engine") == "ranks":
-        from .everywhere import Everywhere
-
-        return Everywhere(layers, balance, chunks=chunks, **{k: v for k, v in options.items() if k != "engine"})
+def piped(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> GPipe:
     return GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, **options)

@@ -20,13 +20,18 @@ def clip_grad_norm_(
     of other ranks.
     """
     given = [p for p in parameters if p.grad is not None]
-    norms = [_whole(x) for x in torch._foreach_norm([p.grad for p in given], norm_type)] if given else []
+    norms = (
+        [_whole(x) for x in torch._foreach_norm([p.grad for p in given if p.grad is not None], norm_type)]
+        if given
+        else []
+    )
     here = norms[0].device if norms else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
-    total = torch.linalg.vector_norm(torch.cat([x.to(here) for x in gather(own)]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.cat([x.to(here) for x in gather(own)]), norm_type)
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)
     return total
 
 
 def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x  # one whose parameter FSDP has sharded
+    return whole

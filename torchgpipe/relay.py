@@ -10,6 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from torchgpipe.program import Links
 from torchgpipe.skip.layout import Crossing
 
 _STOP = object()
@@ -71,7 +72,7 @@ NO_END: End = (SimpleQueue(), SimpleQueue())
 """In place of the queues before the first program and after the last, which these do not touch."""
 
 
-class Queues:
+class Queues(Links):
     """The links of one program in a relay; see `torchgpipe.program.Links`."""
 
     def __init__(self, relay: Relay, before: End, after: End, left: dict[tuple[int, Crossing], Any]) -> None:

@@ -70,7 +70,7 @@ class _MiniBatch:
             return program.forward(links, micro_batches)
 
         with self._seeds if self._overlaps else NOTHING:
-            *_, outputs = self._run(self._programs, forward)
+            *_, outputs = self._run(forward)
         for contents in self.contents:
             contents.check_kept()
         return outputs
@@ -85,24 +85,26 @@ class _MiniBatch:
         def backward(program: Program, links: Links) -> list[Flat]:
             return program.backward(links, ambient, output_grads, keep=keep)
 
-        *_, grads = self._run(self._programs[::-1], backward)
+        grads, *_ = self._run(backward, reverse=True)
         return grads
 
-    def _run(self, programs: Sequence[Program], what: Callable[[Program, Links], list[T]]) -> list[list[T]]:
-        """Run `what` of every program, each handing items to the next; return what they return."""
-        relay = Relay(len(programs))
-        results: list[list[T]] = [[] for _ in programs]
+    def _run(self, what: Callable[[Program, Links], list[T]], *, reverse: bool = False) -> list[list[T]]:
+        """Run `what` of every program, which hand items on, in `reverse` from the last to the first; return results."""
+        n = len(self._programs)
+        relay = Relay(n)
+        links = relay.links[:: -1 if reverse else 1]
+        results: list[list[T]] = [[] for _ in links]
         threads = torch.get_num_threads()
 
-        def run(position: int) -> None:
+        def run(j: int) -> None:
             # PyTorch keeps this number for each thread apart. Another one would change the bits, and crowd the cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-            results[position] = what(programs[position], relay.links[position])
+            results[j] = what(self._programs[j], links[j])
 
         if self._overlaps:
-            self._workers.run(relay, [partial(run, position) for position in range(len(programs))])
+            self._workers.run(relay, [partial(run, j) for j in range(n)])
         else:
-            for position in range(len(programs)):
-                run(position)
+            for j in reversed(range(n)) if reverse else range(n):
+                run(j)
         return results

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from torchgpipe.relay import Relay, Stopped, Workers
+from torchgpipe.relay import Queues, Relay, Stopped, Workers
 
 PATIENCE = 120  # seconds; only a hang takes as long
 
@@ -55,7 +55,7 @@ def test_items_arrive_in_order_and_none_is_far_ahead() -> None:
 
 # What a program of three may wait for.
 WAITS: dict[str, Callable[[Relay], object]] = {
-    "the next to follow": lambda relay: [link.admit() for link in relay.links[:1] * (1 + relay.LEAD)],
+    "the next to follow": lambda relay: [*map(Queues.admit, relay.links[:1] * (1 + relay.LEAD))],
     "an item": lambda relay: relay.links[1].take(),
     "the last one's item": lambda relay: relay.links[2].take(),
     "an announcement": lambda relay: relay.links[1].expect(),

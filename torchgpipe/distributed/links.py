@@ -26,6 +26,7 @@ from torch import Tensor
 from torchgpipe.distributed.wire import Inbox, Message, Receiver, Sender
 from torchgpipe.item import Item
 from torchgpipe.microbatch import Flat
+from torchgpipe.program import Links
 from torchgpipe.relay import Stopped
 from torchgpipe.seeds import Seeds
 from torchgpipe.skip.layout import Crossing
@@ -63,9 +64,11 @@ class Wires:
 
     def __init__(self, ranks: Sequence[int], own: int) -> None:
         self.own, self.n = own, len(ranks)
-        self._group = dist.new_group(
+        group = dist.new_group(
             list(ranks), timeout=NEVER, backend="gloo", use_local_synchronization=True, group_desc="torchgpipe"
         )
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, int], Sender] = {}
         self._inboxes: dict[tuple[str, int], Inbox] = {}
@@ -106,11 +109,11 @@ class Wires:
     def exchange(self, serial: int, own: Tensor) -> list[Tensor]:
         """Return what every rank gives, in their order."""
         self.tell("exchange", serial, (own.cpu(),), self.own)
-        found = {self.own: own}
+        found: dict[int, Any] = {self.own: own}
         while len(found) < self.n:
             message = self.heard("exchange")
             check_serial(message, serial)
-            found[message.about[1]] = message.tensors[0]  # type: ignore[index,assignment]
+            found[message.about[1]] = message.tensors[0]
         return [found[rank] for rank in range(self.n)]
 
     @property
@@ -179,7 +182,7 @@ class Wires:
         return [peer for peer in range(self.n) if peer != self.own]
 
     def _hear(self, message: Message) -> None:
-        what, about = message.about  # type: ignore[misc]
+        what, about = message.about
         if what == "failed":
             self.error = self.error or RankFailed(about)
             self._known.set()
@@ -200,12 +203,12 @@ class Wires:
         """End all that programs wait for; this rank may still say what has happened."""
         with self._lock:
             senders = [sender for (kind, _), sender in self._senders.items() if kind != "control"]
-            ends = [*senders, *self._inboxes.values(), *self._control.values()]
+            ends: list[Sender | Inbox] = [*senders, *self._inboxes.values(), *self._control.values()]
         for end in ends:
             end.stop()
 
 
-class Messages:
+class Messages(Links):
     """A program's links over wires, in one mini-batch's forward or backward; see `torchgpipe.program.Links`."""
 
     kind: str
@@ -286,7 +289,8 @@ class Forward(Messages):
         (*about, drew), tensors = self._take()
         self._seeds.drew = self._seeds.drew or drew
         if self._in_order:
-            *tensors, state = tensors
+            state, tensors = tensors[-1], tensors[:-1]
+            assert state is not None
             torch.set_rng_state(state)
         return _item(about, tensors)
 

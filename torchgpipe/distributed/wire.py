@@ -41,7 +41,7 @@ class Message(NamedTuple):
     """Tensors, some of them `None`, and what is said of them. `serial` tells mini-batches apart."""
 
     serial: int
-    about: Hashable
+    about: Any
     tensors: Flat
 
 

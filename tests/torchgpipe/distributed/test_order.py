@@ -40,12 +40,17 @@ def programs(
                 _record(link, runs[-1][places[position]], places[position], -1 if backward else 1)
 
     monkeypatch.setattr("torchgpipe.workers.Relay", Recorded)
+
+    def part(kind: Any, name: Namespace) -> nn.Module:
+        module: nn.Module = kind().isolate(name)
+        return module
+
     names = [Namespace() for _ in skips]
     layers = [
         [
             nn.Linear(2, 2),
-            *(Stash().isolate(name) for name, (source, _) in zip(names, skips, strict=True) if source == j),
-            *(Pop().isolate(name) for name, (_, target) in zip(names, skips, strict=True) if target == j),
+            *(part(Stash, name) for name, (source, _) in zip(names, skips, strict=True) if source == j),
+            *(part(Pop, name) for name, (_, target) in zip(names, skips, strict=True) if target == j),
         ]
         for j in range(n)
     ]
@@ -90,7 +95,7 @@ def stuck(acts: Sequence[Sequence[Act]]) -> list[int] | None:
     seen, todo = {start}, [start]
     while todo:
         places, state = todo.pop()
-        following = []
+        following: list[tuple[int | None, int, tuple[int, str, str]]] = []
         for j, program in enumerate(acts):
             if places[j] < end[j]:
                 name, wire = program[places[j]]
@@ -102,9 +107,9 @@ def stuck(acts: Sequence[Sequence[Act]]) -> list[int] | None:
                 following.append((None, k, (room + (given[0] == "i"), given[1:], received + given[0])))
         if not following and places != end:
             return [*places]
-        for j, k, changed in following:
+        for moved, k, changed in following:
             new = (
-                tuple(p + (q == j) for q, p in enumerate(places)),
+                tuple(p + (q == moved) for q, p in enumerate(places)),
                 (*state[:k], changed, *state[k + 1 :]),
             )
             if new not in seen:
