@@ -20,18 +20,17 @@ from torchgpipe import GPipe, sequential
 from torchgpipe.balance import balance_by_size
 from torchgpipe.distributed import DistributedGPipe
 
-SAMPLE = (2, 3, 64, 64)
 
-
-def layers(name: str) -> nn.Sequential:
-    """Return a model's layers: AmoebaNet-D, or any classification model of torchvision."""
+def built(name: str) -> tuple[nn.Sequential, torch.Tensor]:
+    """Return a model's layers, of AmoebaNet-D or of any classifier of torchvision, and a sample of images for it."""
     if name == "amoebanetd":
         from reproduce.models import amoebanetd
 
-        return amoebanetd(3, 16, num_classes=10)
+        return amoebanetd(3, 16, num_classes=10), torch.zeros(2, 3, 224, 224)
     import torchvision
 
-    return sequential(torchvision.models.get_model(name, num_classes=10), torch.zeros(SAMPLE))
+    sample = torch.zeros(2, 3, 64, 64)
+    return sequential(torchvision.models.get_model(name, num_classes=10), sample), sample
 
 
 def main() -> None:
@@ -49,9 +48,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     n = dist.get_world_size() if ranks else options.partitions
 
+    torch.set_num_threads(1)  # as torchrun does; with more, sums are added up in another order
     torch.manual_seed(0)  # every rank builds the same model, and takes its own part
-    module = layers(options.model)
-    balance = balance_by_size(n, module, torch.rand(SAMPLE), chunks=1)
+    module, sample = built(options.model)
+    balance = balance_by_size(n, module, sample)
     model: GPipe | DistributedGPipe
     if ranks:
         model = DistributedGPipe(module, balance, chunks=options.chunks)
@@ -61,7 +61,7 @@ def main() -> None:
 
     data = torch.Generator().manual_seed(1)
     for step in range(options.steps):
-        x = torch.rand(options.batch, *SAMPLE[1:], generator=data)
+        x = torch.rand(options.batch, *sample.shape[1:], generator=data)
         target = torch.randint(10, (options.batch,), generator=data)
         loss = model.loss(nn.functional.cross_entropy, x, target)
         loss.backward()

@@ -51,7 +51,7 @@ class DistributedGPipe(nn.Module):
         module: the layers, alike on every rank. On device `meta` they take no memory, and need `init`.
         balance: layers per partition, of which there are as many as ranks.
         mesh: a dimension of a mesh, whose ranks hold the partitions; by default all ranks.
-        device: this rank's; by default the CPU.
+        device: this rank's; a CPU, for now.
         init: called as `init(k, layer)` for each layer k of this rank, with random numbers that depend on k and the
             default generator's seed alone, so that every balance begins alike.
         chunks, checkpoint, deferred_batch_norm: as for `GPipe`.
@@ -96,6 +96,10 @@ class DistributedGPipe(nn.Module):
             )
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, None)
+        if torch.device(device).type == "cuda":
+            raise ValueError(
+                "ranks run on CPUs for now: messages go by gloo, from the host; for GPUs of one machine, use GPipe"
+            )
         self._ranks = dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh.get_group())
         self.rank = self._ranks.index(dist.get_rank())
         partitions = split(module, balance)

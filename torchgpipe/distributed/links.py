@@ -169,13 +169,12 @@ class Wires:
         self._stop()
         for sender in self._senders.values():
             sender.stop()
-        if self.n > 1 and dist.is_initialized():
-            # Nothing but a wait that times out makes gloo close the connections of a group.
-            peer = self._others()[0]
+        if self.n > 1:
+            # Nothing but a wait that times out makes gloo close the connections of a group. The group's own methods
+            # work after `destroy_process_group()`, too.
             with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=len(KINDS))
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+                self._group.recv([torch.empty(1)], self._others()[0], len(KINDS)).wait(timedelta(milliseconds=1))
+        if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
     def _others(self) -> list[int]:

@@ -110,7 +110,7 @@ class Sender:
             self._broken(error)
 
     def _post(self, part: Tensor) -> Any:
-        return dist.isend(part, group=self._group, group_dst=self._rank, tag=self._tag)
+        return self._group.send([part], self._rank, self._tag)
 
     def _parts(self, message: Message) -> list[Tensor]:
         """Return what to send, as bytes: the slot, then what does not fit into it."""
@@ -186,8 +186,7 @@ class Receiver:
         return Message(serial, about, tuple(tensors))
 
     def _receive(self, buffer: Tensor) -> Tensor:
-        work = dist.irecv(buffer, group=self._group, group_src=self._rank, tag=self._tag)
-        _wait(work)
+        _wait(self._group.recv([buffer], self._rank, self._tag))
         return buffer
 
 
