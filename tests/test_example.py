@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def trained(*start: str, model: str) -> list[str]:
+def trained(*start: str, model: str) -> list[float]:
+    """Return the losses and norms of two steps."""
     ran = subprocess.run(
         [*start, "examples/train.py", model, "--steps", "2", "--batch", "6", "--chunks", "3"],
         cwd=ROOT,
@@ -20,7 +22,7 @@ def trained(*start: str, model: str) -> list[str]:
         timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
-    return [line for line in ran.stdout.splitlines() if line.startswith("step")]
+    return [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", ran.stdout)]
 
 
 @pytest.mark.slow
@@ -30,4 +32,6 @@ def test_the_example(model: str) -> None:
         pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     alone = trained(sys.executable, model=model)
-    assert len(alone) == 2 and trained(*torchrun, model=model) == alone
+    assert len(alone) == 4
+    # Convolutions differ in their last bits from one start of Python to the next, in a single process, too.
+    assert trained(*torchrun, model=model) == pytest.approx(alone, rel=1e-4)

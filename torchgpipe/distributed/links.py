@@ -77,16 +77,20 @@ class Wires:
         self._lost: BaseException | None = None
         self._known = threading.Event()
         self.closed = False
+        self._closing = threading.RLock()
+        self._threads: list[threading.Thread] = []
         _open.add(self)
         for peer in self._others():
-            Receiver(self._group, peer, KINDS.index("control"), self._hear, self._broken)
+            receiver = Receiver(self._group, peer, KINDS.index("control"), self._hear, self._broken)
+            self._threads.append(receiver.thread)
             self.sender("control", peer)
 
     def sender(self, kind: str, peer: int) -> Sender:
         """Return the wire to a rank, made when first asked for."""
         with self._lock:
             if (kind, peer) not in self._senders:
-                self._senders[kind, peer] = Sender(self._group, peer, KINDS.index(kind), self._broken)
+                self._senders[kind, peer] = sender = Sender(self._group, peer, KINDS.index(kind), self._broken)
+                self._threads.append(sender.thread)
             return self._senders[kind, peer]
 
     def inbox(self, kind: str, peer: int) -> Inbox:
@@ -94,7 +98,8 @@ class Wires:
         with self._lock:
             if (kind, peer) not in self._inboxes:
                 self._inboxes[kind, peer] = inbox = Inbox(lead=not kind.endswith("skips"))
-                Receiver(self._group, peer, KINDS.index(kind), inbox.put, self._broken)
+                receiver = Receiver(self._group, peer, KINDS.index(kind), inbox.put, self._broken)
+                self._threads.append(receiver.thread)
             return self._inboxes[kind, peer]
 
     def tell(self, what: str, serial: int, tensors: Flat, about: Hashable = None) -> None:
@@ -149,33 +154,38 @@ class Wires:
 
     def part(self) -> None:
         """Close the connections once the other ranks do so, too, or after a while."""
-        if not self.closed and not self.stopped:
-            # Whoever closes a connection may lose what the other end has not read yet.
-            self.tell("bye", 0, ())
-            patience = threading.Timer(GRACE, self._stop)
-            patience.daemon = True
-            patience.start()
-            with suppress(Stopped):
-                for _ in self._others():
-                    self.heard("bye")
-            patience.cancel()
-        self.close()
+        with self._closing:
+            if not self.closed and not self.stopped:
+                # Whoever closes a connection may lose what the other end has not read yet.
+                self.tell("bye", 0, ())
+                patience = threading.Timer(GRACE, self._stop)
+                patience.daemon = True
+                patience.start()
+                with suppress(Stopped):
+                    for _ in self._others():
+                        self.heard("bye")
+                patience.cancel()
+            self.close()
 
     def close(self) -> None:
-        """Close all connections, which ends all threads; other ranks that wait for this one are told by that."""
-        if self.closed:
-            return
-        self.closed = True
-        self._stop()
-        for sender in self._senders.values():
-            sender.stop()
-        if self.n > 1:
-            # Nothing but a wait that times out makes gloo close the connections of a group. The group's own methods
-            # work after `destroy_process_group()`, too.
-            with suppress(RuntimeError):
-                self._group.recv([torch.empty(1)], self._others()[0], len(KINDS)).wait(timedelta(milliseconds=1))
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        """Close all connections, and end all threads; other ranks that wait for this one are told by that."""
+        with self._closing:
+            if self.closed:
+                return
+            self.closed = True
+            self._stop()
+            for sender in self._senders.values():
+                sender.stop()
+            if self.n > 1:
+                # Nothing but a wait that times out makes gloo close the connections of a group. The group's own methods
+                # work after `destroy_process_group()`, too.
+                with suppress(RuntimeError):
+                    self._group.recv([torch.empty(1)], self._others()[0], len(KINDS)).wait(timedelta(milliseconds=1))
+            # A thread that is still in gloo when Python ends aborts the process.
+            for thread in self._threads:
+                thread.join(GRACE)
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.n) if peer != self.own]

@@ -72,7 +72,7 @@ class Sender:
         self._tickets.put(None)
         self._known: dict[Hashable, int] = {}
         self.sent = self.waiting = 0
-        _start(self._run, f"gpipe-to-{rank}")
+        self.thread = _started(self._run, f"gpipe-to-{rank}")
 
     def admit(self) -> None:
         """Wait until the message that was admitted before has been sent."""
@@ -146,7 +146,7 @@ class Receiver:
         self._group, self._rank, self._tag = group, rank, tag
         self._deliver, self._broken = deliver, broken
         self._known: list[tuple[Hashable, Sequence[_Layout | None]]] = []
-        _start(self._run, f"gpipe-from-{rank}")
+        self.thread = _started(self._run, f"gpipe-from-{rank}")
 
     def _run(self) -> None:
         try:
@@ -259,5 +259,7 @@ def _bytes(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _start(run: Callable[[], None], name: str) -> None:
-    threading.Thread(target=run, name=name, daemon=True).start()
+def _started(run: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
