@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/train.py resnet18
     torchrun --nproc-per-node 4 examples/train.py amoebanetd
 
-It prints the loss of each step: the same either way, but for the last digits of convolutions, which differ from one start
-of Python to the next. Data are random.
+It prints the loss of each step: the same either way, but for the last digits of convolutions, which differ from one
+start of Python to the next. Data are random.
 """
 
 from __future__ import annotations
