@@ -82,9 +82,9 @@ def device_memory(
 
     `once` is a task that is not checkpointed, `twice` one that is.
     `parameters` and `frozen` are the partition's bytes, `state` the optimizer's for each of the former, `update` what
-    its step makes, `mini_batch` the model's input's; `zeroed` as in `Setup`, `copied` as in `Counts`. On the last device the user holds the
-    gathered output and its gradient throughout backward, and the output in the optimizer's step; gathering takes the
-    pieces and the whole at once.
+    its step makes, `mini_batch` the model's input's; `zeroed` as in `Setup`, `copied` as in
+    `Counts`. On the last device the user holds the gathered output and its gradient throughout backward, and the output
+    in the optimizer's step; gathering takes the pieces and the whole at once.
     """
     first_partition, last_partition = j == 0, j == n - 1
     output, output_grad = once.output, once.output_grad
