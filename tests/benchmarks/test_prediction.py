@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import prediction
-from benchmarks.prediction import BALANCER, BASE, DEVICES, MODELS, WAYS, main, table
+from benchmarks.emulation import BALANCER
+from benchmarks.prediction import BASE, DEVICES, MODELS, WAYS, main, table
 from reproduce.records.record import load
 from reproduce.run.peak import measure_peak
 from reproduce.run.training import FakeData, Training

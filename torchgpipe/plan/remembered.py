@@ -49,7 +49,9 @@ class Remembered(TorchDispatchMode):
         key = _key(func, args, kwargs, shape)
         if key in self._known:
             known = self._known[key]
-            return torch.empty(shape, dtype=known, device="meta") if isinstance(known, torch.dtype) else _made(known)
+            if shape is not None and isinstance(known, torch.dtype):
+                return torch.empty(shape, dtype=known, device="meta")
+            return _made(known)
         result = func(*args, **kwargs)
         if shape is not None and key is not None and isinstance(result, Tensor):
             if result.is_meta and result.shape == shape and result.is_contiguous():

@@ -74,10 +74,10 @@ def test_nothing_beats_the_bound(seed: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_no_partition_needs_less_than_the_bound(seed: int, mode: Mode, device: str) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_no_partition_needs_less_than_the_bound(seed: int, mode: Mode, kind: str) -> None:
     case = replace(generate(seed, layers=(3, 7)), batch_size=12)
-    predictor, layers = predictor_of(case, device), len(case.module)
+    predictor, layers = predictor_of(case, kind), len(case.module)
     for m in (1, 3, 12):
         setup = replace(setup_of(case), chunks=m, checkpoint=mode)
         least = Needs(predictor.counts, setup.sizes[0], range(layers + 1)).at_least(setup)
