@@ -28,8 +28,8 @@ from .generated import Case, generate
 GOAL = 0.01
 
 
-def predictor_of(case: Case) -> Predictor:
-    return Predictor(count(case.module, case.sample), load_hardware(case.hardware))
+def predictor_of(case: Case, device: str = "cuda") -> Predictor:
+    return Predictor(count(case.module, case.sample, device=device), load_hardware(case.hardware))
 
 
 def setup_of(case: Case) -> Setup:
@@ -74,9 +74,10 @@ def test_nothing_beats_the_bound(seed: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
-def test_no_partition_needs_less_than_the_bound(seed: int, mode: Mode) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_no_partition_needs_less_than_the_bound(seed: int, mode: Mode, kind: str) -> None:
     case = replace(generate(seed, layers=(3, 7)), batch_size=12)
-    predictor, layers = predictor_of(case), len(case.module)
+    predictor, layers = predictor_of(case, kind), len(case.module)
     for m in (1, 3, 12):
         setup = replace(setup_of(case), chunks=m, checkpoint=mode)
         least = Needs(predictor.counts, setup.sizes[0], range(layers + 1)).at_least(setup)
