@@ -23,7 +23,7 @@ from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.search import MODES, search
 from torchgpipe.plan.trial import assess
 
-from .generated import Case, generate
+from benchmarks.generated import Case, generate
 
 GOAL = 0.01
 
