@@ -62,7 +62,9 @@ def papers() -> Iterator[tuple[str, Callable[[], Case]]]:
 
     def case(model: str, sizes: tuple[int, ...], shape: tuple[int, ...], batch_size: int, devices: int) -> Case:
         predictor = Predictor(counted(model, sizes, shape), hardware)
-        return Case(predictor, batch_size, devices, room(hardware.memory, hardware), optimizer_named("sgd", foreach=True))
+        return Case(
+            predictor, batch_size, devices, room(hardware.memory, hardware), optimizer_named("sgd", foreach=True)
+        )
 
     for name in SPEED_TABLES:
         for row in EXPERIMENTS[name].scales[0].rows:
@@ -79,7 +81,9 @@ def zoo() -> Iterator[tuple[str, Callable[[], Case]]]:
         with torch.device("meta"):
             layers, sample = layers_of(name, 224), torch.empty(2, 3, 224, 224)
         predictor = Predictor(count(layers, sample, alike=ALIKE), hardware)
-        return Case(predictor, 512, hardware.devices, room(hardware.memory, hardware), optimizer_named("sgd", foreach=True))
+        return Case(
+            predictor, 512, hardware.devices, room(hardware.memory, hardware), optimizer_named("sgd", foreach=True)
+        )
 
     for name in ZOO:
         yield name, functools.partial(case, name)
@@ -146,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command("certificate", __doc__).parse_args(arguments)
     units = {"seconds": "s of a step", "bound": "s that no setup can beat"}
     record = start(options, "certificate", "plans, what none can beat, and others", units, devices=1, device="meta")
-    keep(replace(record, kind="predicted"), options.json, plans(), sum(len(list(made())) for made in SETS.values()), table)
+    total = sum(len(list(made())) for made in SETS.values())
+    keep(replace(record, kind="predicted"), options.json, plans(), total, table)
 
 
 def plans() -> Found:

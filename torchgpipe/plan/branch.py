@@ -66,7 +66,7 @@ class _Chain:
         self.tables, self.n = torch.stack(tables), n
         """Seconds from one cut to another: of forward, of the rest, and of both."""
         self.at = torch.tensor([copies[cut] for cut in cuts])
-        none = (self.tables[2] == inf)
+        none = self.tables[2] == inf
         least, beside = self.tables[:, :, -1], torch.tensor([last[cut] for cut in cuts])
         self.least, self.beside = [least], [beside]
         """From each cut on, with 1, 2, … partitions: the least of the tables' largest, and of copies."""

@@ -2,7 +2,8 @@
 
 For each number of micro-batches and each mode there is a lower bound (`bound`) for any number of partitions. Those with
 the lowest come first, and those whose bound is no better than the best setup so far are left out. For each of the
-others balances are found (`balances`), and a bound that memory has raised. Whatever is returned was replayed, in
+others balances are found (`balances`), and a bound that memory has raised. Then the lowest bounds are raised, until the
+fastest setup is close to them (`branch`). Whatever is returned was replayed, in
 seconds and exactly in bytes; nothing that was tried is faster, and nothing at all is faster than the bound.
 """
 
@@ -30,8 +31,10 @@ __all__ = ["MODES", "Found", "chunk_choices", "search"]
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 MOST_EVENTS = 200_000
 """Tasks that a replay of a candidate may have; with more micro-batches than that, one is tried where no other fits."""
-BRANCHING = 4.0
-"""About how many seconds go into raising the bound by branching."""
+BRANCHING = 6.0
+"""About how many seconds a search takes at most for branching."""
+ROUGHLY = 0.01
+"""How close to the fastest setup all bounds are raised, before any is raised further."""
 
 
 @dataclass
@@ -121,19 +124,21 @@ def _search(
         for n in sorted(enough, key=lowest.__getitem__):  # the fastest first: no other bound has to be above it
             each, lower = found[n], bounds[n]
             if lower < each.limit and (chunks or 3 * m * n <= MOST_EVENTS):
-                best, lower = balances.best(n, each.limit, min(other.limit for other in found.values()))
+                best, lower = balances.best(n, each.limit)
                 each.best = best or each.best
                 each.free = min(each.free, balances.free.get(n, inf))
             lowers[n, balances.setup] = lower
     if all(each.best is None for each in found.values()):
         n = max(partitions)
         found[n].best = _last(predictor, batch_size, n, memory, optimizer, chunks, checkpoint)
-    for each in sorted(found.values(), key=lambda each: each.limit):
-        if each.best is not None and each.limit > each.bound * (1 + close):
+    for n, each in found.items():
+        lower = min([each.limit, *(lower for (k, _), lower in lowers.items() if k == n)])
+        if each.best is not None and each.limit > lower * (1 + close):
             each.best = Balances(predictor, each.best.setup, memory, needs, Effort(1)).improved(each.best)
-    effort = Effort(BRANCHING)
     if lowers and len(cuts) == len(predictor.counts) + 1:
-        _branch(found, lowers, lambda setup: Balances(predictor, setup, memory, needs, effort), close)
+        effort = Effort(BRANCHING)
+        for near in (ROUGHLY, close):
+            _branch(found, lowers, lambda setup: Balances(predictor, setup, memory, needs, effort), max(near, close))
     for n, each in found.items():
         each.bound = min([each.limit, *(lower for (k, _), lower in lowers.items() if k == n)])
     return found
@@ -149,9 +154,11 @@ def _branch(
         if fastest <= lower * (1 + close) * (1 + 1e-9):
             return
         balances, each = of(setup), found[n]
-        trial = Trial(balances, each.limit, fastest, close)
+        trial = Trial(balances, each.limit)
         lowers[n, setup] = raised(balances, n, trial, lower, fastest / (1 + close))
-        each.best = trial.best or each.best
+        if trial.best is not None:
+            trial.improve()
+            each.best = trial.best
         if not balances.effort.spend(0):
             return
 
