@@ -29,8 +29,8 @@ class Join(nn.Module):
     """Add a skip of whatever shape."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        skip = yield pop("skip")
-        return x + skip.mean() if skip.shape != x.shape else x + skip
+        skip: Tensor = yield pop("skip")
+        return x + (skip.mean() if skip.shape != x.shape else skip)
 
 
 @dataclass(frozen=True)

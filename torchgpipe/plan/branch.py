@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,17 +19,18 @@ from torchgpipe.plan.bound import SAFE
 from torchgpipe.plan.cuts import Path
 from torchgpipe.plan.trial import Trial
 
-if TYPE_CHECKING:
-    from torchgpipe.plan.balances import Balances
-
 __all__ = ["raised"]
 
+MOST_LEFT = 100_000
+"""Beginnings of balances that are kept at a time, for memory."""
 
-def raised(balances: Balances, n: int, trial: Trial, lower: float, target: float) -> float:
+
+def raised(n: int, trial: Trial, lower: float, target: float) -> float:
     """Return the seconds that no balance with `n` partitions can beat, from `lower` to `target`.
 
     As far as the effort allows. Complete balances on the way are tried.
     """
+    balances = trial.balances
     chains = [_Chain(tables, bound.copies, bound.last, balances.needs.cuts, n)
               for bound in balances.bounds for tables in [balances.tables(bound)]]  # fmt: skip
     effort, order, end = balances.effort, count(), len(balances.needs.cuts) - 1
@@ -44,11 +44,11 @@ def raised(balances: Balances, n: int, trial: Trial, lower: float, target: float
             continue
         if len(path) == n:
             if not effort.spend(2e-4 + 1.5e-6 * tasks):
-                return max(value, lower)
+                return value
             trial.take(balances.balance([*path, end]))
             continue
-        if not effort.spend(1e-4 * len(chains)):
-            return max(value, lower)
+        if len(left) > MOST_LEFT or not effort.spend(1e-4 * len(chains)):
+            return value
         found = [chain.after(path, state) for chain, state in zip(chains, states, strict=True)]
         values = torch.stack([value for value, _ in found]).amax(0).mul_(SAFE)
         for cut in torch.nonzero(values < target).flatten().tolist():

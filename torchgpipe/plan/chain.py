@@ -26,9 +26,9 @@ class Chain:
         self.least = bound.cheapest[n - 1] + bound.last[-2]
         """Of what comes on top of the largest seconds: copies, and the last partition's own."""
 
-    def spend(self, times: int = 1) -> bool:
+    def spend(self) -> bool:
         """Count what it takes to find the best cuts; return whether there was so much effort left."""
-        return self.balances.effort.spend(times * self.n * (3e-5 + 1.5e-9 * self.both.numel()))
+        return self.balances.effort.spend(self.n * (3e-5 + 1.5e-9 * self.both.numel()))
 
     def bound_with_memory(self) -> float:
         """Return the seconds that no balance with room in the memory can beat, or more than the limit.

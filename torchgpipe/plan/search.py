@@ -153,13 +153,13 @@ def _branch(
         lower, fastest = lowers[n, setup], min(each.limit for each in found.values())
         if fastest <= lower * (1 + close) * (1 + 1e-9):
             return
-        balances, each = of(setup), found[n]
-        trial = Trial(balances, each.limit)
-        lowers[n, setup] = raised(balances, n, trial, lower, fastest / (1 + close))
+        each, target = found[n], fastest / (1 + close)
+        trial = Trial(of(setup), each.limit)
+        lowers[n, setup] = raised(n, trial, lower, target)
         if trial.best is not None:
             trial.improve()
             each.best = trial.best
-        if not balances.effort.spend(0):
+        if lowers[n, setup] < target:
             return
 
 
