@@ -89,15 +89,12 @@ class Balances:
             for table in tables:
                 table[a, b] = inf
 
-    def best(self, n: int, limit: float, enough: float) -> tuple[Candidate | None, float]:
-        """Return the best setup with `n` partitions, if it is below the limit, and the seconds that none can beat.
-
-        These are not raised further than to what is enough.
-        """
+    def best(self, n: int, limit: float) -> tuple[Candidate | None, float]:
+        """Return the best setup with `n` partitions, if it is below the limit, and the seconds that none can beat."""
         lower = max(bound.lightest(n) for bound in self.bounds)
         if lower >= limit:
             return None, lower
-        trial = Trial(self, limit, enough, self.close)
+        trial = Trial(self, limit, self.close)
         plain = sorted(self._plain(n))
         for balance in plain:
             trial.take(balance)
@@ -118,7 +115,7 @@ class Balances:
 
     def improved(self, best: Candidate) -> Candidate:
         """Return a setup with other cuts, near those of the one that is given, if it is faster."""
-        trial = Trial(self, best.seconds, best.seconds)
+        trial = Trial(self, best.seconds)
         trial.best = best
         trial.improve()
         return trial.best

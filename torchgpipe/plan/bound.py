@@ -25,7 +25,8 @@ leaving out makes a bound lower, never wrong.
 
 V is the difference of a sum over layers at two cuts, plus something at the first, grows with every layer that is added
 on either side, and so the balance whose largest V is smallest is found by bisection, without memory (`lightest`) or
-with it (`cuts`). How far the bound is from a plan is the plan's `gap`.
+with it (`cuts`). Other balances near the bound are looked at one by one (`branch`). How far the bound is from a plan is
+the plan's `gap`.
 """
 
 from __future__ import annotations

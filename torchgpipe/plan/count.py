@@ -82,6 +82,8 @@ class Counts:
     high: tuple[LayerCount, ...]
     input: float
     """Bytes of one sample of the model's input."""
+    copied: bool = True
+    """Whether a partition gets copies of what others hand it; CPU devices share their memory."""
     known: dict[int, list[Footprint]] = field(default_factory=dict, repr=False, compare=False)
     tasks: dict[tuple[int, int, int, bool], Task] = field(default_factory=dict, repr=False, compare=False)
     """By micro-batch size, first layer, the one after the last, and whether they are checkpointed."""
@@ -150,7 +152,7 @@ def count(
     check_growth(found[0], found[1], SIZES)
     tensors = (sample,) if isinstance(sample, Tensor) else sample
     one = sum(x[:1].numel() * x.element_size() for x in tensors)
-    return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one))
+    return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one), device != "cpu")
 
 
 def _refuse_compiled(module: nn.Sequential) -> None:

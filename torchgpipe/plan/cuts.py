@@ -12,7 +12,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-__all__ = ["Path", "cheapest", "lightest"]
+__all__ = ["Path", "lightest"]
 
 Path = list[int]
 
@@ -31,22 +31,6 @@ def lightest(costs: Sequence[Tensor], most: float = inf) -> tuple[float, Path]:
         best, by = torch.maximum(best[first:end, None], table[first:end]).min(0)
         came.append(by + first)
     return float(best[-1]), _path(came, len(best) - 1)
-
-
-def cheapest(costs: Tensor, partitions: int, limit: float, at: Tensor, last: Tensor) -> tuple[float, Path]:
-    """Return the least sum of what is `at` the cuts, no cost above the limit, and cuts that reach it.
-
-    `last` is added, too, where the last partition begins.
-    """
-    beyond = costs > limit
-    best, came = torch.zeros_like(at), []
-    best[1:] = inf
-    for j in range(partitions):
-        start = best + last if j == partitions - 1 else best
-        best, by = start[:, None].expand_as(costs).masked_fill(beyond, inf).min(0)
-        best = best + at
-        came.append(by)
-    return float(best[-1]), _path(came[1:], len(best) - 1)
 
 
 def _path(came: Sequence[Tensor], end: int) -> Path:

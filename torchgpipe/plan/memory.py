@@ -10,6 +10,8 @@ What lives on the device of partition j while it runs micro-batch i (of m, each 
 - the gradients: the sum of this step's, from the end of the first backward on, and those that stay between steps;
 - in the optimizer's step, after the last backward, what it makes for itself (`optimizer`).
 
+CPU devices share their memory, so that nothing is copied: there a tensor counts once, on one of them.
+
 Bytes are those of tensors; what an allocator reserves beyond them, libraries' workspaces, and the copies of small
 buffers that checkpointed tasks make, come on top.
 """
@@ -74,14 +76,15 @@ def device_memory(
     update: float,
     mini_batch: float,
     zeroed: bool,
+    copied: bool = True,
 ) -> Device:
     """Return the peak of device `j` of `n` in a step of `m` equal micro-batches, every step after the first.
 
     `once` is a task that is not checkpointed, `twice` one that is.
     `parameters` and `frozen` are the partition's bytes, `state` the optimizer's for each of the former, `update` what
-    its step makes, `mini_batch` the model's input's; `zeroed` as in `Setup`. On the last device the user holds the
-    gathered output and its gradient throughout backward, and the output in the optimizer's step; gathering takes the
-    pieces and the whole at once.
+    its step makes, `mini_batch` the model's input's; `zeroed` as in `Setup`, `copied` as in
+    `Counts`. On the last device the user holds the gathered output and its gradient throughout backward, and the output
+    in the optimizer's step; gathering takes the pieces and the whole at once.
     """
     first_partition, last_partition = j == 0, j == n - 1
     output, output_grad = once.output, once.output_grad
@@ -135,9 +138,12 @@ def device_memory(
     for i in reversed(looked_at):
         task, first = twice if i < recomputed else once, i == m - 1
         grads = before + (0.0 if first else parameters)
-        arrived = 0.0 if last_partition else output_grad
-        own = sum(c.grad for c in leaving)
-        under_way = own + sum(min(i, c.target - j) * c.grad for c in leaving)
+        if copied:
+            arrived = 0.0 if last_partition else output_grad
+            under_way = sum((1 + min(i, c.target - j)) * c.grad for c in leaving)
+        else:  # what is no copy counts where it was made
+            arrived = 0.0
+            under_way = sum(min(m - 1 - i, j - c.source) * c.grad for c in crossings if c.target == j)
         waiting = task.input_grad if not first and not first_partition else 0.0
         held = stash(i) + outputs
         if i < recomputed:
@@ -198,13 +204,15 @@ def _device(
         update=setup.optimizer.temporaries([x for layer in layers for x in layer.parameter_sizes]),
         mini_batch=counts.input * setup.batch_size,
         zeroed=setup.zeroed,
+        copied=counts.copied,
     )
 
 
 def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) -> Task:
     key = (size, start, stop, checkpoint)
     if key not in counts.tasks:
-        counts.tasks[key] = task_bytes(counts.footprints(size), start, stop, checkpoint=checkpoint)
+        footprints = counts.footprints(size)
+        counts.tasks[key] = task_bytes(footprints, start, stop, checkpoint=checkpoint, copied=counts.copied)
     return counts.tasks[key]
 
 

@@ -32,7 +32,7 @@ class Needs:
 
     def __init__(self, counts: Counts, size: int, cuts: Sequence[int]) -> None:
         layers, self.footprints = counts.low, counts.footprints(size)
-        self.mini_batch = counts.input
+        self.mini_batch, self.copied = counts.input, counts.copied
         self.cuts = list(cuts)
         self.parameters = self._between([layer.parameters for layer in layers])
         self.frozen = self._between([layer.frozen for layer in layers])
@@ -68,7 +68,7 @@ class Needs:
         most = self.parameters * (1 + (optimizer.made if optimizer.together else 0.0))
         for i in {m - 1, max(0, m - 2), 0}:
             nbytes = min(i, recomputed) * inputs + (max(0, i - recomputed) + 1) * self.saved
-            nbytes += self.leaving * (1 + min(i, 1)) + self.given_grad[None, :]
+            nbytes += (self.leaving * (1 + min(i, 1)) + self.given_grad[None, :]) * self.copied
             nbytes += alone if i < recomputed else 0.0
             if i == m - 1:
                 nbytes += self.first

@@ -1,6 +1,7 @@
 """Run operators on `meta` once: where the same comes in, the same comes out.
 
 PyTorch works many shapes out in Python, which takes most of the time of counting; and the layers of a model are alike.
+What works element by element is known for all shapes at once.
 """
 
 from __future__ import annotations
@@ -44,10 +45,18 @@ class Remembered(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key = _key(func, args, kwargs)
+        shape = _common_shape(func, args, kwargs)
+        key = _key(func, args, kwargs, shape)
         if key in self._known:
-            return _made(self._known[key])
+            known = self._known[key]
+            if shape is not None and isinstance(known, torch.dtype):
+                return torch.empty(shape, dtype=known, device="meta")
+            return _made(known)
         result = func(*args, **kwargs)
+        if shape is not None and key is not None and isinstance(result, Tensor):
+            if result.is_meta and result.shape == shape and result.is_contiguous():
+                self._known[key] = result.dtype
+            return result
         if key is not None:
             like = _like(result, {id(x.untyped_storage()) for x in tensors_in((args, dict(kwargs)))})
             if like is not None:
@@ -55,26 +64,46 @@ class Remembered(TorchDispatchMode):
         return result
 
 
-def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Return what decides the result, or `None` where it has to be computed."""
+def _common_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Size | None:
+    """Return the shape of all tensors that an operator is given, if it works element by element.
+
+    They have to be contiguous, without dimensions of one element, whose strides may be any.
+    """
+    if torch.Tag.pointwise not in getattr(func, "tags", ()):
+        return None
+    shape: torch.Size | None = None
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor):
+            if not x.dim() or min(x.shape) < 2 or not x.is_contiguous() or (shape is not None and x.shape != shape):
+                return None
+            shape = x.shape
+        elif isinstance(x, (tuple, list)):
+            return None
+    return shape
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: torch.Size | None) -> object:
+    """Return what decides the result, or `None` where it has to be computed; a `shape` in common decides nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None or any(x.alias_info is not None for x in schema.returns):
         return None
     try:
-        key = (func, _described(args), _described(tuple(kwargs.items())))
+        same = shape is not None
+        key = (func, same, _described(args, same), _described(tuple(kwargs.items()), same))
         hash(key)
     except (TypeError, RuntimeError):
         return None
     return key
 
 
-def _described(item: Any) -> Any:
+def _described(item: Any, same: bool) -> Any:
     if isinstance(item, Tensor):
         if not item.is_meta or type(item) not in (Tensor, torch.nn.Parameter):
             raise TypeError("not on meta")
-        return ("tensor", item.shape, item.stride(), item.dtype, item.is_conj(), item.is_neg())
+        shape = None if same else (item.shape, item.stride())
+        return ("tensor", shape, item.dtype, item.is_conj(), item.is_neg())
     if isinstance(item, (tuple, list)):
-        return tuple(_described(x) for x in item)
+        return tuple(_described(x, same) for x in item)
     return (type(item), item)
 
 

@@ -2,14 +2,15 @@
 
 For each number of micro-batches and each mode there is a lower bound (`bound`) for any number of partitions. Those with
 the lowest come first, and those whose bound is no better than the best setup so far are left out. For each of the
-others balances are found (`balances`), and a bound that memory has raised. Whatever is returned was replayed, in
+others balances are found (`balances`), and a bound that memory has raised. Then the lowest bounds are raised, until the
+fastest setup is close to them (`branch`). Whatever is returned was replayed, in
 seconds and exactly in bytes; nothing that was tried is faster, and nothing at all is faster than the bound.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -18,17 +19,22 @@ import torch
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.plan.balances import Balances, cuts_of
 from torchgpipe.plan.bound import Bound, without_rest
+from torchgpipe.plan.branch import raised
 from torchgpipe.plan.impossible import Impossible, least, why
 from torchgpipe.plan.needs import Needs
 from torchgpipe.plan.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
-from torchgpipe.plan.trial import CLOSE, Candidate, Effort, assess
+from torchgpipe.plan.trial import CLOSE, Candidate, Effort, Trial, assess
 
 __all__ = ["MODES", "Found", "chunk_choices", "search"]
 
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 MOST_EVENTS = 200_000
 """Tasks that a replay of a candidate may have; with more micro-batches than that, one is tried where no other fits."""
+BRANCHING = 6.0
+"""About how many seconds a search takes at most for branching."""
+ROUGHLY = 0.01
+"""How close to the fastest setup all bounds are raised, before any is raised further."""
 
 
 @dataclass
@@ -111,24 +117,50 @@ def _search(
     found = {n: Found() for n in partitions}
     kept = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low)
     enough = [n for n in partitions if kept <= n * memory]
+    lowers: dict[tuple[int, Setup], float] = {}
     while asked:
         balances, bounds = asked.pop(0)  # it holds much
         m = balances.setup.chunks
         for n in sorted(enough, key=lowest.__getitem__):  # the fastest first: no other bound has to be above it
             each, lower = found[n], bounds[n]
             if lower < each.limit and (chunks or 3 * m * n <= MOST_EVENTS):
-                best, lower = balances.best(n, each.limit, min(other.limit for other in found.values()))
+                best, lower = balances.best(n, each.limit)
                 each.best = best or each.best
                 each.free = min(each.free, balances.free.get(n, inf))
-            each.bound = min(each.bound, lower)
+            lowers[n, balances.setup] = lower
     if all(each.best is None for each in found.values()):
         n = max(partitions)
         found[n].best = _last(predictor, batch_size, n, memory, optimizer, chunks, checkpoint)
-    for each in sorted(found.values(), key=lambda each: each.limit):
-        if each.best is not None and each.limit > each.bound * (1 + close):
+    for n, each in found.items():
+        lower = min([each.limit, *(lower for (k, _), lower in lowers.items() if k == n)])
+        if each.best is not None and each.limit > lower * (1 + close):
             each.best = Balances(predictor, each.best.setup, memory, needs, Effort(1)).improved(each.best)
-        each.bound = min(each.bound, each.limit)
+    if lowers and len(cuts) == len(predictor.counts) + 1:
+        effort = Effort(BRANCHING)
+        for near in (ROUGHLY, close):
+            _branch(found, lowers, lambda setup: Balances(predictor, setup, memory, needs, effort), max(near, close))
+    for n, each in found.items():
+        each.bound = min([each.limit, *(lower for (k, _), lower in lowers.items() if k == n)])
     return found
+
+
+def _branch(
+    found: dict[int, Found], lowers: dict[tuple[int, Setup], float], of: Callable[[Setup], Balances], close: float
+) -> None:
+    """Raise the lowest bounds, until the fastest setup is close to them, or for as long as the effort allows."""
+    while True:
+        n, setup = min(lowers, key=lowers.__getitem__)
+        lower, fastest = lowers[n, setup], min(each.limit for each in found.values())
+        if fastest <= lower * (1 + close) * (1 + 1e-9):
+            return
+        each, target = found[n], fastest / (1 + close)
+        trial = Trial(of(setup), each.limit)
+        lowers[n, setup] = raised(n, trial, lower, target)
+        if trial.best is not None:
+            trial.improve()
+            each.best = trial.best
+        if lowers[n, setup] < target:
+            return
 
 
 def _last(

@@ -39,17 +39,25 @@ class Task:
     """Of its inputs, the skips."""
 
 
-def task_bytes(footprints: Sequence[Footprint], start: int, stop: int, *, checkpoint: bool) -> Task:
-    """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1."""
-    size: dict[int, float] = {}
+def task_bytes(
+    footprints: Sequence[Footprint], start: int, stop: int, *, checkpoint: bool, copied: bool = True
+) -> Task:
+    """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1.
+
+    `copied` says that it gets copies of what other partitions hand it. If not, what the graphs of those before keep is
+    counted there.
+    """
     inputs = set(footprints[start].inputs)
-    copied = checkpoint and len(inputs) == 1 and _begins_in_place(footprints[start:stop])
-    # Of the first partition they are parts of the mini-batch: they take nothing, and nobody frees them before the end.
-    own = set(inputs) if start == 0 and not copied else set()
+    cloned = checkpoint and len(inputs) == 1 and _begins_in_place(footprints[start:stop])
+    # What others hold takes nothing, and nobody frees it before the end: for the first partition the mini-batch.
+    others: set[int] = set(inputs) if start == 0 and not cloned else set()
+    if not copied and not checkpoint:
+        others |= {number for layer in footprints[:start] for number in layer.saves}
+    size = dict.fromkeys(others, 0.0)
     for number, nbytes in footprints[start].sizes:
         if number in inputs:
-            size[number] = 0.0 if number in own else nbytes
-    copy = _total(inputs, size) if copied else 0.0  # beside the inputs, for as long as the layers run
+            size.setdefault(number, nbytes)
+    copy = _total(inputs, size) if cloned else 0.0  # beside the inputs, for as long as the layers run
     saver: dict[int, int] = {}  # storage -> the first layer that saves it
     kept_beside = 0.0
     pending: set[int] = set()
@@ -73,8 +81,8 @@ def task_bytes(footprints: Sequence[Footprint], start: int, stop: int, *, checkp
         pending |= {number for _, number in layer.stashes}
 
     # Like `TaskGraph.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
-    leaf = checkpoint and len(footprints[start].inputs) + len(arrivals) == 1 and not copied
-    kept = inputs if leaf else own
+    leaf = checkpoint and len(footprints[start].inputs) + len(arrivals) == 1 and not cloned
+    kept = inputs if leaf else others
 
     def backward(trace: str, *, apart: bool = True) -> float:
         return _backward(footprints, start, stop, saver, kept, trace, leaf=leaf, apart=apart)

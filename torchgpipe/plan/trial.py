@@ -17,7 +17,7 @@ __all__ = ["CLOSE", "Candidate", "Effort", "Trial", "assess"]
 
 CLOSE = 1e-3
 """How far from its bound a setup may be for no better balance to be looked for."""
-EFFORT = 4.0
+EFFORT = 2.0
 """About how many seconds a search takes for what is not needed to find a setup, but may find a better one."""
 
 
@@ -57,19 +57,13 @@ class Effort:
 class Trial:
     """Replay balances, and keep the best that fits and is below the limit."""
 
-    def __init__(self, balances: Balances, limit: float, enough: float, close: float = CLOSE) -> None:
+    def __init__(self, balances: Balances, limit: float, close: float = CLOSE) -> None:
         self.balances = balances
         self.limit, self.close = limit, close
-        self._enough = enough
         self.free = inf
         """The seconds of the fastest, whether it fits or not."""
         self.best: Candidate | None = None
         self.known: set[tuple[int, ...]] = set()
-
-    @property
-    def enough(self) -> float:
-        """What a bound is not raised any further from."""
-        return min(self.limit, self._enough)
 
     def reached(self, bound: float) -> bool:
         """Return whether there is nothing to gain: the bound is nearly reached, or above the limit."""

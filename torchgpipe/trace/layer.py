@@ -81,8 +81,9 @@ class Layer(nn.Module):
         )
         self._batch = batch
         self._bound = bound
-        modules = {step.target for step in self._steps if isinstance(step.target, str)}
-        names = {*held_in([(step.args, step.kwargs) for step in self._steps])}
+        # Not sets, whose order differs from process to process: it becomes that of the parameters.
+        modules = dict.fromkeys(step.target for step in self._steps if isinstance(step.target, str))
+        names = dict.fromkeys(held_in([(step.args, step.kwargs) for step in self._steps]))
         for held in (*sorted(modules, key=len), *sorted(names, key=len)):
             self.hold(root, held, extra)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.balance.minimise import minimise_heaviest
+from benchmarks.certificate import compared, generated
+from benchmarks.generated import Case, generate
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan import Impossible, plan
 from torchgpipe.plan.count import count
@@ -18,18 +18,15 @@ from torchgpipe.plan.hardware import load_hardware
 from torchgpipe.plan.memory import alone_memory, setup_memory
 from torchgpipe.plan.needs import Needs
 from torchgpipe.plan.optimizer import optimizer_named
-from torchgpipe.plan.planner import Plan
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.search import MODES, search
 from torchgpipe.plan.trial import assess
 
-from .generated import Case, generate
-
 GOAL = 0.01
 
 
-def predictor_of(case: Case) -> Predictor:
-    return Predictor(count(case.module, case.sample), load_hardware(case.hardware))
+def predictor_of(case: Case, device: str = "cuda") -> Predictor:
+    return Predictor(count(case.module, case.sample, device=device), load_hardware(case.hardware))
 
 
 def setup_of(case: Case) -> Setup:
@@ -69,14 +66,18 @@ def test_nothing_beats_the_bound(seed: int) -> None:
         return
     for n, seconds in fastest.items():
         assert found[n].bound <= seconds * (1 + 1e-9)
-    assert min(each.limit for each in found.values()) <= min(fastest.values()) * (1 + GOAL)
+    fastest_found = min(each.limit for each in found.values())
+    assert (
+        min(fastest.values()) * (1 - 1e-9) <= fastest_found <= min(each.bound for each in found.values()) * (1 + GOAL)
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
-def test_no_partition_needs_less_than_the_bound(seed: int, mode: Mode) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_no_partition_needs_less_than_the_bound(seed: int, mode: Mode, kind: str) -> None:
     case = replace(generate(seed, layers=(3, 7)), batch_size=12)
-    predictor, layers = predictor_of(case), len(case.module)
+    predictor, layers = predictor_of(case, kind), len(case.module)
     for m in (1, 3, 12):
         setup = replace(setup_of(case), chunks=m, checkpoint=mode)
         least = Needs(predictor.counts, setup.sizes[0], range(layers + 1)).at_least(setup)
@@ -89,55 +90,19 @@ def test_no_partition_needs_less_than_the_bound(seed: int, mode: Mode) -> None:
                     assert alone_memory(predictor.counts, setup, a, b).peak <= device.peak
 
 
-def others(case: Case, predictor: Predictor, memory: float) -> list[float]:
-    """Return the seconds of what other balancers give, where it fits: with a fixed m, and any mode."""
-    seconds = predictor.layers(max(1, case.batch_size // (4 * case.devices)))
-    by_time = [f + b for f, b in zip(seconds.graph, seconds.backward, strict=True)]
-    sizes = [float(layer.parameters) for layer in seconds.layers]
-    n = min(case.devices, len(case.module))
-    rows: list[Sequence[float]] = [[1.0] * len(case.module), sizes, by_time]
-    given = {tuple(minimise_heaviest(costs, n)) for costs in rows}
-    m = min(4 * case.devices, case.batch_size)
-    tried = [
-        assess(predictor, replace(setup_of(case), balance=balance, chunks=m, checkpoint=mode))
-        for balance in given
-        for mode in MODES
-    ]
-    return [x.seconds for x in tried if x.peak <= memory]
-
-
-def planned(case: Case, predictor: Predictor, memory: float) -> Plan | None:
-    try:
-        return plan(
-            case.module,
-            case.sample,
-            batch_size=case.batch_size,
-            devices=case.devices,
-            memory=memory if memory < float("inf") else "1TiB",
-            headroom=0,
-            hardware=replace(predictor.hardware, workspace=0.0),
-            optimizer=case.optimizer,
-        )
-    except Impossible:
-        return None
-
-
-@pytest.mark.slow
-def test_plans_are_close_to_their_bounds_and_never_worse_than_other_balancers() -> None:
-    """Of 60 generated models, of which not all fit. The goal, 1 % for 95 % of them, is not reached."""
+@pytest.mark.parametrize("number", [8, pytest.param(60, marks=pytest.mark.slow)])
+def test_plans_are_close_to_their_bounds_and_never_worse_than_other_balancers(number: int) -> None:
+    """Of generated models, of which not all fit."""
     gaps = []
-    for seed in range(60):
-        case = generate(seed)
-        predictor = predictor_of(case)
-        memory = memory_of(case, predictor)
-        found, best = planned(case, predictor, memory), min(others(case, predictor, memory), default=float("inf"))
-        assert found is not None or best == float("inf")
-        if found is not None:
-            assert max(found.peaks) <= memory and found.seconds <= best * (1 + 1e-9)
-            gaps.append((found.gap, seed))
-    near, less_near = (sum(gap <= most for gap, _ in gaps) / len(gaps) for most in (GOAL, 5 * GOAL))
-    print(f"{len(gaps)} plans: {near:.0%} within 1 %, {less_near:.0%} within 5 %; the furthest: {sorted(gaps)[-5:]}")
-    assert len(gaps) >= 50 and near >= 0.65 and less_near >= 0.85
+    for _, build in generated(number):
+        plan, *others = compared(build()).values()
+        if plan:
+            assert all(plan["seconds"] <= each["seconds"] * (1 + 1e-9) for each in others if each)
+            gaps.append(plan["seconds"] / plan["bound"] - 1)
+        else:
+            assert not any(others)
+    assert len(gaps) >= number * 0.8
+    assert sum(gap <= GOAL for gap in gaps) >= 0.95 * len(gaps)
 
 
 def test_every_number_of_devices_has_its_best() -> None:

@@ -50,7 +50,16 @@ def test_runs_once(work: Callable[[], Any], ran: list[str]) -> None:
         assert a.untyped_storage() is not b.untyped_storage()
 
 
-@pytest.mark.parametrize("other", [lambda: meta(2, 4) + 1, lambda: meta(2, 3).t() + 1, lambda: meta(2, 3) + 1.5])
+def test_element_by_element_any_shape_is_known() -> None:
+    with Ran() as inner, Remembered():
+        _ = meta(2, 3) * 2.5
+        more = [x * 2.5 for x in (meta(4, 5), meta(4, 5, 6).half(), meta(5, 4).t(), meta(3).int())]
+    assert inner.names.count("mul") == 4  # of the five, the second has the first one's type and is contiguous, too
+    plain = [x * 2.5 for x in (meta(4, 5), meta(4, 5, 6).half(), meta(5, 4).t(), meta(3).int())]
+    assert [(x.shape, x.stride(), x.dtype) for x in more] == [(x.shape, x.stride(), x.dtype) for x in plain]
+
+
+@pytest.mark.parametrize("other", [lambda: meta(2, 1) + 1, lambda: meta(2, 3).t() + 1, lambda: meta(2, 3) + 1.5])
 def test_tells_operators_apart(other: Callable[[], Tensor]) -> None:
     with Ran() as inner, Remembered():
         _ = meta(2, 3) + 1

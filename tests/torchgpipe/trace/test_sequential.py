@@ -188,3 +188,23 @@ def test_on_meta() -> None:
         module, sample = traced.Residual(), rows()
     layers = sequential(module, sample)
     assert GPipe(layers, [2, 1], devices=["meta"] * 2, chunks=2)(sample).shape == sample.shape
+
+
+class Mixed(nn.Module):
+    """Uses its parameters in an order that is not that of their names."""
+
+    ORDER = "chafdbge"
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in sorted(self.ORDER):
+            self.register_parameter(name, nn.Parameter(torch.randn(traced.WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.stack([getattr(self, name) for name in self.ORDER]).sum(0)
+
+
+def test_parameters_are_in_the_order_of_use() -> None:
+    """An optimizer's state goes by it, so that it has to be the same in every process."""
+    layers = sequential(Mixed(), rows())
+    assert "".join(name for name, _ in layers.named_parameters()) == Mixed.ORDER

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.skip import Namespace
-
-from ..layers import Pop, Stash
+from torchgpipe.skip import Namespace, pop, skippable, stash
 
 __all__ = ["Case", "generate"]
 
 
-def joined(x: Tensor, skip: Tensor) -> Tensor:
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Stash the input, and return it."""
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class Join(nn.Module):
     """Add a skip of whatever shape."""
-    return x + skip.mean() if skip.shape != x.shape else x + skip
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        skip: Tensor = yield pop("skip")
+        return x + (skip.mean() if skip.shape != x.shape else skip)
 
 
 @dataclass(frozen=True)
@@ -98,5 +111,5 @@ def _skip(random: Random, made: list[nn.Module]) -> None:
     """Put a skip between two places."""
     a, b = sorted(random.sample(range(1, len(made) + 1), 2))
     space = Namespace()
-    made.insert(b, Pop(joined).isolate(space))  # type: ignore[operator]
+    made.insert(b, Join().isolate(space))  # type: ignore[operator]
     made.insert(a, Stash().isolate(space))  # type: ignore[operator]
