@@ -30,6 +30,8 @@ PRIVATE = [
     ("torch._C._nn._parse_to", "gpipe.py"),
     ("torch._foreach_add_", "batchnorm.py"),
     ("torch._foreach_copy_", "batchnorm.py"),
+    ("torch._subclasses.fake_tensor.DataDependentOutputException", "trace/record.py"),
+    ("torch._subclasses.fake_tensor.DynamicOutputShapeException", "trace/record.py"),
     ("torch._subclasses.fake_tensor.FakeTensor", "trace/record.py"),
     ("torch._subclasses.fake_tensor.FakeTensorMode", "trace/record.py"),
     ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/record.py"),
