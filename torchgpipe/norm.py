@@ -20,11 +20,7 @@ def clip_grad_norm_(
     of other ranks.
     """
     given = [p for p in parameters if p.grad is not None]
-    norms = (
-        [_whole(x) for x in torch._foreach_norm([p.grad for p in given if p.grad is not None], norm_type)]
-        if given
-        else []
-    )
+    norms = [_whole(torch.linalg.vector_norm(p.grad, norm_type)) for p in given if p.grad is not None]
     here = norms[0].device if norms else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
     total: Tensor = torch.linalg.vector_norm(torch.cat([x.to(here) for x in gather(own)]), norm_type)
