@@ -45,6 +45,7 @@ class Given:
             module, sample = self.build()
             if not isinstance(module, nn.Sequential):
                 module = torchgpipe.sequential(module, sample)
+                sample = module.signature.flat((), sample) if isinstance(sample, dict) else sample
 
         def take(x: Tensor) -> Tensor:
             if x.is_meta:

@@ -135,6 +135,15 @@ class Recorder(TorchFunctionMode):
         if not self.within():
             self._heeds.setdefault(self._opened[-1], (what, where()))
 
+    def assign(self, module: nn.Module, name: str, value: object) -> None:
+        """Refuse a buffer that is replaced in a forward whose calls are recorded: only calls are repeated."""
+        if not self.within() and module in self._paths and module._buffers.get(name, value) is not value:
+            raise self.refusal(
+                where(),
+                f"a forward replaces the buffer {name!r} of {type(module).__name__}; change it in place: "
+                f"self.{name}.copy_(…)",
+            )
+
     def add(self, x: Tensor, call: int) -> int:
         """Give a new tensor its number."""
         self._alive.append(x)

@@ -53,6 +53,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
     """Let the recorder see calls of modules and of custom autograd functions, and who looks at the mode."""
     run: Any = nn.Module.__call__
     apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+    assign: Any = nn.Module.__setattr__
     enter: Any = torch.autocast.__enter__
     asked: Any = torch.is_autocast_enabled
 
@@ -62,6 +63,10 @@ def watched(recorder: Recorder) -> Iterator[None]:
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         ran = apply.__get__(None, cls)
         return ran(*args, **kwargs) if recorder.within() else recorder.call(ran, _Function(cls), args, kwargs)
+
+    def assigned(self: nn.Module, name: str, value: Any) -> None:
+        recorder.assign(self, name, value)
+        assign(self, name, value)
 
     def entered(self: Any) -> Any:
         recorder.heed("autocast")
@@ -73,6 +78,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
     new = [
         (nn.Module, "__call__", call),
+        (nn.Module, "__setattr__", assigned),
         (nn.Module, "training", _Training(recorder)),
         (torch.autograd.Function, "apply", classmethod(applied)),
         (torch.autocast, "__enter__", entered),

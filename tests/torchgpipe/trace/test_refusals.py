@@ -197,3 +197,28 @@ def test_unknown_names() -> None:
         sequential(traced.Residual(), rows(), shared=["y"])
     with pytest.raises(ValueError, match=r"Residual has no submodule <class"):
         sequential(traced.Residual(), rows(), whole=[nn.Conv2d])
+
+
+class Counts(nn.Module):
+    """Replace a buffer in forward, which a recording of calls would not do again."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.linear(x) * self.count
+
+
+@pytest.mark.parametrize("build", [Counts, lambda: nn.Sequential(Counts(), nn.ReLU())], ids=["itself", "a submodule"])
+def test_a_buffer_that_is_replaced(build: Any) -> None:
+    with pytest.raises(Untraceable) as caught:
+        sequential(build(), torch.rand(BATCH, 4))
+    assert "self.count = self.count + 1" in str(caught.value)
+    assert "a forward replaces the buffer 'count' of Counts; change it in place: self.count.copy_(…)" in str(
+        caught.value
+    )
