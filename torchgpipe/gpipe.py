@@ -15,13 +15,15 @@ from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.contents import begins_in_place
 from torchgpipe.engines import Engine, EngineName, check_engine, make_engine
 from torchgpipe.microbatch import TensorOrTensors, check, gather, mapped, scatter
+from torchgpipe.norm import clip_grad_norm_
 from torchgpipe.observe import Observer
-from torchgpipe.partition import check_module, split, translate_old_state
+from torchgpipe.partition import check_module, check_parameters, choose_devices, split, translate_old_state
 from torchgpipe.randomness import check_apart
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.stage import Stage
 from torchgpipe.trace.layer import Layers, keep_names
+from torchgpipe.trace.signature import Signature
 from torchgpipe.workers import WorkersEngine
 
 Device = int | str | torch.device
@@ -88,14 +90,17 @@ class GPipe(nn.Module):
     ) -> None:
         super().__init__()
         check_module(module)
-        _check_settings(chunks, checkpoint)
+        check_settings(chunks, checkpoint)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, None)
 
-        counts, partitions, chosen = split(module, balance, devices)
-        self.balance = counts
-        self.devices = chosen
+        partitions = split(module, balance)
+        self.balance = list(map(len, partitions))
+        self.devices = chosen = choose_devices(devices, len(partitions))
+        check_parameters(partitions, chosen)
+        for partition, device in zip(partitions, chosen, strict=True):
+            partition.to(device)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.observer = None
@@ -168,7 +173,7 @@ class GPipe(nn.Module):
 
     def _run(self, input: TensorOrTensors) -> TensorOrTensors:
         check(input)
-        _check_settings(self.chunks, self.checkpoint)
+        check_settings(self.chunks, self.checkpoint)
         if not self._stages:
             return input
         partitions = [stage.partition for stage in self._stages]
@@ -180,14 +185,7 @@ class GPipe(nn.Module):
             )
         self._look(self._switches[-1])
         check_apart([stage.generators for stage in self._stages])
-        first = self.devices[0]
-        # A copy to the host must be waited for: the host could read it before it has arrived.
-        input = mapped(lambda x: x.to(first, non_blocking=first.type == "cuda"), input)
-        micro_batches = scatter(input, self.chunks, None if self._signature is None else self._signature.batched)
-        if len(micro_batches) > 1 and isinstance(input, torch.Tensor) and begins_in_place(self._stages[0].partition):
-            # Micro-batches are views of one tensor and share its version counter: a change of one looks like a change
-            # of all.
-            micro_batches = [mapped(torch.clone, x) for x in micro_batches]
+        micro_batches = micro_batches_of(input, self._stages[0], self.chunks, self._signature)
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = [x._version for x in self._shared_buffers]
         grad = torch.is_grad_enabled()
@@ -205,6 +203,17 @@ class GPipe(nn.Module):
             raise
         commit(norms)
         return gather(outputs)
+
+    def loss(self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any) -> torch.Tensor:
+        """Return `criterion(output, target)` of a mini-batch: the step that `DistributedGPipe` takes in the same words.
+
+        The input of a traced module may be a dictionary of arguments.
+        """
+        return criterion(self(**input) if isinstance(input, dict) else self(input), target)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def train(self, mode: bool = True) -> GPipe:
         """Set training or evaluation mode, of the partitions too."""
@@ -259,7 +268,23 @@ _MOVING = (
 )
 
 
-def _check_settings(chunks: object, checkpoint: object) -> None:
+def micro_batches_of(
+    input: TensorOrTensors, stage: Stage, chunks: int, signature: Signature | None
+) -> list[TensorOrTensors]:
+    """Return the micro-batches of a mini-batch, on the device of the first stage."""
+    device = stage.device
+    # A copy to the host must be waited for: the host could read it before it has arrived.
+    input = mapped(lambda x: x.to(device, non_blocking=device.type == "cuda"), input)
+    micro_batches = scatter(input, chunks, None if signature is None else signature.batched)
+    if len(micro_batches) > 1 and isinstance(input, torch.Tensor) and begins_in_place(stage.partition):
+        # Micro-batches are views of one tensor and share its version counter: a change of one looks like a change
+        # of all.
+        micro_batches = [mapped(torch.clone, x) for x in micro_batches]
+    return micro_batches
+
+
+def check_settings(chunks: object, checkpoint: object) -> None:
+    """Raise `ValueError` if chunks or checkpoint is out of range."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
     if checkpoint not in MODES:

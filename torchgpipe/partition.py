@@ -95,16 +95,12 @@ def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -
     return [torch.device("cuda", torch.cuda.current_device()) if str(d) == "cuda" else d for d in found[:n]]
 
 
-def split(
-    module: nn.Sequential, balance: Iterable[int] | None, devices: Any
-) -> tuple[list[int], list[nn.Sequential], list[torch.device]]:
-    """Split `module` into partitions of `balance[j]` consecutive layers and move each to its device.
-
-    Returns the balance as a list, the partitions and their devices. Layers keep their names.
+def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
+    """Split `module` into partitions of `balance[j]` consecutive layers, which keep their names.
 
     Raises:
         TypeError: `balance` is no list.
-        ValueError: the balance does not fit the module, or layers on different devices share a parameter.
+        ValueError: the balance does not fit the module.
     """
     if balance is None:
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
@@ -117,20 +113,15 @@ def split(
         raise ValueError(
             f"the balance {balance} sums up to {sum(balance)} layers, but the module has {len(module)}" + _ADVICE
         )
-    chosen = choose_devices(devices, len(balance))
-
     layers = iter(module.named_children())
     partitions = []
     for count in balance:
         partition = nn.Sequential()
         # `add_module` would refuse a name that is an attribute of Sequential.
         partition._modules.update(islice(layers, count))
-        partitions.append(partition)
-    _check_parameters(partitions, chosen)
-    for partition, device in zip(partitions, chosen, strict=True):
-        partition.to(device)
         partition.training = module.training
-    return balance, partitions, chosen
+        partitions.append(partition)
+    return partitions
 
 
 def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -142,13 +133,14 @@ def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *
         state[prefix + old.sub("", key)] = state.pop(key)
 
 
-def _check_parameters(partitions: list[nn.Sequential], devices: list[torch.device]) -> None:
-    owner: dict[nn.Parameter, tuple[str, torch.device]] = {}
-    for partition, device in zip(partitions, devices, strict=True):
+def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) -> None:
+    """Raise `ValueError` if partitions in different places (devices, or ranks) share a parameter."""
+    owner: dict[nn.Parameter, tuple[str, object]] = {}
+    for partition, place in zip(partitions, places, strict=True):
         for name, parameter in partition.named_parameters():
-            other = owner.setdefault(parameter, (name, device))
-            if other[1] != device:
+            other = owner.setdefault(parameter, (name, place))
+            if other[1] != place:
                 raise ValueError(
-                    f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and {device}; "
+                    f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and {place}; "
                     "choose a balance that keeps them in one partition, or give each a parameter of its own"
                 )

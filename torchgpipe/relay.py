@@ -10,6 +10,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from torchgpipe.program import Links
+from torchgpipe.skip.layout import Crossing
+
 _STOP = object()
 
 
@@ -18,53 +21,30 @@ class Stopped(Exception):
 
 
 class Relay:
-    """Link `length` programs in a row, and remember the first exception of any of them.
+    """Link `length` programs in a row by queues, and remember the first exception of any of them.
 
-    A program gets at most `LEAD` items ahead of the next one: results that nobody needs yet only fill memory. For each
-    item the giving program calls `admit` and `give`, the taking one calls `take`. The giver may call `announce` in
-    between; then the taker calls `expect` before `take`. Once a program has failed, every call that waits raises
-    `Stopped`.
+    A program gets at most `LEAD` items ahead of the next one: results that nobody needs yet only fill memory. Once a
+    program has failed, every call that waits raises `Stopped`.
+
+    Attributes:
+        links: each program's, in their order.
     """
 
     LEAD = 1
 
     def __init__(self, length: int) -> None:
-        self._links: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
         # A ticket for each item that may be on its way. Two simple queues are much quicker than one with a limit.
         self._tickets: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
         for tickets in self._tickets:
             for _ in range(self.LEAD):
                 tickets.put(None)
+        left: dict[tuple[int, Crossing], Any] = {}
+        ends = list(zip(self._queues, self._tickets, strict=True))
+        self.links = [Queues(self, a, z, left) for a, z in zip([NO_END, *ends], [*ends, NO_END], strict=True)]
         self._lock = threading.Lock()
         self.stopped = False
         self.error: BaseException | None = None
-
-    def admit(self, position: int) -> None:
-        """Wait until the program after `position` is not too far behind for another item."""
-        _get(self._tickets[position])
-
-    def announce(self, position: int) -> None:
-        """Let the program after `position` know that its next item is being made."""
-        self._links[position].put(None)
-
-    def give(self, position: int, item: object) -> None:
-        """Hand an item from the program at `position` to the next."""
-        self._links[position].put(item)
-
-    def expect(self, position: int) -> None:
-        """Wait until the program before `position` announces its next item."""
-        _get(self._links[position - 1])
-
-    def take(self, position: int) -> Any:
-        """Wait for the next item from the program before `position`."""
-        item = _get(self._links[position - 1])
-        self._tickets[position - 1].put(None)
-        return item
-
-    def check(self) -> None:
-        """Raise `Stopped` if a program has failed; call before each task, so that none starts after that."""
-        if self.stopped:
-            raise Stopped
 
     def stop(self, error: BaseException) -> None:
         """Stop every program as soon as its present task is over; the first error is the one that counts."""
@@ -72,7 +52,7 @@ class Relay:
             if not self.stopped:
                 self.stopped, self.error = True, error
         # Also if stopped already: Ctrl-C may have ended an earlier `stop` halfway.
-        for queue in (*self._links, *self._tickets):
+        for queue in (*self._queues, *self._tickets):
             queue.put(_STOP)
 
     def attempt(self, program: Callable[[], None]) -> None:
@@ -83,6 +63,51 @@ class Relay:
             pass
         except BaseException as error:
             self.stop(error)
+
+
+End = tuple[SimpleQueue[Any], SimpleQueue[Any]]
+"""The queue of items between two programs, and that of tickets."""
+
+NO_END: End = (SimpleQueue(), SimpleQueue())
+"""In place of the queues before the first program and after the last, which these do not touch."""
+
+
+class Queues(Links):
+    """The links of one program in a relay; see `torchgpipe.program.Links`."""
+
+    def __init__(self, relay: Relay, before: End, after: End, left: dict[tuple[int, Crossing], Any]) -> None:
+        self._relay = relay
+        self._before, self._returned = before
+        self._after, self._tickets = after
+        self._left = left
+
+    def check(self) -> None:
+        if self._relay.stopped:
+            raise Stopped
+
+    def admit(self) -> None:
+        _get(self._tickets)
+
+    def announce(self) -> None:
+        self._after.put(None)
+
+    def give(self, item: Any) -> None:
+        self._after.put(item)
+
+    def expect(self) -> None:
+        _get(self._before)
+
+    def take(self) -> Any:
+        item = _get(self._before)
+        self._returned.put(None)
+        return item
+
+    def leave(self, i: int, crossing: Crossing, skip: Any) -> None:
+        self._left[i, crossing] = skip
+
+    def fetch(self, i: int, crossing: Crossing) -> Any:
+        # Whoever left it did so before handing on the micro-batch that this program has taken.
+        return self._left.pop((i, crossing))
 
 
 _running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar("running", default=())

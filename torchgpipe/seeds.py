@@ -11,7 +11,6 @@ backward of a partition's first task is watched, too, if that task has drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -23,6 +22,7 @@ from torchgpipe.randomness import (
     Randomness,
     within_plain_checkpoint,
 )
+from torchgpipe.stage import Stage
 
 APART = 1_000_003
 """Between the seeds of mini-batches in several threads. The CPU's generator looks at the lowest 32 bits only."""
@@ -35,19 +35,26 @@ class Seeds:
 
     The default generator decides the seeds, and goes on by one number if any task has drawn. `recomputed` says whether
     some tasks will run twice.
+
+    Attributes:
+        base: what the seeds begin with; drawn on entering, unless it was given.
+        drew: whether any task has drawn, of those that are known of.
     """
 
-    def __init__(self, n: int, *, recomputed: bool, grad: bool) -> None:
+    def __init__(self, n: int, *, recomputed: bool, grad: bool, base: int | None = None) -> None:
         self._n = n
+        self.base = base
+        self.drew = False
         self._recomputed = recomputed
         self._grad = grad
         self._drew = [False] * n
         self._watched = False
 
-    def of(self, i: int, j: int, own: Sequence[torch.Generator] = ()) -> Randomness:
-        """Return the random numbers of task (i, j), whose layers have generators of their `own`."""
+    def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
+        """Return the random numbers of micro-batch i's task on a stage."""
+        j, own = stage.index, stage.generators if recomputed else ()
         if i == 0 or self._drew[j]:
-            seed = self._base + i * self._n + j
+            seed = (self.base or 0) + i * self._n + j
             guard = (lambda: self._guard(j)) if i == 0 else None
             return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)), guard)
         return Randomness(own, self._watch if self._recomputed else None)
@@ -56,13 +63,8 @@ class Seeds:
         global _under_way
         with DEFAULT_GENERATOR_LOCK:
             self._state = torch.default_generator.get_state()
-            if PrivateGenerator.in_use():
-                # The layers of an outer pipeline: the seed is one of the outer task's numbers.
-                self._base = int(torch.randint(2**62, (), device="cpu"))
-            else:
-                generator = torch.Generator()
-                generator.set_state(self._state)
-                self._base = int(torch.randint(2**62, (), device="cpu", generator=generator)) + _under_way * APART
+            if self.base is None:
+                self.base = self._draw()
             _under_way += 1
 
     def __exit__(self, *_: object) -> None:
@@ -70,11 +72,19 @@ class Seeds:
         with DEFAULT_GENERATOR_LOCK:
             _under_way -= 1
             self._watched = not torch.equal(self._state, torch.default_generator.get_state())
-            if any(self._drew) and not PrivateGenerator.in_use():
+            if self.drew and not PrivateGenerator.in_use():
                 torch.randint(2**62, (), device="cpu")
 
+    def _draw(self) -> int:
+        if PrivateGenerator.in_use():
+            # The layers of an outer pipeline: the seed is one of the outer task's numbers.
+            return int(torch.randint(2**62, (), device="cpu"))
+        generator = torch.Generator()
+        generator.set_state(self._state)
+        return int(torch.randint(2**62, (), device="cpu", generator=generator)) + _under_way * APART
+
     def _note(self, j: int) -> None:
-        self._drew[j] = True
+        self._drew[j] = self.drew = True
         if self._grad and within_plain_checkpoint():
             raise RuntimeError(
                 f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "

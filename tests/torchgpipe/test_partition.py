@@ -133,11 +133,9 @@ def test_consecutive_layers_with_their_names(balance: list[int]) -> None:
     module = nn.Sequential()
     module._modules.update({name: nn.ReLU() for name in names})
 
-    counts, partitions, devices = split(module, balance, ["cpu"] * len(balance))
+    partitions = split(module, balance)
 
-    assert counts == balance
     assert [len(partition) for partition in partitions] == balance
-    assert devices == [CPU] * len(balance)
     assert [item for partition in partitions for item in partition.named_children()] == list(module.named_children())
 
 
@@ -156,14 +154,14 @@ BALANCES: list[tuple[Any, type[Exception], str]] = [
 @pytest.mark.parametrize("balance, error, message", BALANCES)
 def test_balances_that_are_refused(balance: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)) as caught:
-        split(linears(3), balance, ["cpu"] * 4)
+        split(linears(3), balance)
     assert "from torchgpipe.balance import balance_by_time" in str(caught.value)
 
 
 def test_the_advice_works() -> None:
     """The code in the message runs as it stands, but for the lines that the caller has."""
     with pytest.raises(ValueError, match="balance is required") as caught:
-        split(linears(3), None, None)
+        split(linears(3), None)
     code = "\n".join(line.strip() for line in str(caught.value).split(":\n\n", 1)[1].splitlines())
     names: dict[str, Any] = {"GPipe": GPipe, "model": linears(3), "sample": torch.rand(2, 1)}
 
@@ -187,14 +185,14 @@ def test_a_parameter_on_two_devices_is_refused(balance: list[int]) -> None:
     )
     module = sharing()
     with pytest.raises(ValueError, match=re.escape(message)):
-        split(module, balance, ["cpu", *["meta"] * (len(balance) - 1)])
+        GPipe(module, balance, devices=["cpu", *["meta"] * (len(balance) - 1)])
     assert {p.device for p in module.parameters()} == {CPU}, "a module that is refused has been moved"
 
 
 @pytest.mark.parametrize("balance, devices", [([3, 1], ["cpu", "meta"]), ([1, 1, 2], ["cpu", "meta", "cpu"])])
 def test_a_parameter_in_two_layers_on_one_device(balance: list[int], devices: list[str]) -> None:
     module = sharing()
-    split(module, balance, devices)
+    GPipe(module, balance, devices=devices)
     assert module[2].weight is module[0].weight
 
 

@@ -103,8 +103,9 @@ def undocumented(path: Path) -> Iterator[str]:
         opening = (ast.get_docstring(node) or "").split("\n\n")[0]
         if not opening.endswith((".", ":")):
             yield name
-        # What a protocol asks for is said by its own docstring.
-        closed = isinstance(node, ast.FunctionDef) or "Protocol" in map(ast.unparse, getattr(node, "bases", []))
+        # What a protocol asks for is said there, and not again where it is served.
+        bases = {*map(ast.unparse, getattr(node, "bases", []))}
+        closed = isinstance(node, ast.FunctionDef) or bases & {"Protocol", "Links", "Messages"}
         for inner in [] if closed else node.body:
             if isinstance(inner, ast.ClassDef | ast.FunctionDef) and not inner.name.startswith("_"):
                 yield from look(inner, f"{name}.{inner.name}")

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from torchgpipe.relay import Relay, Stopped, Workers
+from torchgpipe.relay import Queues, Relay, Stopped, Workers
 
 PATIENCE = 120  # seconds; only a hang takes as long
 
@@ -39,14 +39,14 @@ def test_items_arrive_in_order_and_none_is_far_ahead() -> None:
 
     def program() -> None:
         for item in range(5):
-            relay.admit(0)
-            relay.give(0, item)
+            relay.links[0].admit()
+            relay.links[0].give(item)
             given.append(item)
 
     thread = threading.Thread(target=relay.attempt, args=(program,))
     thread.start()
     for item in range(5):
-        assert relay.take(1) == item
+        assert relay.links[1].take() == item
         assert len(given) <= item + 1 + relay.LEAD
     thread.join(PATIENCE)
 
@@ -55,10 +55,10 @@ def test_items_arrive_in_order_and_none_is_far_ahead() -> None:
 
 # What a program of three may wait for.
 WAITS: dict[str, Callable[[Relay], object]] = {
-    "the next to follow": lambda relay: list(map(relay.admit, [0] * (1 + relay.LEAD))),
-    "an item": lambda relay: relay.take(1),
-    "the last one's item": lambda relay: relay.take(2),
-    "an announcement": lambda relay: relay.expect(1),
+    "the next to follow": lambda relay: [*map(Queues.admit, relay.links[:1] * (1 + relay.LEAD))],
+    "an item": lambda relay: relay.links[1].take(),
+    "the last one's item": lambda relay: relay.links[2].take(),
+    "an announcement": lambda relay: relay.links[1].expect(),
 }
 
 
@@ -85,7 +85,7 @@ def test_a_stop_wakes_who_waits(wait: Callable[[Relay], object]) -> None:
         assert stopped[-1:] == [error]
         assert relay.error is first
         with pytest.raises(Stopped):
-            relay.check()
+            relay.links[0].check()
 
 
 def test_an_error_is_not_kept(workers: Workers) -> None:
@@ -120,17 +120,17 @@ def test_two_callers_do_not_get_in_each_others_way(workers: Workers, monkeypatch
 
     def first(relay: Relay, caller: int) -> None:
         for _ in range(3):
-            relay.admit(0)
-            relay.give(0, caller)
+            relay.links[0].admit()
+            relay.links[0].give(caller)
 
     def middle(relay: Relay) -> None:
         for _ in range(3):
-            item = relay.take(1)
-            relay.admit(1)
-            relay.give(1, item)
+            item = relay.links[1].take()
+            relay.links[1].admit()
+            relay.links[1].give(item)
 
     def last(relay: Relay) -> None:
-        done.extend(relay.take(2) for _ in range(3))
+        done.extend(relay.links[2].take() for _ in range(3))
 
     callers = [threading.Thread(target=call, args=(caller,), daemon=True) for caller in range(4)]
     for thread in callers:

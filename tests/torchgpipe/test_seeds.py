@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from torchgpipe.randomness import PrivateGenerator, Randomness
 from torchgpipe.seeds import Seeds
+from torchgpipe.stage import Stage
 
 M = 3
 
@@ -21,11 +23,14 @@ class MiniBatch:
         self.drawn: dict[tuple[int, int], list[float]] = {}
         self.private: set[tuple[int, int]] = set()
         self.sources: dict[tuple[int, int], Randomness] = {}
+        self.stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(len(draws))]
+        for stage in self.stages:
+            stage.look()
         seeds = Seeds(len(draws), recomputed=True, grad=True)
         with seeds:
             for i in range(len(draws[0])):
                 for j in range(len(draws)):
-                    randomness = self.sources[i, j] = seeds.of(i, j)
+                    randomness = self.sources[i, j] = seeds.of(i, self.stages[j], True)
                     with randomness.first():
                         self.private |= {(i, j)} if PrivateGenerator.in_use() else set()
                         if draws[j][i]:

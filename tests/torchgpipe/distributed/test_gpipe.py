@@ -1,0 +1,216 @@
+"""A pipeline over processes equals one over threads, to the last bit; and every rank hears of a failure.
+
+One set of processes runs all cases, since it takes seconds to start them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import product
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe, RankFailed
+
+from ...parts import Fails, Pop, Stash
+
+CHECKPOINTS = ("always", "except_last", "never")
+WORLD = 3
+BALANCE = [3, 4, 3]
+
+
+def layers() -> nn.Sequential:
+    """A skip over a rank, dropout, batch norm, and a layer that hands on two tensors."""
+    return nn.Sequential(
+        nn.Linear(5, 6), Stash(), nn.Dropout(0.3),
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), Halves(),
+        Joined(), Pop(), nn.Linear(6, 4),
+    )  # fmt: skip
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, :3], x[:, 3:]
+
+
+class Joined(nn.Module):
+    def forward(self, halves: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(halves, 1)
+
+
+def built(chunks: int, checkpoint: Any, deferred: bool, make: Callable[[], nn.Sequential] = layers) -> Any:
+    """Return the pipeline over ranks, and one over threads."""
+    options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "deferred_batch_norm": deferred}
+    torch.manual_seed(3)
+    ours = DistributedGPipe(make(), BALANCE, **options)
+    torch.manual_seed(3)
+    return ours, GPipe(make(), BALANCE, devices=["cpu"] * WORLD, engine="workers", **options)
+
+
+def step(model: Any, size: int) -> dict[str, Any]:
+    """Train a step; return all that can be seen."""
+    torch.manual_seed(size)
+    x, target = torch.randn(size, 5), torch.randint(4, (size,))
+    model.zero_grad()
+    loss = model.loss(nn.functional.cross_entropy, x, target)
+    loss.backward()
+    norm = model.clip_grad_norm_(0.1)
+    return {
+        "loss": loss.detach(),
+        "norm": norm,
+        "generator": torch.get_rng_state(),
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "state": {name: x.clone() for name, x in model.state_dict().items()},
+    }
+
+
+def assert_part_of(ours: dict[str, Any], whole: dict[str, Any]) -> None:
+    for key, value in ours.items():
+        for name, x in value.items() if isinstance(value, dict) else [(key, value)]:
+            assert torch.equal(x, whole[key][name] if isinstance(value, dict) else whole[key]), (key, name)
+
+
+def equal_to_threads(rank: int) -> None:
+    for chunks, checkpoint, deferred in product((1, 2, 5), CHECKPOINTS, (False, True)):
+        ours, threads = built(chunks, checkpoint, deferred)
+        for size in (23, 20, 23):
+            assert_part_of(step(ours, size), step(threads, size))
+        ours.close()
+
+
+def without_gradients(rank: int) -> None:
+    ours, threads = built(3, "always", False)
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output, expected = ours.eval()(x), threads.eval()(x)
+    assert torch.equal(output, expected) if rank == WORLD - 1 else output is None
+    ours.close()
+
+
+def a_state_of_the_model_loads(rank: int) -> None:
+    ours, threads = built(2, "never", False)
+    with torch.no_grad():
+        for p in threads.parameters():
+            p.add_(1.0)
+    ours.load_state_dict(threads.state_dict())
+    assert_part_of({"state": ours.state_dict()}, {"state": threads.state_dict()})
+    ours.close()
+
+
+def layers_on_meta_are_filled(rank: int) -> None:
+    def reset(k: int, layer: nn.Module) -> None:
+        for module in layer.modules():
+            if isinstance(module, (nn.Linear, nn.BatchNorm1d)):
+                module.reset_parameters()
+
+    found = []
+    for balance in ([3, 4, 3], [1, 1, 8]):
+        torch.manual_seed(5)
+        with torch.device("meta"):
+            module = layers()
+        ours = DistributedGPipe(module, balance, init=reset)
+        parts: list[Any] = [None] * WORLD
+        dist.all_gather_object(parts, {name: p.detach() for name, p in ours.named_parameters()})
+        found.append({name: p for part in parts for name, p in part.items()})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
+def only_what_is_needed_is_sent(rank: int) -> None:
+    """Boundary tensors and skips, once each way."""
+    ours, _ = built(4, "always", False)
+    step(ours, 20)
+    before = ours._wires.sent
+    step(ours, 20)
+    sent = {key: count - before[key] for key, count in ours._wires.sent.items() if key[0] != "control"}
+    boundary = 20 * 6 * 4
+    expected: list[dict[tuple[str, int], int]] = [
+        {("forward", 1): boundary, ("forward skips", 2): boundary},
+        {("forward", 2): boundary, ("backward", 0): boundary},
+        {("backward", 1): boundary, ("backward skips", 0): boundary},
+    ]
+    assert sent == expected[rank], sent
+    ours.close()
+
+
+def a_failure_is_heard_by_all(rank: int) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(9, 4), torch.randn(9, 4)
+    model = DistributedGPipe(
+        nn.Sequential(*(layer for _ in range(WORLD) for layer in (nn.Linear(4, 4), Fails()))),
+        [2] * WORLD, chunks=3, checkpoint="always",
+    )  # fmt: skip
+    fails = model.partition[1]
+    assert isinstance(fails, Fails)
+    for phase, victim in product(("forward", "recompute", "backward"), range(WORLD)):
+        if rank == victim:
+            fails.fail(phase, ValueError("on purpose"), calls_before=1)
+        try:
+            model.loss(nn.functional.mse_loss, x, target).backward()
+            # The last rank may have ended its backward by then.
+            model.loss(nn.functional.mse_loss, x, target)
+        except (RankFailed, ValueError) as error:
+            said = str(error)
+        doing = "forward of micro-batch 1" if phase == "forward" else "backward of micro-batch 1"
+        assert said == ("on purpose" if rank == victim else f"rank {victim} failed in {doing}: ValueError: on purpose")
+        dist.barrier()
+        model.loss(nn.functional.mse_loss, x, target).backward()  # it works again
+    model.close()
+
+
+SCENES = {
+    each.__name__: each
+    for each in (
+        equal_to_threads,
+        without_gradients,
+        a_state_of_the_model_loads,
+        layers_on_meta_are_filled,
+        only_what_is_needed_is_sent,
+        a_failure_is_heard_by_all,
+    )
+}
+
+
+def run(rank: int, port: int, told: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name, scene in SCENES.items():
+        try:
+            scene(rank)
+            told.put((name, rank, ""))
+        except Exception:
+            told.put((name, rank, traceback.format_exc()))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[str]]:
+    """Return what each rank has to say of each scene, nothing if all was right."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    queue = get_context("spawn").SimpleQueue()
+    spawn(run, (port, queue), WORLD)
+    found: dict[str, list[str]] = {}
+    while not queue.empty():
+        name, rank, text = queue.get()
+        found.setdefault(name, []).append(text and f"on rank {rank}: {text}")
+    return found
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_over_processes(scene: str, told: dict[str, list[str]]) -> None:
+    assert told[scene] == [""] * WORLD, "\n".join(told[scene])

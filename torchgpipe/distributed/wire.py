@@ -1,0 +1,265 @@
+"""A wire: messages of tensors from one process to another over gloo, each way with a thread of its own.
+
+A message is a description and tensors. The description says everything but the tensors' contents: shapes, types,
+and whatever the sender adds. Each wire numbers its descriptions and sends each one once, so that a message is
+
+    a slot of at most 4 KiB:    serial | number of the description | its length, if it is new | it | small tensors
+    large tensors, one by one   where they do not fit into the slot
+
+The receiver always waits for a slot, and with it learns what else will come. Gloo leaves no other way: a buffer that is
+too small ends the process, and one that is too large is filled in part without a word.
+
+Gloo's `isend` and `irecv` come to an end only when somebody waits for them, and a wait that times out closes all
+connections of its process group. So each wire has a thread that does nothing but wait for gloo, once for each message.
+Programs touch queues only.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchgpipe.item import versions
+from torchgpipe.microbatch import Flat
+from torchgpipe.relay import Stopped
+
+SLOT = 4096
+_HEAD = struct.Struct("<qqq")
+_STOP = object()
+
+
+class Message(NamedTuple):
+    """Tensors, some of them `None`, and what is said of them. `serial` tells mini-batches apart."""
+
+    serial: int
+    about: Any
+    tensors: Flat
+
+
+class _Layout(NamedTuple):
+    """A tensor's type, shape and strides."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Sender:
+    """Send messages to `rank` of the group, in order, by a thread of its own.
+
+    Attributes:
+        sent: bytes of tensors that were sent; headers and descriptions are not counted.
+        waiting: messages that were given and are not sent yet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, tag: int, broken: Callable[[BaseException], None]) -> None:
+        self._group, self._rank, self._tag, self._broken = group, rank, tag, broken
+        self._queue = Queue()
+        self._tickets = Queue()
+        self._tickets.put(None)
+        self._known: dict[Hashable, int] = {}
+        self.sent = self.waiting = 0
+        self.thread = _started(self._run, f"gpipe-to-{rank}")
+
+    def admit(self) -> None:
+        """Wait until the message that was admitted before has been sent."""
+        self._tickets.get()
+
+    def give(self, message: Message, *, admitted: bool = False) -> None:
+        """Send a message. Of those that were `admitted`, at most one waits; of others, any number."""
+        self.waiting += 1
+        # Here, not in the thread: what a layer changes in place from now on is an error.
+        self._queue.put((message, versions(message.tensors), admitted))
+
+    def stop(self) -> None:
+        """End the thread, and every wait for it."""
+        self._queue.stop()
+        self._tickets.stop()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message, before, admitted = self._queue.get()
+                for work in [self._post(part) for part in self._parts(message)]:
+                    _wait(work)
+                if versions(message.tensors) != before:
+                    raise RuntimeError(
+                        f"an input of partition {self._rank} was changed in place before it was sent: a layer returns "
+                        "memory that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
+                    )
+                del message
+                self.waiting -= 1
+                if admitted:
+                    self._tickets.put(None)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._broken(error)
+
+    def _post(self, part: Tensor) -> Any:
+        return self._group.send([part], self._rank, self._tag)
+
+    def _parts(self, message: Message) -> list[Tensor]:
+        """Return what to send, as bytes: the slot, then what does not fit into it."""
+        flat = [None if x is None else _flat(x) for x in message.tensors]
+        description = (message.about, tuple(None if x is None else x[0] for x in flat))
+        new = b""
+        number = self._known.get(description)
+        if number is None:
+            number = self._known[description] = len(self._known)
+            new = pickle.dumps(description)
+        head = _HEAD.pack(message.serial, number, len(new))
+        bodies = [x[1] for x in flat if x is not None and x[0].bytes]
+        size = sum(x[0].bytes for x in flat if x is not None)
+        self.sent += size
+        if len(head) + len(new) + size <= SLOT:
+            return [torch.cat([_bytes(head + new), *bodies])]
+        if len(head) + len(new) <= SLOT:
+            return [_bytes(head + new), *bodies]
+        return [_bytes(head), _bytes(new), *bodies]
+
+
+class Receiver:
+    """Receive messages from `rank` of the group, in order, by a thread of its own, which hands each to `deliver`."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        tag: int,
+        deliver: Callable[[Message], None],
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        self._group, self._rank, self._tag = group, rank, tag
+        self._deliver, self._broken = deliver, broken
+        self._known: list[tuple[Hashable, Sequence[_Layout | None]]] = []
+        self.thread = _started(self._run, f"gpipe-from-{rank}")
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._deliver(self._message())
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._broken(error)
+
+    def _message(self) -> Message:
+        slot = self._receive(torch.empty(SLOT, dtype=torch.uint8, device="cpu"))
+        serial, number, length = _HEAD.unpack(slot[: _HEAD.size].numpy().tobytes())
+        at = _HEAD.size
+        if length:
+            if at + length <= SLOT:
+                new, at = slot[at : at + length], at + length
+            else:
+                new = self._receive(torch.empty(length, dtype=torch.uint8, device="cpu"))
+                at = SLOT + 1  # nothing more is in the slot
+            self._known.append(pickle.loads(new.numpy().tobytes()))
+        about, layouts = self._known[number]
+        fits = at + sum(x.bytes for x in layouts if x is not None) <= SLOT
+        tensors: list[Tensor | None] = []
+        for layout in layouts:
+            if layout is None:
+                tensors.append(None)
+                continue
+            x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
+            tensors.append(x)
+            row = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+            if fits:
+                row.copy_(slot[at : at + layout.bytes])
+                at += layout.bytes
+            elif layout.bytes:
+                self._receive(row)
+        return Message(serial, about, tuple(tensors))
+
+    def _receive(self, buffer: Tensor) -> Tensor:
+        _wait(self._group.recv([buffer], self._rank, self._tag))
+        return buffer
+
+
+class Inbox:
+    """Messages that have arrived and wait to be taken; with `lead`, no more than one of them."""
+
+    def __init__(self, *, lead: bool) -> None:
+        self._queue = Queue()
+        self._taken = Queue()
+        self._lead = lead
+
+    def put(self, message: Message) -> None:
+        """Add a message; with `lead`, wait until it is taken."""
+        self._queue.put(message)
+        if self._lead:
+            self._taken.get()
+
+    def take(self) -> Message:
+        """Wait for the next message."""
+        message: Message = self._queue.get()
+        if self._lead:
+            self._taken.put(None)
+        return message
+
+    def stop(self) -> None:
+        """End every wait."""
+        self._queue.stop()
+        self._taken.stop()
+
+
+class Queue(SimpleQueue[Any]):
+    """A queue whose waits end by `Stopped` once it has been stopped."""
+
+    def get(self, *_: Any) -> Any:
+        """Wait for the next item."""
+        item = super().get()
+        if item is _STOP:
+            self.put(_STOP)  # for whoever waits, too
+            raise Stopped
+        return item
+
+    def stop(self) -> None:
+        """End every wait, now and later."""
+        self.put(_STOP)
+
+
+def _flat(x: Tensor) -> tuple[_Layout, Tensor]:
+    """Return the tensor's layout, dense, and its bytes in a row, which are the tensor's own where it is dense."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
+        raise TypeError(
+            f"only dense tensors travel between ranks, but a partition returned a {type(x).__name__} of {x.layout}"
+        )
+    x = x.detach().resolve_conj().resolve_neg()
+    stride = torch.empty_like(x, device="meta").stride()
+    if stride != x.stride():
+        x = x.contiguous()
+        stride = x.stride()
+    row = x.as_strided((x.numel(),), (1,))
+    return _Layout(x.dtype, tuple(x.shape), tuple(stride)), row.view(torch.uint8)
+
+
+def _wait(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise ConnectionError(str(error).splitlines()[0]) from error
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _started(run: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
