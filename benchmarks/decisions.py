@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from benchmarks.pipelines import on_cpu
 from reproduce.models import amoebanetd
 from reproduce.records.record import Record, Result
 from torchgpipe.checkpoint import Mode
-from torchgpipe.relay import Relay
+from torchgpipe.relay import Queues, Relay
 from torchgpipe.task_graph import TaskGraph
 
 
@@ -90,13 +90,15 @@ def _with_autograds_checks() -> AbstractContextManager[Any]:
     return patch("torchgpipe.task_graph.run_backward", run)
 
 
-def _recomputes_at_once() -> AbstractContextManager[Any]:
+@contextmanager
+def _recomputes_at_once() -> Iterator[None]:
     """Replace recomputations that wait for a use: another item of lead, in forward too, and nothing is announced."""
 
-    def nothing(relay: Relay, position: int) -> None:
+    def nothing(link: Queues) -> None:
         pass
 
-    return patch.multiple(Relay, LEAD=2, announce=nothing, expect=nothing)
+    with patch.object(Relay, "LEAD", 2), patch.multiple(Queues, announce=nothing, expect=nothing):
+        yield
 
 
 SHORT = Way("graph", "never")
