@@ -28,13 +28,11 @@ def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
     given = {key: None for key in inspect.signature(builder).parameters if key.startswith("weights")}
     if name.startswith("vit_"):  # which are made for one size of images
         options["image_size"] = pixels
-    try:
+    device = torch.get_default_device()
+    # RegNet works out its widths with tensors, which have no values on `meta`.
+    with torch.device("cpu" if name.startswith("regnet_") else device):
         model: nn.Module = builder(**given, **options)
-    except NotImplementedError:  # on `meta`: RegNet works out its widths with tensors
-        device = torch.get_default_device()
-        with torch.device("cpu"):
-            model = builder(**given, **options).to(device)
-    return model
+    return model.to(device)
 
 
 def layers_of(name: str, pixels: int, num_classes: int = 1000) -> nn.Sequential:

@@ -16,7 +16,8 @@ import torchgpipe
 from reproduce import models
 from reproduce.models.zoo import torchvision_model
 from reproduce.predict.largest import MODELS
-from torchgpipe.microbatch import TensorOrTensors, mapped
+from torchgpipe.microbatch import mapped
+from torchgpipe.trace.layer import Layers
 
 __all__ = ["IMAGE", "PAPERS_SIZES", "Given", "find_given"]
 
@@ -30,12 +31,12 @@ class Given:
     """A model that a user named: what it is called, and how it is trained unless told otherwise."""
 
     title: str
-    build: Callable[[], tuple[nn.Module, TensorOrTensors]]
-    """Return the model, and a sample for it."""
+    build: Callable[[], tuple[nn.Module, Any]]
+    """Return the model, and a sample for it: a tensor, a tuple of tensors, or a dictionary of them by argument."""
     batch_size: int = 128
     optimizer: str = "sgd"
 
-    def built(self, rows: int, device: torch.device) -> tuple[nn.Sequential, TensorOrTensors]:
+    def built(self, rows: int, device: torch.device) -> tuple[nn.Sequential, Any]:
         """Return the model on `meta`, as an `nn.Sequential`, and a sample of so many rows on the device.
 
         Raises:
@@ -45,13 +46,15 @@ class Given:
             module, sample = self.build()
             if not isinstance(module, nn.Sequential):
                 module = torchgpipe.sequential(module, sample)
-                sample = module.signature.flat((), sample) if isinstance(sample, dict) else sample
 
-        def take(x: Tensor) -> Tensor:
+        def take(x: Tensor, grows: bool = True) -> Tensor:
             if x.is_meta:
                 x = torch.rand(x.shape).to(x.dtype)
-            return x.to(device)[torch.arange(rows, device=device) % len(x)]
+            return x.to(device)[torch.arange(rows, device=device) % len(x) if grows else ...]
 
+        if isinstance(sample, dict) and isinstance(module, Layers) and (signature := module.signature) is not None:
+            grows = dict(zip(signature.names, signature.batched, strict=True))
+            return module, {name: take(x, grows[name]) if name in grows else x for name, x in sample.items()}
         return module, mapped(take, sample)
 
 
@@ -59,7 +62,7 @@ def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Giv
     """Return the model of this name: the papers' in these `sizes`, others for samples of this `shape`.
 
     Raises:
-        ValueError: there is none, in one line that says how models are named.
+        ValueError: there is no such model.
     """
     if name in MODELS:
         paper, batch_size, optimizer = MODELS[name]
@@ -94,7 +97,7 @@ def _function(where: str, what: str) -> Callable[[], Any]:
     return function
 
 
-def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, TensorOrTensors]:
+def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """Return the model and its sample, from what a function returned."""
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(module, nn.Module):

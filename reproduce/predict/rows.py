@@ -189,7 +189,7 @@ ALIKE = Alike()
 def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
     """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for.
 
-    Under autocast, where it is enabled for GPUs, and with float32 computed as PyTorch is set.
+    PyTorch's present settings count: autocast for GPUs, and the precision of float32.
     """
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]

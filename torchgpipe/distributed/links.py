@@ -38,6 +38,9 @@ NEVER = timedelta(days=365)
 GRACE = 2.0
 """Seconds: how long to wait for word of who has failed before a broken connection is all that is known."""
 
+POLL = 0.0005
+"""Seconds between two looks at whether everything was sent."""
+
 KINDS = ("control", "forward", "backward", "forward skips", "backward skips")
 """What wires carry. Their numbers are gloo's tags."""
 
@@ -143,14 +146,17 @@ class Wires:
     def fail(self, error: BaseException, doing: str) -> None:
         """Tell all other ranks that this one has failed."""
         self.tell("failed", 0, (), f"rank {self.own} failed in {doing}: {type(error).__name__}: {error}")
-        self.flush(GRACE, "control")
+        end = time.monotonic() + GRACE
+        while self._lost is None and time.monotonic() < end and self._busy("control"):
+            time.sleep(POLL)
 
-    def flush(self, patience: float = float("inf"), *kinds: str) -> None:
-        """Wait until everything was sent, of some kinds or all, or until a connection is lost."""
-        end = time.monotonic() + patience
-        senders = [sender for (kind, _), sender in self._senders.items() if kind in (kinds or KINDS)]
-        while any(sender.waiting for sender in senders) and self._lost is None and time.monotonic() < end:
-            time.sleep(0.0005)
+    def flush(self) -> None:
+        """Wait until everything was sent, or some rank has failed."""
+        while not self.stopped and self._busy(*KINDS):
+            time.sleep(POLL)
+
+    def _busy(self, *kinds: str) -> bool:
+        return any(sender.busy for (kind, _), sender in self._senders.items() if kind in kinds)
 
     def part(self) -> None:
         """Close the connections once the other ranks do so, too, or after a while."""

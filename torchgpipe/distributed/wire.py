@@ -62,7 +62,6 @@ class Sender:
 
     Attributes:
         sent: bytes of tensors that were sent; headers and descriptions are not counted.
-        waiting: messages that were given and are not sent yet.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, tag: int, broken: Callable[[BaseException], None]) -> None:
@@ -71,8 +70,14 @@ class Sender:
         self._tickets = Queue()
         self._tickets.put(None)
         self._known: dict[Hashable, int] = {}
-        self.sent = self.waiting = 0
+        self.sent = 0
+        self._given = self._done = 0  # messages; each number is changed by one thread only
         self.thread = _started(self._run, f"gpipe-to-{rank}")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message that was given is not sent yet."""
+        return self._given > self._done
 
     def admit(self) -> None:
         """Wait until the message that was admitted before has been sent."""
@@ -80,8 +85,8 @@ class Sender:
 
     def give(self, message: Message, *, admitted: bool = False) -> None:
         """Send a message. Of those that were `admitted`, at most one waits; of others, any number."""
-        self.waiting += 1
-        # Here, not in the thread: what a layer changes in place from now on is an error.
+        self._given += 1
+        # The versions of now: the thread sends later, and a layer must not change the tensors in between.
         self._queue.put((message, versions(message.tensors), admitted))
 
     def stop(self) -> None:
@@ -92,25 +97,24 @@ class Sender:
     def _run(self) -> None:
         try:
             while True:
-                message, before, admitted = self._queue.get()
-                for work in [self._post(part) for part in self._parts(message)]:
-                    _wait(work)
-                if versions(message.tensors) != before:
-                    raise RuntimeError(
-                        f"an input of partition {self._rank} was changed in place before it was sent: a layer returns "
-                        "memory that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
-                    )
-                del message
-                self.waiting -= 1
-                if admitted:
+                if self._send(*self._queue.get()):
                     self._tickets.put(None)
+                self._done += 1
         except Stopped:
             pass
         except BaseException as error:
             self._broken(error)
 
-    def _post(self, part: Tensor) -> Any:
-        return self._group.send([part], self._rank, self._tag)
+    def _send(self, message: Message, before: list[int | None], admitted: bool) -> bool:
+        works = [self._group.send([part], self._rank, self._tag) for part in self._parts(message)]
+        for work in works:
+            _wait(work)
+        if versions(message.tensors) != before:
+            raise RuntimeError(
+                f"an input of partition {self._rank} was changed in place before it was sent: a layer returns memory "
+                "that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
+            )
+        return admitted
 
     def _parts(self, message: Message) -> list[Tensor]:
         """Return what to send, as bytes: the slot, then what does not fit into it."""

@@ -2,8 +2,8 @@
 
 Gradients are summed over the devices by a ring all-reduce, which sends 2 (k - 1) / k of their bytes from each of k
 devices to the next (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
-It runs beside backward, as in `DistributedDataParallel`, which holds the gradients a second time to send them. On one
-device this is plain training.
+The all-reduce overlaps with backward, as in `DistributedDataParallel`, which keeps a second copy of the gradients for
+it. On one device this is plain training.
 """
 
 from __future__ import annotations

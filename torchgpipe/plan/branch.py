@@ -1,9 +1,10 @@
 """Raise a bound by branching: balances are made cut by cut, those that may be the fastest first.
 
-The first partitions are given, and the others are bounded by what is the least for them: of forward's part of V, of the
-rest, of both, and of copies (`bound`). What is as slow as the target already is dropped with all balances that begin
-so, and likewise where a partition has no room. A balance that is complete is replayed. So what is left at the end says
-what none can beat; and where nothing is left, that is the target.
+At each step the first partitions of a balance are chosen, and the others are open. For the open ones, the least
+possible values are added: of V (see `bound`), of its two parts, and of copies. That is a bound for all balances that
+begin so. If it is no faster than the target, or a chosen partition has no room in memory, all of them are dropped.
+Complete balances are replayed. In the end the lowest bound of those that are left is what no balance can beat; if none
+is left, that is the target.
 """
 
 from __future__ import annotations

@@ -56,7 +56,24 @@ def own_with_sample() -> tuple[nn.Module, torch.Tensor]:
     return own(), torch.rand(2, 8)
 
 
-@pytest.mark.parametrize(("function", "more"), [("own", ["--input", "8"]), ("own_with_sample", [])])
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = own()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x * mask) + x
+        return y
+
+
+def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The mask has no batch dimension."""
+    return Masked(), {"mask": torch.rand(8), "x": torch.rand(2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("function", "more"), [("own", ["--input", "8"]), ("own_with_sample", []), ("own_by_keyword", [])]
+)
 @pytest.mark.parametrize("hardware", ["p40x8", "here"])
 def test_plans_a_model_of_ones_own(
     function: str, more: list[str], hardware: str, capsys: pytest.CaptureFixture[str]
