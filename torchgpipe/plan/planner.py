@@ -208,6 +208,8 @@ def plan(
     each = node.memory if given is None else given
     tensors = room(each, node, headroom)
     most = node.devices if devices is None else devices
+    if most > node.devices:
+        source += f", which has {node.devices} devices: more of them are taken to be linked alike"
     state = optimizer_named(optimizer, foreach=not node.cpu, master_weights=master_weights)
     if (way := hopeless(predictor, batch_size, most, tensors, state)) is not None:
         raise Impossible(way)

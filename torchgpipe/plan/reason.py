@@ -45,6 +45,8 @@ def _bubble(predictor: Predictor, best: Candidate, found: Mapping[int, Found], m
     assert slower is not None
     device = (slower.seconds / best.seconds) ** (1 / (n - fewer)) - 1
     helps = (
-        "a larger batch would help more than a device" if larger > device else "a device helps more than a larger batch"
+        "twice the batch would help more than the last device does"
+        if larger > device
+        else "the last device helps more than twice the batch would"
     )
-    return f"{text}: {helps} (twice the batch {larger:+.0%} samples/s, the last device {device:+.0%})."
+    return f"{text}: {helps} (samples/s: {larger:+.0%} by the batch, {device:+.0%} by the device)."

@@ -33,10 +33,11 @@ def describe_setup(best: Candidate, bound: float, memory: float, room: float, so
     gap = best.seconds / bound - 1
     lines = [
         f"balance     {balance_text(setup.balance, WIDTH - 12)}",
-        f"chunks      {len(setup.sizes)} micro-batches of {setup.sizes[0]}",
+        f"chunks      {len(setup.sizes)} {'micro-batch' if len(setup.sizes) == 1 else 'micro-batches'} of {setup.sizes[0]}",
         f"checkpoint  {setup.checkpoint}",
         f"step        {duration(best.seconds)} predicted, {setup.batch_size / best.seconds:.4g} samples/s",
-        f"{INDENT}no balance, chunks or checkpoint can be more than {gap:.1%} faster",
+        f"{INDENT}no balance, chunks or checkpoint can be "
+        + (f"more than {gap:.1%} faster" if gap >= 0.0005 else "faster"),
         f"bubble      {best.bubble:.1%} of the devices' time",
         f"memory      at most {amount(best.peak)} of {amount(memory)} on a device, allocated to tensors",
         *([f"{INDENT}{amount(memory - room)} are left to the allocator and to libraries"] if room < memory else []),
