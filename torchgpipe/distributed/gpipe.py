@@ -23,7 +23,7 @@ from torchgpipe.item import Item
 from torchgpipe.microbatch import TensorOrTensors, check, gather, tensors_of
 from torchgpipe.norm import clip_grad_norm_
 from torchgpipe.observe import Observer
-from torchgpipe.partition import check_module, check_parameters, split, translate_old_state
+from torchgpipe.partition import check_module, check_parameters, choose_devices, split, translate_old_state
 from torchgpipe.program import linked, one_node
 from torchgpipe.randomness import check_apart, own_generators
 from torchgpipe.skip import verify_skippables
@@ -96,7 +96,8 @@ class DistributedGPipe(nn.Module):
             )
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, None)
-        if torch.device(device).type == "cuda":
+        (device,) = choose_devices([device], 1)
+        if device.type == "cuda":
             raise ValueError(
                 "ranks run on CPUs for now: messages go by gloo, from the host; for GPUs of one machine, use GPipe"
             )
@@ -115,11 +116,11 @@ class DistributedGPipe(nn.Module):
         self._signature = module.signature if isinstance(module, Layers) else None
         own = partitions[self.rank]
         names = {*module.state_dict()} - {*own.state_dict()}
-        fill(own, sum(self.balance[: self.rank]), torch.device(device), init)
+        fill(own, sum(self.balance[: self.rank]), device, init)
         self.__dict__["partition"] = own
         self._modules.update(own._modules)
         self._crossings = skip_layout(partitions)
-        self.__dict__["_stage"] = Stage(self.rank, own, torch.device(device))
+        self.__dict__["_stage"] = Stage(self.rank, own, device)
         held = Counter(x for partition in partitions for x in {*partition.buffers()})
         self._shared_buffers = [x for x in own.buffers() if held[x] > 1]
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
@@ -185,8 +186,8 @@ class DistributedGPipe(nn.Module):
         check_settings(self.chunks, self.checkpoint)
         wires, stage = self._connected(), self._stage
         self._serial += 1
-        settings = {"chunks": self.chunks, "checkpoint": self.checkpoint, "training": self.training}
-        settings["a loss"] = criterion is not None
+        settings: dict[str, Any] = {"chunks": self.chunks, "checkpoint": self.checkpoint, "training": self.training}
+        settings |= {"a loss": criterion is not None, "the kind of device": stage.device.type}
         norms: list[DeferredBatchNorm] = []
         result: Any = None
         step: Step | None = None
@@ -210,6 +211,7 @@ class DistributedGPipe(nn.Module):
                 if stage.look():
                     stage.connect(self._crossings)
                 norms = stage.deferred_norms
+                wires.meet(self._serial, stage.device, self._crossings)
                 shared = [x._version for x in self._shared_buffers]
                 micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
                 inputs = [x for micro_batch in micro_batches for x in tensors_of(micro_batch)]
@@ -277,7 +279,7 @@ def fill(partition: nn.Sequential, first: int, device: torch.device, init: Init 
     if init is not None:
         seed = torch.initial_seed()
         for k, layer in enumerate(partition, first):
-            with torch.random.fork_rng(), torch.no_grad():
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 torch.manual_seed(seed + k)
                 init(k, layer)
 

@@ -13,17 +13,19 @@ import atexit
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.distributed.wire import Inbox, Message, Receiver, Sender
+from torchgpipe.distributed.cuda import Transfer, transfers
+from torchgpipe.distributed.wire import NEVER, Inbox, Message, Receiver, Sender
 from torchgpipe.item import Item
 from torchgpipe.microbatch import Flat
 from torchgpipe.program import Links
@@ -31,9 +33,6 @@ from torchgpipe.relay import Stopped
 from torchgpipe.seeds import Seeds
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task_graph import leaves
-
-NEVER = timedelta(days=365)
-"""The timeout of an operation in gloo. A rank may wait as long as another one computes."""
 
 GRACE = 2.0
 """Seconds: how long to wait for word of who has failed before a broken connection is all that is known."""
@@ -66,7 +65,9 @@ class Wires:
     """The wires of rank `own` of a group to all others, and the first failure of any of them."""
 
     def __init__(self, ranks: Sequence[int], own: int) -> None:
-        self.own, self.n = own, len(ranks)
+        self.own, self.n, self._ranks = own, len(ranks), ranks
+        self._transfers: dict[tuple[str, int], Transfer] = {}
+        self._met = False
         group = dist.new_group(
             list(ranks), timeout=NEVER, backend="gloo", use_local_synchronization=True, group_desc="torchgpipe"
         )
@@ -88,11 +89,20 @@ class Wires:
             self._threads.append(receiver.thread)
             self.sender("control", peer)
 
+    def meet(self, serial: int, device: torch.device, crossings: Sequence[Crossing]) -> None:
+        """Let ranks agree, in their first mini-batch, how tensors travel."""
+        if not self._met:
+            self._met = True
+            exchange = partial(self.exchange, serial)
+            self._transfers = transfers(device, self._ranks, self.own, crossings, exchange)
+
     def sender(self, kind: str, peer: int) -> Sender:
         """Return the wire to a rank, made when first asked for."""
         with self._lock:
             if (kind, peer) not in self._senders:
-                self._senders[kind, peer] = sender = Sender(self._group, peer, KINDS.index(kind), self._broken)
+                transfer = self._transfers.get((kind, peer))
+                sender = Sender(self._group, peer, KINDS.index(kind), self._broken, transfer)
+                self._senders[kind, peer] = sender
                 self._threads.append(sender.thread)
             return self._senders[kind, peer]
 
@@ -100,8 +110,10 @@ class Wires:
         """Return what arrives by the wire from a rank, which is made when first asked for."""
         with self._lock:
             if (kind, peer) not in self._inboxes:
-                self._inboxes[kind, peer] = inbox = Inbox(lead=not kind.endswith("skips"))
-                receiver = Receiver(self._group, peer, KINDS.index(kind), inbox.put, self._broken)
+                transfer = self._transfers.get((kind, peer))
+                self._inboxes[kind, peer] = inbox = Inbox(lead=not kind.endswith("skips"), transfer=transfer)
+                staged = transfer is not None and transfer.staged
+                receiver = Receiver(self._group, peer, KINDS.index(kind), inbox.put, self._broken, pin=staged)
                 self._threads.append(receiver.thread)
             return self._inboxes[kind, peer]
 
@@ -150,6 +162,11 @@ class Wires:
         while self._lost is None and time.monotonic() < end and self._busy("control"):
             time.sleep(POLL)
 
+    def release(self) -> None:
+        """Let everything leave that was given, since the program has no more tasks."""
+        for sender in [*self._senders.values()]:
+            sender.release()
+
     def flush(self) -> None:
         """Wait until everything was sent, or some rank has failed."""
         while not self.stopped and self._busy(*KINDS):
@@ -179,6 +196,8 @@ class Wires:
             if self.closed:
                 return
             self.closed = True
+            for transfer in self._transfers.values() if not self.stopped else ():
+                transfer.finish()
             self._stop()
             for sender in self._senders.values():
                 sender.stop()
@@ -186,10 +205,14 @@ class Wires:
                 # Nothing but a wait that times out makes gloo close the connections of a group. The group's own methods
                 # work after `destroy_process_group()`, too.
                 with suppress(RuntimeError):
-                    self._group.recv([torch.empty(1)], self._others()[0], len(KINDS)).wait(timedelta(milliseconds=1))
+                    self._group.recv([torch.empty(1, device="cpu")], self._others()[0], len(KINDS)).wait(
+                        timedelta(milliseconds=1)
+                    )
             # A thread that is still in gloo when Python ends aborts the process.
             for thread in self._threads:
                 thread.join(GRACE)
+            for transfer in self._transfers.values():
+                transfer.close()
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
 
@@ -221,6 +244,8 @@ class Wires:
             ends: list[Sender | Inbox] = [*senders, *self._inboxes.values(), *self._control.values()]
         for end in ends:
             end.stop()
+        for transfer in [*self._transfers.values()]:
+            transfer.abort()
 
 
 class Messages(Links):
@@ -229,12 +254,17 @@ class Messages(Links):
     kind: str
     step: int
 
-    def __init__(self, wires: Wires, serial: int, numbers: dict[Crossing, int]) -> None:
+    def __init__(self, wires: Wires, serial: int, crossings: Sequence[Crossing]) -> None:
         before, after = wires.own - self.step, wires.own + self.step
-        self._wires, self._serial, self._numbers = wires, serial, numbers
+        self._wires, self._serial = wires, serial
         self._before = wires.inbox(self.kind, before) if 0 <= before < wires.n else None
         self._after = wires.sender(self.kind, after) if 0 <= after < wires.n else None
-        self._arrived: dict[int, deque[tuple[Any, Flat]]] = defaultdict(deque)
+        self._between: dict[int, list[Crossing]] = defaultdict(list)  # this rank and another
+        for crossing in crossings:
+            if wires.own in (crossing.source, crossing.target):
+                self._between[self._other(crossing)].append(crossing)
+        self._left: dict[int, dict[Crossing, tuple[Hashable, Tensor | None]]] = defaultdict(dict)
+        self._arrived: dict[Crossing, tuple[Any, Tensor | None]] = {}
 
     def check(self) -> None:
         if self._wires.stopped:
@@ -258,18 +288,22 @@ class Messages(Links):
     def _take(self) -> tuple[Any, Flat]:
         return self._read(self._before)
 
-    def _leave(self, crossing: Crossing, about: Hashable, tensors: Flat) -> None:
-        sender = self._wires.sender(f"{self.kind} skips", self._other(crossing))
-        sender.give(Message(self._serial, (self._numbers[crossing], about), tensors))
+    def _leave(self, crossing: Crossing, about: Hashable, tensor: Tensor | None) -> None:
+        # All skips of a micro-batch for one rank are one message. They are fetched in another order than they are left.
+        other = self._other(crossing)
+        left, between = self._left[other], self._between[other]
+        left[crossing] = about, tensor
+        if len(left) == len(between):
+            abouts, skips = zip(*(left[each] for each in between), strict=True)
+            self._wires.sender(f"{self.kind} skips", other).give(Message(self._serial, abouts, skips))
+            left.clear()
 
-    def _fetch(self, crossing: Crossing) -> tuple[Any, Flat]:
-        # One rank's skips come by one wire, in the order in which they were left, each micro-batch after the other.
-        number = self._numbers[crossing]
-        inbox = self._wires.inbox(f"{self.kind} skips", self._other(crossing))
-        while not self._arrived[number]:
-            (which, about), tensors = self._read(inbox)
-            self._arrived[which].append((about, tensors))
-        return self._arrived[number].popleft()
+    def _fetch(self, crossing: Crossing) -> tuple[Any, Tensor | None]:
+        if crossing not in self._arrived:
+            other = self._other(crossing)
+            abouts, skips = self._read(self._wires.inbox(f"{self.kind} skips", other))
+            self._arrived.update(zip(self._between[other], zip(abouts, skips, strict=True), strict=True))
+        return self._arrived.pop(crossing)
 
     def _other(self, crossing: Crossing) -> int:
         return crossing.target if crossing.source == self._wires.own else crossing.source
@@ -291,9 +325,9 @@ class Forward(Messages):
     kind, step = "forward", 1
 
     def __init__(
-        self, wires: Wires, serial: int, numbers: dict[Crossing, int], seeds: Seeds, *, in_order: bool
+        self, wires: Wires, serial: int, crossings: Sequence[Crossing], seeds: Seeds, *, in_order: bool
     ) -> None:
-        super().__init__(wires, serial, numbers)
+        super().__init__(wires, serial, crossings)
         self._seeds, self._in_order = seeds, in_order
 
     def give(self, item: Item) -> None:
@@ -306,14 +340,15 @@ class Forward(Messages):
         if self._in_order:
             state, tensors = tensors[-1], tensors[:-1]
             assert state is not None
-            torch.set_rng_state(state)
+            torch.set_rng_state(state.cpu())
         return _item(about, tensors)
 
     def leave(self, i: int, crossing: Crossing, skip: Item) -> None:
-        self._leave(crossing, _about(skip), skip.flat)
+        self._leave(crossing, _about(skip), *skip.flat)
 
     def fetch(self, i: int, crossing: Crossing) -> Item:
-        return _item(*self._fetch(crossing))
+        about, skip = self._fetch(crossing)
+        return _item(about, (skip,))
 
 
 class Backward(Messages):
@@ -328,10 +363,10 @@ class Backward(Messages):
         return self._take()[1]
 
     def leave(self, i: int, crossing: Crossing, grad: Tensor | None) -> None:
-        self._leave(crossing, "gradient", (grad,))
+        self._leave(crossing, "gradient", grad)
 
     def fetch(self, i: int, crossing: Crossing) -> Tensor | None:
-        return self._fetch(crossing)[1][0]
+        return self._fetch(crossing)[1]
 
 
 def check_serial(message: Message, serial: int) -> None:

@@ -67,7 +67,7 @@ class Step:
         micro_batches: list[TensorOrTensors],
     ) -> None:
         self._wires, self._serial, self._micro_batches = wires, serial, micro_batches
-        self._numbers = {crossing: k for k, crossing in enumerate(crossings)}
+        self._crossings = crossings
         self._first, self._last = wires.own == 0, wires.own + 1 == wires.n
         ambient = Ambient([stage.device])
         refuse_transforms(forward_mode=ambient.grad)
@@ -76,7 +76,9 @@ class Step:
         recomputed = checkpointed(settings["checkpoint"], m) if ambient.grad else 0
         self._overlaps = overlaps(m, wires.n)
         self._seeds = Seeds(wires.n, recomputed=recomputed > 0, grad=ambient.grad, base=base)
-        draws = self._seeds.of if self._overlaps else in_order
+        # A GPU's generator is its rank's own, so that no rank draws from it in between.
+        self._seeded = self._overlaps and stage.device.type != "cuda"
+        draws = self._seeds.of if self._seeded else in_order
         self.program = Program(stage, wires.n, m, recomputed, ambient, draws, observer)
         self.contents = [] if self.program.contents is None else [self.program.contents]
 
@@ -86,11 +88,12 @@ class Step:
         The last rank passes the outputs to `finish`, which returns a scalar, and tells that to all others. Return it
         and whether it takes a gradient.
         """
-        links = Forward(self._wires, self._serial, self._numbers, self._seeds, in_order=not self._overlaps)
-        with self._seeds if self._overlaps else NOTHING:
+        links = Forward(self._wires, self._serial, self._crossings, self._seeds, in_order=not self._overlaps)
+        with self._seeds if self._seeded else NOTHING:
             if self._first:
                 self._tell_head()
             outputs = self.program.forward(links, self._micro_batches)
+            self._wires.release()
             for contents in self.contents:
                 contents.check_kept()
             if not self._last:
@@ -111,8 +114,9 @@ class Step:
         with shared_failure(self._wires, lambda: self.program.doing):
             for contents in self.contents:
                 contents.begin(backward_id())
-            links = Backward(self._wires, self._serial, self._numbers)
+            links = Backward(self._wires, self._serial, self._crossings)
             grads = self.program.backward(links, Ambient([self.program.stage.device]), output_grads, keep=keep)
+            self._wires.release()
             # What was not sent would be lost if the process ended now.
             self._wires.flush()
             if self._wires.stopped:

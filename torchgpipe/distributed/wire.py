@@ -20,9 +20,11 @@ import math
 import pickle
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,12 @@ from torch import Tensor
 from torchgpipe.item import versions
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
+
+if TYPE_CHECKING:
+    from torchgpipe.distributed.cuda import Transfer
+
+NEVER = timedelta(days=365)
+"""The timeout of an operation between ranks. A rank may wait as long as another one computes."""
 
 SLOT = 4096
 _HEAD = struct.Struct("<qqq")
@@ -46,15 +54,24 @@ class Message(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A tensor's type, shape and strides."""
+    """A tensor's type, shape and strides; its contents come by NCCL if it is on `meta`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    meta: bool
 
     @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def bytes(self) -> int:  # that go over gloo
+        return 0 if self.meta else math.prod(self.shape) * self.dtype.itemsize
+
+
+class Departure(NamedTuple):
+    """What goes over gloo for a message's tensors, and what the thread waits for before and after it sends that."""
+
+    tensors: Flat
+    before: torch.cuda.Event | None = None
+    after: torch.cuda.Event | None = None
 
 
 class Sender:
@@ -64,8 +81,17 @@ class Sender:
         sent: bytes of tensors that were sent; headers and descriptions are not counted.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, tag: int, broken: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        tag: int,
+        broken: Callable[[BaseException], None],
+        transfer: Transfer | None = None,
+    ) -> None:
         self._group, self._rank, self._tag, self._broken = group, rank, tag, broken
+        self._transfer = transfer
+        self._held: deque[tuple[Message, list[int | None], bool]] = deque()
         self._queue = Queue()
         self._tickets = Queue()
         self._tickets.put(None)
@@ -87,15 +113,30 @@ class Sender:
         """Send a message. Of those that were `admitted`, at most one waits; of others, any number."""
         self._given += 1
         # The versions of now: the thread sends later, and a layer must not change the tensors in between.
-        self._queue.put((message, versions(message.tensors), admitted))
+        self._held.append((message, versions(message.tensors), admitted))
+        if self._transfer is None or len(self._held) > self._transfer.late:
+            self._depart()
+
+    def release(self) -> None:
+        """Let the messages leave that would leave later: the program has no more tasks."""
+        while self._held:
+            self._depart()
 
     def stop(self) -> None:
         """End the thread, and every wait for it."""
         self._queue.stop()
         self._tickets.stop()
 
+    def _depart(self) -> None:
+        message, before, admitted = self._held.popleft()
+        tensors = message.tensors
+        departure = Departure(tensors) if self._transfer is None else self._transfer.depart(tensors)
+        self._queue.put((message, before, admitted, departure))
+
     def _run(self) -> None:
         try:
+            if self._transfer is not None:
+                self._transfer.begin()
             while True:
                 if self._send(*self._queue.get()):
                     self._tickets.put(None)
@@ -105,10 +146,15 @@ class Sender:
         except BaseException as error:
             self._broken(error)
 
-    def _send(self, message: Message, before: list[int | None], admitted: bool) -> bool:
-        works = [self._group.send([part], self._rank, self._tag) for part in self._parts(message)]
-        for work in works:
+    def _send(self, message: Message, before: list[int | None], admitted: bool, departure: Departure) -> bool:
+        if departure.before is not None:
+            departure.before.synchronize()
+        parts = self._parts(message._replace(tensors=departure.tensors))
+        for work in [self._group.send([part], self._rank, self._tag) for part in parts]:
             _wait(work)
+        if departure.after is not None:
+            departure.after.synchronize()
+        self.sent += sum(x.nbytes for x in message.tensors if x is not None)
         if versions(message.tensors) != before:
             raise RuntimeError(
                 f"an input of partition {self._rank} was changed in place before it was sent: a layer returns memory "
@@ -128,7 +174,6 @@ class Sender:
         head = _HEAD.pack(message.serial, number, len(new))
         bodies = [x[1] for x in flat if x is not None and x[0].bytes]
         size = sum(x[0].bytes for x in flat if x is not None)
-        self.sent += size
         if len(head) + len(new) + size <= SLOT:
             return [torch.cat([_bytes(head + new), *bodies])]
         if len(head) + len(new) <= SLOT:
@@ -146,9 +191,12 @@ class Receiver:
         tag: int,
         deliver: Callable[[Message], None],
         broken: Callable[[BaseException], None],
+        *,
+        pin: bool = False,
     ) -> None:
         self._group, self._rank, self._tag = group, rank, tag
         self._deliver, self._broken = deliver, broken
+        self._pin = pin
         self._known: list[tuple[Hashable, Sequence[_Layout | None]]] = []
         self.thread = _started(self._run, f"gpipe-from-{rank}")
 
@@ -179,14 +227,14 @@ class Receiver:
             if layout is None:
                 tensors.append(None)
                 continue
-            x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
+            on, pin = ("meta", False) if layout.meta else ("cpu", self._pin)
+            x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=on, pin_memory=pin)
             tensors.append(x)
-            row = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-            if fits:
-                row.copy_(slot[at : at + layout.bytes])
+            if layout.bytes and fits:
+                row(x).copy_(slot[at : at + layout.bytes])
                 at += layout.bytes
             elif layout.bytes:
-                self._receive(row)
+                self._receive(row(x))
         return Message(serial, about, tuple(tensors))
 
     def _receive(self, buffer: Tensor) -> Tensor:
@@ -197,7 +245,8 @@ class Receiver:
 class Inbox:
     """Messages that have arrived and wait to be taken; with `lead`, no more than one of them."""
 
-    def __init__(self, *, lead: bool) -> None:
+    def __init__(self, *, lead: bool, transfer: Transfer | None = None) -> None:
+        self._transfer = transfer
         self._queue = Queue()
         self._taken = Queue()
         self._lead = lead
@@ -213,6 +262,8 @@ class Inbox:
         message: Message = self._queue.get()
         if self._lead:
             self._taken.put(None)
+        if self._transfer is not None:
+            return message._replace(tensors=self._transfer.arrive(message.tensors))
         return message
 
     def stop(self) -> None:
@@ -237,19 +288,24 @@ class Queue(SimpleQueue[Any]):
         self.put(_STOP)
 
 
-def _flat(x: Tensor) -> tuple[_Layout, Tensor]:
-    """Return the tensor's layout, dense, and its bytes in a row, which are the tensor's own where it is dense."""
+def dense(x: Tensor) -> Tensor:
+    """Return the tensor without gaps in its memory; itself, detached, where it has none."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
         raise TypeError(
             f"only dense tensors travel between ranks, but a partition returned a {type(x).__name__} of {x.layout}"
         )
     x = x.detach().resolve_conj().resolve_neg()
-    stride = torch.empty_like(x, device="meta").stride()
-    if stride != x.stride():
-        x = x.contiguous()
-        stride = x.stride()
-    row = x.as_strided((x.numel(),), (1,))
-    return _Layout(x.dtype, tuple(x.shape), tuple(stride)), row.view(torch.uint8)
+    return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.contiguous()
+
+
+def row(x: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor in a row, as they are in memory."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def _flat(x: Tensor) -> tuple[_Layout, Tensor]:
+    x = dense(x)
+    return _Layout(x.dtype, tuple(x.shape), x.stride(), x.is_meta), row(x)
 
 
 def _wait(work: Any) -> None:

@@ -1,0 +1,192 @@
+"""CUDA: how tensors get from one rank's GPU to another's.
+
+Descriptions of messages always go over gloo. The tensors go one of two ways, the same on all ranks:
+
+    NCCL      from GPU to GPU, by a process group of two ranks for each wire
+    staging   through pinned memory of the hosts, and over gloo with their description
+
+NCCL needs a GPU for each rank. Either way a wire has a stream of its own, so that tensors travel while tasks compute.
+It waits for what the program's stream has been given, and the program's stream waits for what arrives. The thread that
+runs the program waits for no stream; those of the wires do.
+
+An operation of NCCL keeps a part of its GPU busy until the other rank has begun its own. So a rank receives only when
+a description has arrived: by then the other rank has given the sending to its stream. And rank s sends a skip for rank
+p not before it has run p - s - 1 more tasks, when rank p is about to need it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchgpipe.copy import Dock, new_stream, using
+from torchgpipe.distributed.wire import NEVER, Departure, dense, row
+from torchgpipe.microbatch import Flat
+from torchgpipe.relay import Stopped
+from torchgpipe.skip.layout import Crossing
+
+_ID = 36
+"""Characters of a GPU's UUID."""
+
+_BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT")
+"""Variables that make the host wait for an operation of NCCL, and so for other ranks."""
+
+
+class Transfer:
+    """Move the tensors of one wire between its stream and the program's, as NCCL's `group` says, or by staging.
+
+    Attributes:
+        late: how many messages later each one shall leave.
+        staged: whether tensors pass through the host.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, peer: int = 0, late: int = 0):
+        self._device, self._stream = device, new_stream(device)
+        self._group, self._peer = group, peer
+        self.staged, self.late = group is None, late
+        self._aborted = False
+
+    def begin(self) -> None:
+        """Let the thread that calls this use the GPU; waiting for an event, it would take hold of GPU 0 as well."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def depart(self, tensors: Flat) -> Departure:
+        """Let tensors leave when the program's stream has done what it was given; those on the host stay there."""
+        here = self._device.type
+        tensors = tuple([x if x is None or x.device.type != here else dense(x.to(self._device)) for x in tensors])
+        leaving = tuple([x for x in tensors if x is not None and x.device.type == here])
+        if not leaving:
+            return Departure(tensors)
+        assert self._stream is not None
+        dock = Dock(self._device)
+        dock.leave()
+        dock.hold(self._stream, leaving)
+        with using(self._stream):
+            if self.staged:
+                sent = {x: _pinned(x).copy_(x, non_blocking=True) for x in leaving}
+            else:
+                self._move(dist.isend, leaving)
+                sent = {x: torch.empty_like(x, device="meta") for x in leaving}
+            # A thread that waits for it sleeps, and leaves the core to others.
+            end = self._stream.record_event(torch.cuda.Event(blocking=True))
+        over_gloo = tuple([None if x is None else sent.get(x, x) for x in tensors])
+        return Departure(over_gloo, before=end) if self.staged else Departure(over_gloo, after=end)
+
+    def arrive(self, tensors: Flat) -> Flat:
+        """Return what has come over gloo, as tensors on the device; the program's stream waits for them."""
+        if all(x is None for x in tensors):
+            return tensors
+        dock = Dock(self._device)
+        with using(self._stream):
+            arriving = tuple([None if x is None else self._placed(x) for x in tensors])
+            pairs = zip(tensors, arriving, strict=True)
+            self._move(dist.irecv, [y for x, y in pairs if x is not None and y is not None and x.is_meta])
+        dock.expect(self._stream)
+        dock.arrive(arriving)
+        return arriving
+
+    def try_out(self, *, send: bool) -> None:
+        """Move a first tensor, which lets NCCL connect, and wait for it."""
+        with using(self._stream):
+            self._move(dist.isend if send else dist.irecv, [torch.zeros(1, device=self._device)])
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until the stream has done all that it was given."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def abort(self) -> None:
+        """End NCCL's operations, also those that wait for a rank that has failed; any thread may do so."""
+        self._aborted = True
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        """Give NCCL's group back."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _placed(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x, device=self._device) if x.is_meta else x.to(self._device, non_blocking=True)
+
+    def _move(self, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        """Let NCCL send or receive, and the current stream wait for that."""
+        rows = [row(x) for x in tensors if x.numel()]
+        moves = [dist.P2POp(operation, x, group=self._group, group_peer=self._peer) for x in rows]
+        try:
+            for work in dist.batch_isend_irecv(moves) if moves else ():
+                work.wait()
+        except RuntimeError:
+            if self._aborted:
+                raise Stopped from None
+            raise
+
+
+def transfers(
+    device: torch.device,
+    ranks: Sequence[int],
+    own: int,
+    crossings: Sequence[Crossing],
+    exchange: Callable[[Tensor], list[Tensor]],
+) -> dict[tuple[str, int], Transfer]:
+    """Return how tensors travel by each wire of rank `own`, by its kind and the other rank; all ranks ask at once.
+
+    By NCCL if every rank has a GPU of its own, and by staging otherwise; off CUDA there is nothing to do. `exchange`
+    returns what every rank gives it.
+    """
+    gpus = [bytes(x.tolist()) for x in exchange(torch.tensor(list(_identity(device)), device="cpu"))]
+    if device.type != "cuda":
+        return {}
+    direct = len({*gpus} - {bytes(_ID)}) == len(ranks)
+    if direct and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        raise RuntimeError(
+            "init_process_group was given device_id=..., and so NCCL makes groups of all ranks only, but a pipeline "
+            "needs groups of two; leave device_id out, and call torch.cuda.set_device(...) before"
+        )
+    made = {}
+    for kind, source, target in _wires(len(ranks), crossings):
+        if own not in (source, target):
+            continue
+        peer = source + target - own
+        # Every rank comes to its groups in this one order, so no two wait for each other in a circle.
+        group = _pair(sorted([ranks[source], ranks[target]])) if direct else None
+        late = abs(target - source) - 1 if direct else 0
+        made[kind, peer] = Transfer(device, group, int(ranks[own] < ranks[peer]), late)
+        if direct:
+            made[kind, peer].try_out(send=own == source)
+    return made
+
+
+def _identity(device: torch.device) -> bytes:
+    """Return what tells this rank's GPU from others, or zeros if NCCL cannot serve it."""
+    blocked = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
+    if device.type != "cuda" or blocked or not dist.is_nccl_available():
+        return bytes(_ID)
+    return str(torch.cuda.get_device_properties(device).uuid).encode()
+
+
+def _wires(n: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, int, int]]:
+    """Yield kind, source and target of every wire by which tensors travel."""
+    far = sorted({(crossing.source, crossing.target) for crossing in crossings})
+    for what, pairs in (("", [(j, j + 1) for j in range(n - 1)]), (" skips", far)):
+        for source, target in pairs:
+            yield f"forward{what}", source, target
+            yield f"backward{what}", target, source
+
+
+def _pair(ranks: list[int]) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=NEVER, backend="nccl", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _pinned(x: Tensor) -> Tensor:
+    # PyTorch keeps pinned memory that is not used any more, and gives it out again.
+    return torch.empty_like(x, device="cpu", pin_memory=True)
