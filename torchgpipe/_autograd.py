@@ -75,6 +75,13 @@ def sharded(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return {m for root in modules if isinstance(root, fsdp.FSDPModule) for m in root.modules()}
 
 
+def averages_gradients(modules: Iterable[nn.Module]) -> bool:
+    """Return whether `DistributedDataParallel` or `replicate` averages gradients of some of `modules` by itself."""
+    replicate = sys.modules.get("torch.distributed._composable.replicate")
+    kinds = (nn.parallel.DistributedDataParallel, *([] if replicate is None else [replicate.DDP]))
+    return any(isinstance(module, kinds) for module in modules)
+
+
 def caches_parametrizations() -> bool:
     """Return whether `torch.nn.utils.parametrize.cached()` is in effect."""
     return bool(parametrize._cache_enabled)

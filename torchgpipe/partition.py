@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchgpipe.randomness import default_generators
 from torchgpipe.trace.layer import Layers
+
+Init = Callable[[int, nn.Module], object]
+"""Fills the parameters and buffers of a layer, whose index in the model is given."""
 
 _ADVICE = """
 Let the library balance the layers, by the time that they take:
@@ -144,3 +149,67 @@ def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) 
                     f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and {place}; "
                     "choose a balance that keeps them in one partition, or give each a parameter of its own"
                 )
+
+
+def shared_buffers(partitions: Iterable[nn.Module], own: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Return which buffers of `own` partitions are in other partitions, too: modules, and names there."""
+    times = Counter(x for partition in partitions for x in {*map(id, partition.buffers())})
+    places = [
+        (module, *item) for partition in own for module in partition.modules() for item in module._buffers.items()
+    ]
+    return [(module, name) for module, name, x in places if times[id(x)] > 1]
+
+
+class Elsewhere:
+    """A hook that leaves out what a state says of partitions that are not this process's `own`."""
+
+    def __init__(self, partitions: Iterable[nn.Module], own: Sequence[nn.Module]) -> None:
+        others = [partition for partition in partitions if partition not in own]
+        self._names = {n for p in others for n in p.state_dict()} - {n for p in own for n in p.state_dict()}
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in self._names:
+            state.pop(prefix + name, None)
+
+
+def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | None], init: Init | None) -> None:
+    """Move the partitions to their devices, but for those that have none; fill their layers by `init`.
+
+    Layers on `meta` get memory. The random numbers of layer k depend on k and the default generator's seed alone.
+
+    Raises:
+        ValueError: a layer is on `meta`, and there is no `init`.
+    """
+    placed = [(p, device) for p, device in zip(partitions, devices, strict=True) if device is not None]
+    for partition, device in placed:
+        for name, x in (*partition.named_parameters(), *partition.named_buffers()):
+            if x.is_meta and device.type != "meta" and init is None:
+                raise ValueError(
+                    f"{name!r} is on device 'meta' and has no values: give init=..., which fills a layer, or build the "
+                    "layers on a real device"
+                )
+    made: dict[tuple[Tensor, torch.device], Tensor] = {}
+    for partition, device in placed:
+        _give_memory(partition, device, made)
+        partition.to(device)
+    first, seed = 0, torch.initial_seed()
+    for partition, here in zip(partitions, devices, strict=True):
+        if init is not None and here is not None:
+            for k, layer in enumerate(partition, first):
+                with torch.random.fork_rng([here] if here.type == "cuda" else []), torch.no_grad():
+                    for generator in default_generators(here):
+                        generator.manual_seed(seed + k)
+                    init(k, layer)
+        first += len(partition)
+
+
+def _give_memory(partition: nn.Module, device: torch.device, made: dict[tuple[Tensor, torch.device], Tensor]) -> None:
+    """Replace tensors on `meta` by empty ones, those that are `made` already by the same ones in every place."""
+    for module in partition.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                if x is not None and x.is_meta and device.type != "meta":
+                    if (x, device) not in made:
+                        empty = torch.empty_like(x, device=device)
+                        made[x, device] = nn.Parameter(empty, x.requires_grad) if name in module._parameters else empty
+                    tensors[name] = made[x, device]  # type: ignore[assignment]

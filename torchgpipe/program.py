@@ -14,20 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from torchgpipe._autograd import keeps_graph
 from torchgpipe.ambient import Ambient
-from torchgpipe.contents import Contents
-from torchgpipe.item import Item, shared_by, unshared
+from torchgpipe.item import Item, shared_by
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.observe import Observer, observed
-from torchgpipe.parameters import TOKEN
 from torchgpipe.randomness import Randomness, default_generators, in_turn
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.stage import Stage
-from torchgpipe.task_graph import TaskGraph, all_none, leaves, mark, refuse_create_graph
+from torchgpipe.task_graph import TaskGraph, all_none, leaves
 
 Draws = Callable[[int, Stage, bool], Randomness]
 """Returns the random numbers of micro-batch i's task on a stage; the last argument: whether it is recomputed."""
@@ -184,55 +180,3 @@ class Program:
 def in_order(i: int, stage: Stage, recomputed: bool) -> Randomness:
     """Return the random numbers of a task where tasks run one after another: those of a plain run."""
     return in_turn(default_generators(stage.device), stage.generators, recomputed=recomputed)
-
-
-class Batch(Protocol):
-    """A mini-batch after its forward: what one node of the caller's graph stands for."""
-
-    contents: list[Contents]
-
-    def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Run every task's backward; return the gradients of the micro-batches' inputs."""
-
-
-def linked(batch: Batch, outputs: Sequence[Item], inputs: Sequence[Tensor]) -> list[TensorOrTensors]:
-    """Return the last partition's outputs, as those of one node of the caller's graph if they take a gradient.
-
-    The node's inputs are `inputs` and all parameters.
-    """
-    flat: Any = [y for item in outputs for y in item.flat]
-    if batch.contents and any(y.requires_grad for y in flat):
-        flat = one_node(batch, [len(item.flat) for item in outputs], flat, inputs)
-        if len(outputs) == 1:
-            flat = unshared(flat, outputs[0].shared, inputs)
-    remaining = iter(flat)
-    return [next(remaining) if item.atomic else tuple(next(remaining) for _ in item.flat) for item in outputs]
-
-
-def one_node(batch: Batch, widths: list[int], outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Flat:
-    """Make one node of the caller's graph for a mini-batch; `widths` are how many outputs each micro-batch has."""
-    parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
-    made: Flat = _Node.apply(batch, TOKEN, widths, outputs, *inputs, *parameters)
-    return made
-
-
-class _Node(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, batch: Batch, token: Tensor, widths: list[int], outputs: list[Tensor], *inputs: Tensor
-    ) -> Flat:
-        ctx.set_materialize_grads(False)
-        ctx.batch, ctx.widths = batch, widths
-        mark(ctx, outputs)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_create_graph()
-        batch: Batch = ctx.batch
-        remaining = iter(grads)
-        output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
-        keep = keeps_graph()
-        input_grads = batch.backward(output_grads, keep=keep)
-        sums = [g for contents in batch.contents for g in contents.leaves.take(last=not keep)]
-        return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)

@@ -14,16 +14,14 @@ from typing import TypeVar
 
 import torch
 
-from torchgpipe._autograd import backward_id, refuse_transforms, sharded
-from torchgpipe.ambient import Ambient
-from torchgpipe.checkpoint import Mode, checkpointed
+from torchgpipe._autograd import sharded
+from torchgpipe.batch import Batch, linked
+from torchgpipe.checkpoint import Mode
 from torchgpipe.item import Item
 from torchgpipe.microbatch import Flat, TensorOrTensors, tensors_of
-from torchgpipe.observe import NOTHING, Observer
-from torchgpipe.program import Links, Program, in_order, linked
+from torchgpipe.observe import Observer
+from torchgpipe.program import Links, Program
 from torchgpipe.relay import Relay, Workers
-from torchgpipe.schedule import overlaps
-from torchgpipe.seeds import Seeds
 from torchgpipe.stage import Stage
 
 T = TypeVar("T")
@@ -43,25 +41,17 @@ class WorkersEngine:
         return linked(batch, outputs, [x for micro_batch in micro_batches for x in tensors_of(micro_batch)])
 
 
-class _MiniBatch:
-    """One mini-batch on its way: a program for each partition."""
+class _MiniBatch(Batch):
+    """A mini-batch whose programs run in threads."""
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None) -> None:
-        ambient = Ambient(())
-        refuse_transforms(forward_mode=ambient.grad)
         if sharded(module for stage in engine.stages for module in stage.modules):
             raise RuntimeError(
                 "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
                 "them, but workers run at once; use engine='graph'"
             )
-        n = len(engine.stages)
+        super().__init__(engine.stages, len(engine.stages), m, mode, observer)
         self._workers = engine.workers
-        self._overlaps = overlaps(m, n)
-        recomputed = checkpointed(mode, m) if ambient.grad else 0
-        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad)
-        draws = self._seeds.of if self._overlaps else in_order
-        self._programs = [Program(stage, n, m, recomputed, ambient, draws, observer) for stage in engine.stages]
-        self.contents = [program.contents for program in self._programs if program.contents is not None]
 
     def forward(self, micro_batches: list[TensorOrTensors]) -> list[Item]:
         """Run every task's forward; return the outputs without a graph."""
@@ -69,18 +59,14 @@ class _MiniBatch:
         def forward(program: Program, links: Links) -> list[Item]:
             return program.forward(links, micro_batches)
 
-        with self._seeds if self._overlaps else NOTHING:
+        with self._seeded():
             *_, outputs = self._run(forward)
-        for contents in self.contents:
-            contents.check_kept()
+        self._check_kept()
         return outputs
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs."""
-        for contents in self.contents:
-            contents.begin(backward_id())
-        # As in a plain backward, operators follow the autocast state where backward() is called.
-        ambient = Ambient(())
+        ambient = self._begin_backward()
 
         def backward(program: Program, links: Links) -> list[Flat]:
             return program.backward(links, ambient, output_grads, keep=keep)
@@ -90,7 +76,7 @@ class _MiniBatch:
 
     def _run(self, what: Callable[[Program, Links], list[T]], *, reverse: bool = False) -> list[list[T]]:
         """Run `what` of every program, which hand items on, in `reverse` from the last to the first; return results."""
-        n = len(self._programs)
+        n = len(self.programs)
         relay = Relay(n)
         links = relay.links[:: -1 if reverse else 1]
         results: list[list[T]] = [[] for _ in links]
@@ -100,7 +86,7 @@ class _MiniBatch:
             # PyTorch keeps this number for each thread apart. Another one would change the bits, and crowd the cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-            results[j] = what(self._programs[j], links[j])
+            results[j] = what(self.programs[j], links[j])
 
         if self._overlaps:
             self._workers.run(relay, [partial(run, j) for j in range(n)])

@@ -27,7 +27,7 @@ PRIVATE = [
     ("torch._C._functorch.peek_interpreter_stack", "_autograd.py"),
     ("torch._C._is_torch_function_enabled", "_autograd.py"),
     ("torch._C._len_torch_function_stack", "_autograd.py"),
-    ("torch._C._nn._parse_to", "gpipe.py"),
+    ("torch._C._nn._parse_to", "partitioned.py"),
     ("torch._foreach_add_", "batchnorm.py"),
     ("torch._foreach_copy_", "batchnorm.py"),
     ("torch._subclasses.fake_tensor.DataDependentOutputException", "trace/record.py"),

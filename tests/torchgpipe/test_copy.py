@@ -194,7 +194,8 @@ def test_switches_change_no_result(streams: Any, checkpoint: Any, switch: str) -
         keep, add = Stash(torch.sin, torch.cos), Pop(lambda x, kept: x + 3 * kept)
         layers = nn.Sequential(nn.Linear(2, 2), keep, relu, nn.Linear(2, 2), nn.Linear(2, 2), add)
         devices = [SOURCE, TARGET, torch.device("cpu", 2)]
-        model = GPipe(layers, [2] * 3, devices=devices, chunks=4, checkpoint=checkpoint, engine="graph", **{switch: on})
+        options: dict[str, Any] = {"checkpoint": checkpoint, "engine": "graph", switch: on}
+        model = GPipe(layers, [2] * 3, devices=devices, chunks=4, **options)
         x = torch.rand(8, 2, requires_grad=True)
         y = model(x)
         y.square().sum().backward()

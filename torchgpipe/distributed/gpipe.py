@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,30 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.checkpoint import Mode
 from torchgpipe.contents import modules_of
 from torchgpipe.distributed.links import Wires
 from torchgpipe.distributed.step import Step, shared_failure
-from torchgpipe.gpipe import check_settings, micro_batches_of
-from torchgpipe.item import Item
-from torchgpipe.microbatch import TensorOrTensors, check, gather, tensors_of
-from torchgpipe.norm import clip_grad_norm_
-from torchgpipe.observe import Observer
-from torchgpipe.partition import check_module, check_parameters, choose_devices, split, translate_old_state
-from torchgpipe.program import linked, one_node
+from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
+from torchgpipe.partition import Init, choose_devices
+from torchgpipe.partitioned import Partitioned
 from torchgpipe.randomness import check_apart, own_generators
-from torchgpipe.skip import verify_skippables
-from torchgpipe.skip.layout import skip_layout
-from torchgpipe.stage import Stage
-from torchgpipe.task_graph import leaves
-from torchgpipe.trace.layer import Layers, keep_names
-
-Init = Callable[[int, nn.Module], object]
-"""Fills the parameters and buffers of a layer, whose index in the model is given."""
+from torchgpipe.skip.layout import Crossing, skip_layout
 
 
-class DistributedGPipe(nn.Module):
+class DistributedGPipe(Partitioned):
     """Train an `nn.Sequential` by pipeline parallelism over processes, each of which holds one partition.
 
         model = DistributedGPipe(layers, balance=[2, 3], chunks=8)             # on every rank
@@ -52,8 +39,7 @@ class DistributedGPipe(nn.Module):
         balance: layers per partition, of which there are as many as ranks.
         mesh: a dimension of a mesh, whose ranks hold the partitions; by default all ranks.
         device: this rank's; a CPU, for now.
-        init: called as `init(k, layer)` for each layer k of this rank, with random numbers that depend on k and the
-            default generator's seed alone, so that every balance begins alike.
+        init: as for `GPipe`, for the layers of this rank.
         chunks, checkpoint, deferred_batch_norm: as for `GPipe`.
 
     Attributes:
@@ -67,13 +53,6 @@ class DistributedGPipe(nn.Module):
             not as many partitions as ranks; a layer is on `meta`, and there is no `init`.
     """
 
-    balance: list[int]
-    chunks: int
-    checkpoint: Mode
-    observer: Observer | None
-    partition: nn.Sequential
-    _stage: Stage
-
     def __init__(
         self,
         module: nn.Sequential,
@@ -86,16 +65,11 @@ class DistributedGPipe(nn.Module):
         deferred_batch_norm: bool = False,
         init: Init | None = None,
     ) -> None:
-        super().__init__()
-        check_module(module)
-        check_settings(chunks, checkpoint)
-        verify_skippables(module)
+        super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
         if not dist.is_initialized():
             raise RuntimeError(
                 "ranks have not met: call torch.distributed.init_process_group(), in a program that torchrun started"
             )
-        if deferred_batch_norm:
-            module = DeferredBatchNorm.convert_deferred_batch_norm(module, None)
         (device,) = choose_devices([device], 1)
         if device.type == "cuda":
             raise ValueError(
@@ -103,33 +77,28 @@ class DistributedGPipe(nn.Module):
             )
         self._ranks = dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh.get_group())
         self.rank = self._ranks.index(dist.get_rank())
-        partitions = split(module, balance)
-        self.balance = list(map(len, partitions))
-        if len(partitions) != len(self._ranks):
-            raise ValueError(
-                f"the balance {self.balance} has {len(partitions)} partitions, but there are {len(self._ranks)} ranks"
-            )
-        check_parameters(partitions, [f"rank {rank}" for rank in range(len(partitions))])
-        check_apart([own_generators(modules_of(partition)) for partition in partitions])
-        self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
-        self.training = module.training
-        self._signature = module.signature if isinstance(module, Layers) else None
-        own = partitions[self.rank]
-        names = {*module.state_dict()} - {*own.state_dict()}
-        fill(own, sum(self.balance[: self.rank]), device, init)
-        self.__dict__["partition"] = own
-        self._modules.update(own._modules)
-        self._crossings = skip_layout(partitions)
-        self.__dict__["_stage"] = Stage(self.rank, own, device)
-        held = Counter(x for partition in partitions for x in {*partition.buffers()})
-        self._shared_buffers = [x for x in own.buffers() if held[x] > 1]
-        self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_Others(names))  # type: ignore[no-untyped-call]
-        keep_names(self)
+        n = len(self._ranks)
+        if len(self.balance) != n:
+            raise ValueError(f"the balance {self.balance} has {len(self.balance)} partitions, but there are {n} ranks")
+        check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
+        self._crossings = skip_layout(self._partitions)
+        self._hold([device if j == self.rank else None for j in range(n)], [f"rank {j}" for j in range(n)], init)
+
+    def _build(self) -> None:
+        super()._build()
         self._wires: Wires | None = None
         self._serial = 0
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _layout(self) -> list[Crossing]:
+        return self._crossings
+
+    @property
+    def partition(self) -> nn.Sequential:
+        """This rank's layers."""
+        partition: nn.Sequential = self._partitions[0]  # type: ignore[assignment]
+        return partition
+
+    def forward(self, *args: Any, _criterion: Callable[[Any], Tensor] | None = None, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline; the input counts on the first rank only.
 
         Returns:
@@ -139,7 +108,7 @@ class DistributedGPipe(nn.Module):
         Raises:
             RankFailed: another rank has failed.
         """
-        return self._run(args, kwargs, None)
+        return self._run(args, kwargs, _criterion)
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], input: Any, target: Any) -> Tensor:
         """Return `criterion(output, target)`, the same number on every rank; all ranks call `backward()` on it.
@@ -151,24 +120,13 @@ class DistributedGPipe(nn.Module):
             RankFailed: another rank has failed.
         """
         args, kwargs = ((), input) if isinstance(input, dict) else ((input,), {})
-        loss: Tensor = self._run(args, kwargs, lambda output: criterion(output, target))
+        loss: Tensor = self(*args, _criterion=lambda output: criterion(output, target), **kwargs)
         return loss
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all ranks together, as `GPipe.clip_grad_norm_`; return their norm."""
+    def _of_all_ranks(self, own: Tensor) -> list[Tensor]:
         wires = self._connected()
-
-        def gather(norms: Tensor) -> list[Tensor]:
-            with shared_failure(wires, lambda: "clip_grad_norm_"):
-                return wires.exchange(self._serial, norms)
-
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type, gather)
-
-    def train(self, mode: bool = True) -> DistributedGPipe:
-        """Set training or evaluation mode, of the partition too."""
-        super().train(mode)
-        self.partition.training = mode
-        return self
+        with shared_failure(wires, lambda: "clip_grad_norm_"):
+            return wires.exchange(self._serial, own)
 
     def close(self) -> None:
         """Close the connections to other ranks; they are made again when needed."""
@@ -183,111 +141,44 @@ class DistributedGPipe(nn.Module):
         return self._wires
 
     def _run(self, args: Any, kwargs: Any, criterion: Callable[[Any], Tensor] | None) -> Any:
-        check_settings(self.chunks, self.checkpoint)
-        wires, stage = self._connected(), self._stage
+        wires, stage = self._connected(), self._stages[0]
         self._serial += 1
-        settings: dict[str, Any] = {"chunks": self.chunks, "checkpoint": self.checkpoint, "training": self.training}
-        settings |= {"a loss": criterion is not None, "the kind of device": stage.device.type}
-        norms: list[DeferredBatchNorm] = []
-        result: Any = None
         step: Step | None = None
 
-        def finish(outputs: list[Item]) -> Tensor:
-            nonlocal result
-            assert step is not None
-            result = gather(linked(step, outputs, inputs))
-            needs = any(y.requires_grad for y in tensors_of(result))
-            if self._signature is not None:
-                result = self._signature.structured(result)
+        def finish(output: TensorOrTensors) -> tuple[Any, Tensor]:
+            result = output if self._signature is None else self._signature.structured(output)
             if criterion is None:
-                return torch.zeros((), requires_grad=needs)
-            result = criterion(result)
-            if not isinstance(result, Tensor) or result.dim():
-                raise TypeError(f"the criterion must return a scalar tensor, but returned {_described(result)}")
-            return result
+                return result, torch.zeros((), requires_grad=any(y.requires_grad for y in tensors_of(output)))
+            loss = criterion(result)
+            if not isinstance(loss, Tensor) or loss.dim():
+                given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise TypeError(f"the criterion must return a scalar tensor, but returned {given}")
+            return loss, loss
 
-        try:
-            with shared_failure(wires, lambda: "the call" if step is None else step.program.doing):
-                if stage.look():
-                    stage.connect(self._crossings)
-                norms = stage.deferred_norms
-                wires.meet(self._serial, stage.device, self._crossings)
-                shared = [x._version for x in self._shared_buffers]
-                micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
-                inputs = [x for micro_batch in micro_batches for x in tensors_of(micro_batch)]
-                step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches)
-                value, needs = step.forward(finish)
-                if [x._version for x in self._shared_buffers] != shared:
-                    raise RuntimeError(
-                        "layers on two ranks have one buffer, and one of them has changed it, which the other cannot "
-                        "see; give each a buffer of its own"
-                    )
-        except BaseException:
-            for norm in norms:
-                norm.discard()
-            raise
-        commit(norms)
-        if self.rank + 1 == len(self._ranks):
-            return result
-        if needs:
-            (result,) = one_node(step, [1], leaves((value.to(stage.device),), (True,)), inputs)
-            return result
-        return None if criterion is None else value.to(stage.device)
+        def run() -> Any:
+            nonlocal step
+            micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
+            wires.meet(self._serial, stage.device, self._crossings)
+            settings: dict[str, Any] = {"chunks": self.chunks, "checkpoint": self.checkpoint, "training": self.training}
+            settings |= {"a loss": criterion is not None, "the kind of device": stage.device.type}
+            step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches)
+            return step.forward(finish)
+
+        with shared_failure(wires, lambda: "the call" if step is None else step.program.doing):
+            self._check()
+            result = self._mini_batch(run)
+        wanted = criterion is not None or self.rank + 1 == len(self._ranks) or result.requires_grad
+        return result if wanted else None
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
         if self._signature is not None:
             args = (self._signature.flat(args, kwargs),)
         if len(args) != 1:
             raise TypeError(f"the pipeline takes one input, a tensor or a tuple of tensors, but got {len(args)}")
-        (value,) = args
-        check(value)
-        return micro_batches_of(value, self._stage, self.chunks, self._signature)
-
-
-class _Others:
-    """A hook that leaves out what a state says of the layers of other ranks."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in self._names:
-            state.pop(prefix + name, None)
-
-
-def fill(partition: nn.Sequential, first: int, device: torch.device, init: Init | None) -> None:
-    """Give the layers memory on `device`, and values by `init`, with random numbers of each layer's own.
-
-    `first` is the first layer's index in the model.
-    """
-    on_meta = [name for name, x in (*partition.named_parameters(), *partition.named_buffers()) if x.is_meta]
-    if on_meta and init is None and device.type != "meta":
-        raise ValueError(
-            f"{on_meta[0]!r} is on device 'meta' and has no values: give init=..., which fills a layer, or build the "
-            "layers on a real device"
-        )
-    made: dict[Tensor, Tensor] = {}  # one tensor may be in several places
-    for module in partition.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, x in tensors.items():
-                if x is not None and x.is_meta and device.type != "meta":
-                    if x not in made:
-                        empty = torch.empty_like(x, device=device)
-                        made[x] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-                    tensors[name] = made[x]  # type: ignore[assignment]
-    partition.to(device)
-    if init is not None:
-        seed = torch.initial_seed()
-        for k, layer in enumerate(partition, first):
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                torch.manual_seed(seed + k)
-                init(k, layer)
+        check(args[0])
+        return self._micro_batches(args[0])
 
 
 def _part(wires: Wires) -> None:
     # In a thread of its own: nothing may wait where a pipeline is collected, which can be anywhere.
     threading.Thread(target=wires.part, name="gpipe-parts", daemon=True).start()
-
-
-def _described(result: Any) -> str:
-    return f"one of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__

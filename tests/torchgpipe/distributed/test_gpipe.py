@@ -1,29 +1,21 @@
-"""A pipeline over processes equals one over threads, to the last bit; and every rank hears of a failure.
-
-One set of processes runs all cases, since it takes seconds to start them.
-"""
+"""A pipeline over processes equals one over threads, to the last bit; and every rank hears of a failure."""
 
 from __future__ import annotations
 
-import os
-import socket
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import product
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
 from ...parts import Fails, Pop, Stash
+from .scenes import play
 
 CHECKPOINTS = ("always", "except_last", "never")
 WORLD = 3
@@ -123,8 +115,12 @@ def layers_on_meta_are_filled(rank: int) -> None:
         parts: list[Any] = [None] * WORLD
         dist.all_gather_object(parts, {name: p.detach() for name, p in ours.named_parameters()})
         found.append({name: p for part in parts for name, p in part.items()})
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        module = layers()
+    threads = GPipe(module, BALANCE, devices=["cpu"] * WORLD, init=reset)
+    for name, p in threads.named_parameters():
+        assert torch.equal(p, found[0][name]) and torch.equal(p, found[1][name]), name
 
 
 def only_what_is_needed_is_sent(rank: int) -> None:
@@ -169,48 +165,21 @@ def a_failure_is_heard_by_all(rank: int) -> None:
     model.close()
 
 
-SCENES = {
-    each.__name__: each
-    for each in (
-        equal_to_threads,
-        without_gradients,
-        a_state_of_the_model_loads,
-        layers_on_meta_are_filled,
-        only_what_is_needed_is_sent,
-        a_failure_is_heard_by_all,
-    )
-}
-
-
-def run(rank: int, port: int, told: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for name, scene in SCENES.items():
-        try:
-            scene(rank)
-            told.put((name, rank, ""))
-        except Exception:
-            told.put((name, rank, traceback.format_exc()))
-        dist.barrier()
-    dist.destroy_process_group()
+SCENES = (
+    equal_to_threads,
+    without_gradients,
+    a_state_of_the_model_loads,
+    layers_on_meta_are_filled,
+    only_what_is_needed_is_sent,
+    a_failure_is_heard_by_all,
+)
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[str]]:
-    """Return what each rank has to say of each scene, nothing if all was right."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    queue = get_context("spawn").SimpleQueue()
-    spawn(run, (port, queue), WORLD)
-    found: dict[str, list[str]] = {}
-    while not queue.empty():
-        name, rank, text = queue.get()
-        found.setdefault(name, []).append(text and f"on rank {rank}: {text}")
-    return found
+def said() -> dict[str, list[str]]:
+    return play(SCENES, WORLD)
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_over_processes(scene: str, told: dict[str, list[str]]) -> None:
-    assert told[scene] == [""] * WORLD, "\n".join(told[scene])
+@pytest.mark.parametrize("scene", [scene.__name__ for scene in SCENES])
+def test_over_processes(scene: str, said: dict[str, list[str]]) -> None:
+    assert said[scene] == [""] * WORLD, "\n".join(said[scene])

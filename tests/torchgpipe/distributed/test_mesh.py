@@ -1,0 +1,153 @@
+"""A pipeline over one dimension of a mesh of 2 x 2 ranks, with data parallelism over the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe
+
+from .scenes import play
+
+WORLD = 4
+CHECKPOINTS: tuple[Any, ...] = ("always", "except_last", "never")
+BALANCE = [3, 3]
+CHUNKS = 3
+BATCH = 8  # of each replica, in micro-batches of 3, 3 and 2
+
+Spread = Callable[[nn.Module, nn.Module, DeviceMesh], object]
+"""Spreads a model over replicas; given the model, its layers on this rank, and the mesh."""
+
+
+def sharded(model: nn.Module, layers: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(layers, mesh=mesh)
+
+
+def replicated(model: nn.Module, layers: nn.Module, mesh: DeviceMesh) -> None:
+    replicate(model, device_mesh=mesh)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))
+
+
+def pipelined(module: nn.Sequential, spread: Spread, mesh: DeviceMesh, checkpoint: Any) -> DistributedGPipe:
+    model = DistributedGPipe(module, BALANCE, mesh=mesh["pp"], chunks=CHUNKS, checkpoint=checkpoint)
+    spread(model, model.partition, mesh["dp"])
+    return model
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def trained(model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], replica: int) -> dict[str, Any]:
+    """Train on data of the replica's own; return all that can be seen."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(replica)
+    seen: dict[str, Any] = {}
+    for k in range(3):
+        seen[f"loss {k}"] = step(torch.randn(BATCH, 5, generator=data), torch.randint(4, (BATCH,), generator=data))
+        seen |= {f"gradient {k} of {name}": whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {name: whole(x.detach()) for name, x in model.state_dict().items()}
+
+
+def assert_equal_to_plain(spread: Spread, *, at_once: bool) -> None:
+    """Compare with the plain layers on each replica, spread over the replicas in the same way.
+
+    They run forward on each micro-batch, and backward in the opposite order. FSDP adds up replicas' gradients after the
+    backward of each micro-batch, and so the plain backward is one for each. `replicate` does it once in the end, and so
+    is the plain backward `at_once`.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh["dp"].get_local_rank()
+    plain = layers()
+    spread(plain, plain, mesh["dp"])
+
+    def plainly(x: Tensor, target: Tensor) -> Tensor:
+        outputs = [plain(part) for part in x.chunk(CHUNKS)]
+        ends = outputs if at_once else [y.detach().requires_grad_() for y in outputs]
+        loss = nn.functional.cross_entropy(torch.cat(ends), target)
+        loss.backward()
+        if not at_once:
+            for y, end in reversed([*zip(outputs, ends, strict=True)]):
+                y.backward(end.grad)
+        return loss.detach()
+
+    expected = trained(plain, plainly, replica)
+    for checkpoint in CHECKPOINTS:
+        model = pipelined(layers(), spread, mesh, checkpoint)
+
+        def step(x: Tensor, target: Tensor, model: DistributedGPipe = model) -> Tensor:
+            loss = model.loss(nn.functional.cross_entropy, x, target)
+            loss.backward()
+            return loss.detach()
+
+        for name, x in trained(model, step, replica).items():
+            assert torch.equal(x, expected[name]), (checkpoint, name)
+        model.close()
+
+
+def fsdp_equals_plain_fsdp(rank: int) -> None:
+    assert_equal_to_plain(sharded, at_once=False)
+
+
+def replicate_equals_plain_replicate(rank: int) -> None:
+    assert_equal_to_plain(replicated, at_once=True)
+
+
+def whole_numbers() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 7), nn.Linear(7, 4))
+    with torch.no_grad():
+        for p in module.parameters():
+            p.random_(-2, 3)
+    return module
+
+
+def both_equal_one_pipeline_of_all_samples(rank: int) -> None:
+    """With whole numbers all sums are exact, so that their order, in which the two differ, changes nothing."""
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).sum() / len(output)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh["dp"].get_local_rank()
+    torch.manual_seed(1)
+    threads = GPipe(whole_numbers(), BALANCE, devices=["cpu"] * 2, chunks=CHUNKS, engine="workers")
+    x, target = torch.randint(-2, 3, (2 * BATCH, 5)).float(), torch.randint(-2, 3, (2 * BATCH, 4)).float()
+    threads.loss(criterion, x, target).backward()
+    expected: dict[str, Any] = {name: p.grad for name, p in threads.named_parameters()}
+    for spread in (sharded, replicated):
+        for checkpoint in CHECKPOINTS:
+            torch.manual_seed(1)
+            model = pipelined(whole_numbers(), spread, mesh, checkpoint)
+            own = slice(replica * BATCH, (replica + 1) * BATCH)
+            model.loss(criterion, x[own], target[own]).backward()
+            for name, p in model.named_parameters():
+                gradient = whole(p.grad)
+                assert gradient.any() and torch.equal(gradient, expected[name]), (spread, checkpoint, name)
+            model.close()
+
+
+SCENES = (fsdp_equals_plain_fsdp, replicate_equals_plain_replicate, both_equal_one_pipeline_of_all_samples)
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    return play(SCENES, WORLD)
+
+
+@pytest.mark.parametrize("scene", [scene.__name__ for scene in SCENES])
+def test_over_a_mesh(scene: str, said: dict[str, list[str]]) -> None:
+    assert said[scene] == [""] * WORLD, "\n".join(said[scene])
