@@ -27,6 +27,12 @@ Let the library balance the layers, by the time that they take:
 """
 
 
+AVERAGED = (
+    "a partition runs once for each micro-batch; DistributedDataParallel or replicate of it, or of its layers, would "
+    "not average gradients once; use it on the whole pipeline, or use fully_shard on partitions"
+)
+
+
 def check_module(module: object) -> None:
     """Check that `module` is an `nn.Sequential` of distinct layers, and no more than that.
 
@@ -100,6 +106,15 @@ def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -
     return [torch.device("cuda", torch.cuda.current_device()) if str(d) == "cuda" else d for d in found[:n]]
 
 
+class Partition(nn.Sequential):
+    """Consecutive layers of a model, which run once for each micro-batch."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel asks for it. It would wait for a forward of its own, and add up nothing without.
+        raise TypeError(AVERAGED)
+
+
 def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
     """Split `module` into partitions of `balance[j]` consecutive layers, which keep their names.
 
@@ -121,7 +136,7 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
     layers = iter(module.named_children())
     partitions = []
     for count in balance:
-        partition = nn.Sequential()
+        partition = Partition()
         # `add_module` would refuse a name that is an attribute of Sequential.
         partition._modules.update(islice(layers, count))
         partition.training = module.training

@@ -17,6 +17,7 @@ from torchgpipe.microbatch import TensorOrTensors, mapped, scatter
 from torchgpipe.norm import clip_grad_norm_
 from torchgpipe.observe import Observer
 from torchgpipe.partition import (
+    AVERAGED,
     Elsewhere,
     Init,
     check_module,
@@ -97,10 +98,7 @@ class Partitioned(nn.Module):
         """Find out what the layers consist of now: one may have been replaced inside of another."""
         if any([stage.look() for stage in self._stages]):
             if averages_gradients(module for stage in self._stages for module in stage.modules):
-                raise TypeError(
-                    "DistributedDataParallel or replicate of layers would average gradients of each micro-batch anew; "
-                    "use it on the whole pipeline, or use fully_shard on layers"
-                )
+                raise TypeError(AVERAGED)
             crossings = self._layout()
             for stage in self._stages:
                 stage.connect(crossings)

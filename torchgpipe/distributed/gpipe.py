@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchgpipe._autograd import sharded
 from torchgpipe.checkpoint import Mode
 from torchgpipe.contents import modules_of
 from torchgpipe.distributed.links import Wires
@@ -129,14 +130,22 @@ class DistributedGPipe(Partitioned):
             return wires.exchange(self._serial, own)
 
     def close(self) -> None:
-        """Close the connections to other ranks; they are made again when needed."""
+        """Close the connections to other ranks, and count mini-batches anew; the next call connects again.
+
+        All ranks call it: in the end, or after a failure, where some may have begun one mini-batch more than others.
+        """
         if self._wires is not None:
             self._wires.part()
+        self._serial = 0
 
     def _connected(self) -> Wires:
         if self._wires is None or self._wires.closed:
+            if not dist.is_initialized() or dist.get_rank() != self._ranks[self.rank]:
+                raise RuntimeError(
+                    f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank only; to begin with "
+                    "other ranks, make a pipeline and load the state"
+                )
             self._wires = Wires(self._ranks, self.rank)
-            self._serial = 0
             weakref.finalize(self, _part, self._wires).atexit = False
         return self._wires
 
@@ -161,10 +170,15 @@ class DistributedGPipe(Partitioned):
             wires.meet(self._serial, stage.device, self._crossings)
             settings: dict[str, Any] = {"chunks": self.chunks, "checkpoint": self.checkpoint, "training": self.training}
             settings |= {"a loss": criterion is not None, "the kind of device": stage.device.type}
-            step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches)
+            step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
             return step.forward(finish)
 
         with shared_failure(wires, lambda: "the call" if step is None else step.program.doing):
+            if sharded([self]):
+                raise TypeError(
+                    "fully_shard of a pipeline would gather parameters once for all micro-batches; use it on the "
+                    "partition: fully_shard(model.partition, mesh=...)"
+                )
             self._check()
             result = self._mini_batch(run)
         wanted = criterion is not None or self.rank + 1 == len(self._ranks) or result.requires_grad

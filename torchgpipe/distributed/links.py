@@ -13,7 +13,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from torchgpipe.distributed.cuda import Transfer, transfers
 from torchgpipe.distributed.wire import NEVER, Inbox, Message, Receiver, Sender
@@ -54,6 +55,9 @@ class RankFailed(RuntimeError):
 
 _open: weakref.WeakSet[Wires] = weakref.WeakSet()
 
+_made: Counter[tuple[int, ...]] = Counter()
+"""How often this process has met other ranks; they count alike, since each time all of them have to come."""
+
 
 @atexit.register
 def _part_all() -> None:
@@ -68,11 +72,11 @@ class Wires:
         self.own, self.n, self._ranks = own, len(ranks), ranks
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._met = False
-        group = dist.new_group(
-            list(ranks), timeout=NEVER, backend="gloo", use_local_synchronization=True, group_desc="torchgpipe"
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
+        # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
+        which = (*ranks,)
+        store = dist.PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
+        self._group = dist.ProcessGroupGloo(store, own, self.n, NEVER)
+        _made[which] += 1
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, int], Sender] = {}
         self._inboxes: dict[tuple[str, int], Inbox] = {}
@@ -80,7 +84,7 @@ class Wires:
         self.error: BaseException | None = None
         self._lost: BaseException | None = None
         self._known = threading.Event()
-        self.closed = False
+        self.closed = self.parted = False
         self._closing = threading.RLock()
         self._threads: list[threading.Thread] = []
         _open.add(self)
@@ -188,6 +192,7 @@ class Wires:
                     for _ in self._others():
                         self.heard("bye")
                 patience.cancel()
+                self.parted = True
             self.close()
 
     def close(self) -> None:
@@ -202,8 +207,7 @@ class Wires:
             for sender in self._senders.values():
                 sender.stop()
             if self.n > 1:
-                # Nothing but a wait that times out makes gloo close the connections of a group. The group's own methods
-                # work after `destroy_process_group()`, too.
+                # Nothing but a wait that times out makes gloo close the connections of a group.
                 with suppress(RuntimeError):
                     self._group.recv([torch.empty(1, device="cpu")], self._others()[0], len(KINDS)).wait(
                         timedelta(milliseconds=1)
@@ -213,8 +217,6 @@ class Wires:
                 thread.join(GRACE)
             for transfer in self._transfers.values():
                 transfer.close()
-            if dist.is_initialized():
-                dist.destroy_process_group(self._group)
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.n) if peer != self.own]
@@ -374,7 +376,7 @@ def check_serial(message: Message, serial: int) -> None:
     if message.serial != serial:
         raise RuntimeError(
             f"ranks are in different mini-batches, {message.serial} and {serial}: every rank has to call the pipeline, "
-            "and then backward(), equally often and in one order"
+            "and then backward(), equally often and in one order; after a failure, call close() on all of them first"
         )
 
 

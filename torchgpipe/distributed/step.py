@@ -25,6 +25,10 @@ def shared_failure(wires: Wires, doing: Callable[[], str]) -> Iterator[None]:
 
     `doing` says what this rank does.
     """
+    if wires.parted:
+        raise RuntimeError(
+            "the pipeline's connections were closed by close() since this mini-batch; call backward() first"
+        )
     try:
         if wires.stopped:
             raise Stopped
@@ -45,7 +49,7 @@ class Step(Batch):
     """Run the partition of one rank in mini-batch number `serial`, and tell and hear what concerns all ranks.
 
     The first rank has the `micro_batches`, and decides how many there are and what seeds begin with. The last rank has
-    the outputs. `settings` are what every rank has to call the pipeline with alike.
+    the outputs. `settings` are what every rank has to call the pipeline with alike, and `owner` is that pipeline.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class Step(Batch):
         settings: dict[str, Any],
         observer: Observer | None,
         micro_batches: list[TensorOrTensors],
+        owner: object,
     ) -> None:
+        self._owner = owner  # a pipeline that is collected closes its connections
         self._wires, self._serial, self._micro_batches = wires, serial, micro_batches
         self._crossings = crossings
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
@@ -85,6 +91,7 @@ class Step(Batch):
                 (scalar, *state), (needs, self._seeds.drew) = self._hear("tail")
         if self._last:
             before = torch.get_rng_state()
+            self.program.doing = "the criterion"
             result, scalar = finish(gather(linked(self, outputs, inputs)))
             after = torch.get_rng_state()
             state = [after] * (not self._overlaps or not torch.equal(before, after))

@@ -6,13 +6,14 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 Scene = Callable[[int], None]
 
@@ -23,7 +24,8 @@ def play(scenes: Iterable[Scene], world: int) -> dict[str, list[str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     queue = get_context("spawn").SimpleQueue()
-    spawn(_rank, ([*scenes], world, port, queue), world)
+    with suppress(ProcessException):  # a rank that failed in a scene may leave others waiting: they say less
+        spawn(_rank, ([*scenes], world, port, queue), world)
     said: dict[str, list[str]] = {}
     while not queue.empty():
         name, rank, text = queue.get()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,6 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
@@ -160,9 +168,151 @@ def a_failure_is_heard_by_all(rank: int) -> None:
             said = str(error)
         doing = "forward of micro-batch 1" if phase == "forward" else "backward of micro-batch 1"
         assert said == ("on purpose" if rank == victim else f"rank {victim} failed in {doing}: ValueError: on purpose")
-        dist.barrier()
+        if phase == "forward":  # all ranks are in the same mini-batch
+            model.loss(nn.functional.mse_loss, x, target).backward()
+        model.close()
         model.loss(nn.functional.mse_loss, x, target).backward()  # it works again
     model.close()
+
+
+def small(**options: Any) -> Any:
+    """Return a pipeline over ranks, one over threads, and a step of either, whose gradients it returns."""
+    pair = []
+    for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
+        torch.manual_seed(6)
+        pair.append(make(nn.Sequential(*(nn.Linear(4, 4) for _ in range(WORLD))), [1] * WORLD, chunks=3, **options))
+    return pair
+
+
+X, TARGET = torch.arange(36.0).view(9, 4).sin(), torch.arange(36.0).view(9, 4).cos()
+
+
+def loss_of(model: Any, x: Tensor = X) -> Tensor:
+    loss: Tensor = model.loss(nn.functional.mse_loss, x, TARGET)
+    return loss
+
+
+def assert_same_gradients(ours: Any, threads: Any) -> None:
+    expected = {name: p.grad for name, p in threads.named_parameters()}
+    for name, p in ours.named_parameters():
+        assert torch.equal(p.grad, expected[name]), name
+    ours.zero_grad()
+    threads.zero_grad()
+
+
+def calls_in_any_order(rank: int) -> None:
+    """Two pipelines at once, evaluation and losses that nobody uses in between, and a backward that comes twice."""
+    ours, threads = small()
+    others = small()
+    for first, second in ((ours, others[0]), (threads, others[1])):
+        one, two = loss_of(first), loss_of(second, X + 1)
+        loss_of(first)
+        with torch.no_grad():
+            loss_of(first.eval())
+        first.train()
+        one.backward(retain_graph=True)
+        two.backward()
+        one.backward()
+    assert_same_gradients(ours, threads)
+    assert_same_gradients(*others)
+    ours.close()
+    others[0].close()
+
+
+def copies_train(rank: int) -> None:
+    ours, threads = small()
+    loss_of(ours)
+    for copied in (deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        loss_of(copied).backward()
+        loss_of(threads).backward()
+        assert_same_gradients(copied, threads)
+        copied.close()
+    ours.close()
+    ours.rank = (rank + 1) % WORLD  # as of a part that was saved on another rank
+    with pytest.raises(RuntimeError, match=f"this is the part of rank {ours.rank}, and runs on that rank only"):
+        loss_of(ours)
+
+
+def a_loss_outlives_its_pipeline(rank: int) -> None:
+    ours, threads = small()
+    loss_of(threads).backward()
+    parameters = dict(ours.named_parameters())
+    loss = loss_of(ours)
+    del ours
+    gc.collect()
+    loss.backward()
+    for name, p in threads.named_parameters():
+        assert name not in parameters or torch.equal(parameters[name].grad, p.grad)
+
+
+def errors_between_calls(rank: int) -> None:
+    """What is wrong is said at once, and the same on all ranks."""
+    ours, threads = small()
+    loss = loss_of(ours)
+    ours.close()
+    with pytest.raises(RuntimeError, match=r"connections were closed by close\(\) since this mini-batch"):
+        loss.backward()
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        raise KeyError("of the criterion")
+
+    with pytest.raises((KeyError, RankFailed)) as caught:
+        ours.loss(criterion, X, TARGET)
+    last = rank == WORLD - 1
+    assert str(caught.value) == ("" if last else "rank 2 failed in the criterion: KeyError: ") + "'of the criterion'"
+
+    # One rank has begun a mini-batch more than the others.
+    ours._serial += rank == 1
+    with pytest.raises(RuntimeError, match="ranks are in different mini-batches"):
+        loss_of(ours)
+    with pytest.raises(RuntimeError, match="ranks are in different mini-batches"):
+        loss_of(ours)
+    ours.close()
+    loss_of(ours).backward()
+    loss_of(threads).backward()
+    assert_same_gradients(ours, threads)
+
+    if rank == 1:
+        ours.chunks = 0
+    with pytest.raises((ValueError, RankFailed), match="chunks must be a whole number of at least 1, but got 0"):
+        loss_of(ours)
+    ours.close()
+
+
+def averaging_layers_by_themselves_is_refused(rank: int) -> None:
+    own = dist.new_group([rank], use_local_synchronization=True)
+    average = partial(DistributedDataParallel, process_group=own)
+    with pytest.raises(TypeError, match="a partition runs once for each micro-batch"):
+        small_of(average)
+    changes: dict[str, Callable[[Any], object]] = {
+        "runs once for each": lambda model: average(model.partition),
+        "runs once for each micro-batch": lambda model: setattr(model.partition[0], "inner", average(nn.Linear(2, 2))),
+        "not average gradients once": lambda model: replicate(model.partition, process_group=own),
+        "was replaced after": lambda model: setattr(model, "partition", nn.Linear(2, 2)),
+        r"use it on the partition: fully_shard\(model.partition": lambda model: fully_shard(
+            model, mesh=init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "pp"))["dp"]
+        ),
+    }
+    for message, change in changes.items():
+        ours, _ = small()
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            change(ours)
+            loss_of(ours)
+        ours.close()
+
+
+def small_of(layer: Callable[[nn.Module], nn.Module]) -> DistributedGPipe:
+    return DistributedGPipe(nn.Sequential(*(layer(nn.Linear(4, 4)) for _ in range(WORLD))), [1] * WORLD)
+
+
+def one_rank_is_enough(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "pp"))
+    for checkpoint in CHECKPOINTS:
+        results = []
+        for make in (partial(DistributedGPipe, mesh=mesh["pp"]), partial(GPipe, devices=["cpu"], engine="workers")):
+            torch.manual_seed(3)
+            results.append(step(make(layers(), [10], chunks=2, checkpoint=checkpoint), 6))
+        assert_part_of(*results)
 
 
 SCENES = (
@@ -172,6 +322,12 @@ SCENES = (
     layers_on_meta_are_filled,
     only_what_is_needed_is_sent,
     a_failure_is_heard_by_all,
+    calls_in_any_order,
+    copies_train,
+    a_loss_outlives_its_pipeline,
+    errors_between_calls,
+    averaging_layers_by_themselves_is_refused,
+    one_rank_is_enough,
 )
 
 
