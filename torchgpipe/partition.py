@@ -134,7 +134,7 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
             f"the balance {balance} sums up to {sum(balance)} layers, but the module has {len(module)}" + _ADVICE
         )
     layers = iter(module.named_children())
-    partitions = []
+    partitions: list[nn.Sequential] = []
     for count in balance:
         partition = Partition()
         # `add_module` would refuse a name that is an attribute of Sequential.

@@ -35,6 +35,7 @@ PRIVATE = [
     ("torch._subclasses.fake_tensor.FakeTensor", "trace/record.py"),
     ("torch._subclasses.fake_tensor.FakeTensorMode", "trace/record.py"),
     ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/record.py"),
+    ("torch.distributed.distributed_c10d._get_default_store", "distributed/links.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "batchnorm.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "contents.py"),
     ("torch.nn.modules.batchnorm._NormBase", "contents.py"),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.cuda import Transfer, transfers
 from torchgpipe.distributed.wire import NEVER, Inbox, Message, Receiver, Sender
@@ -74,8 +74,8 @@ class Wires:
         self._met = False
         # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
         which = (*ranks,)
-        store = dist.PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
-        self._group = dist.ProcessGroupGloo(store, own, self.n, NEVER)
+        store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
+        self._group: Any = dist.ProcessGroupGloo(store, own, self.n, NEVER)
         _made[which] += 1
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, int], Sender] = {}

@@ -25,7 +25,7 @@ from torchgpipe.distributed import DistributedGPipe, RankFailed
 from ...parts import Fails, Pop, Stash
 from .scenes import play
 
-CHECKPOINTS = ("always", "except_last", "never")
+CHECKPOINTS: tuple[Any, ...] = ("always", "except_last", "never")
 WORLD = 3
 BALANCE = [3, 4, 3]
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
