@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class Wires:
         # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
         which = (*ranks,)
         store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
-        self._group: Any = dist.ProcessGroupGloo(store, own, self.n, NEVER)
+        self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, own, self.n, NEVER))
         _made[which] += 1
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, int], Sender] = {}
