@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 class Child:
     """Run `script` with the torchgpipe in `path`."""
 
-    def __init__(self, script: str, path: Path = ROOT, environment: Mapping[str, str] = {}) -> None:
+    def __init__(self, script: str, path: Path = ROOT) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script))],
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT)))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT)))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,14 +1,13 @@
-"""How much pipelining gains on CPU: naive model parallelism, this pipeline, PyTorch's ScheduleGPipe, and the replay.
+"""How much pipelining gains on CPU: naive model parallelism, this pipeline, and the replay.
 
     python -m benchmarks.overlap                        # AmoebaNet-D (6, 64), batch 32, n = 2, one core per device
     python -m benchmarks.overlap --keep-freed-memory    # without taking memory from the system anew in every step
 
 All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
-of them. A speed-up is the median over rounds of naive's time by the configuration's, and likewise of `ScheduleGPipe`'s
-with as many micro-batches: two processes linked by gloo, where this pipeline is one process with a thread per
-partition. The replay is what the schedule allows with the partitions' own task times: medians over the same rounds,
-each task measured with nothing else running. Where recomputation starts before its gradient arrives, it hides in the
-bubble; "if it waited" is the replay without that.
+of them. A speed-up is the median over rounds of naive's time by the configuration's. The replay is what the schedule
+allows with the partitions' own task times: medians over the same rounds, each task measured with nothing else running.
+Where recomputation starts before its gradient arrives, it hides in the bubble; "if it waited" is the replay without
+that. `benchmarks.engines` compares with other pipelines.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Found, by_case, command, keep, positive, render, start, turns
-from benchmarks.overlap_rank import ScheduleGPipe
 from benchmarks.pipelines import on_cpu
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.models import amoebanetd
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"])
     parser.add_argument("--balance", type=positive, nargs=2, help="default: by the time of the layers")
     parser.add_argument("--keep-freed-memory", action="store_true",
-                        help="in all processes; reproduce/machine/allocator.py says why")  # fmt: skip
+                        help="reproduce/machine/allocator.py says why")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.keep_freed_memory and arguments is None:
         keep_freed_memory()
@@ -106,25 +104,19 @@ def measure(options: Namespace) -> Found:
     balance = list(options.balance or balance_by_time(2, layers(), sample, device="cpu", timeout=5.0))
     models = {"naive": on_cpu(layers(), balance, checkpoint="never")}
     alone: dict[str, Alone] = {}
-    with ExitStack() as stack:
-        turn: dict[str, Callable[[], float]] = {}
-        for m in options.chunks:
-            how = {"chunks": m, "checkpoint": options.checkpoint}
-            models[f"GPipe m={m}"] = on_cpu(layers(), balance, **how)
-            alone[f"GPipe m={m}"] = Alone(on_cpu(layers(), balance, "graph", **how))
-            if options.checkpoint == "never":  # it knows no checkpointing
-                schedule = stack.enter_context(closing(ScheduleGPipe(options.size, balance, options.batch, m)))
-                turn[f"ScheduleGPipe m={m}"] = schedule.step
-        ways = [*models, *turn]
-        turn |= {way: partial(step, piped, x, target) for way, piped in models.items()}
-        turn |= {f"{way}, each task alone": partial(step, one.model, x, target) for way, one in alone.items()}
-        case = f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {balance}, {options.checkpoint}"
-        for samples in turns(turn, options.rounds, WARM_UP):
-            bounds = {way: _bounds(one.costs(), options.checkpoint) for way, one in alone.items()}
-            yield [
-                Result(case, way, "measured", samples={"time": list(samples[way])}, values=bounds.get(way, {}))
-                for way in ways
-            ]
+    for m in options.chunks:
+        how = {"chunks": m, "checkpoint": options.checkpoint}
+        models[f"GPipe m={m}"] = on_cpu(layers(), balance, **how)
+        alone[f"GPipe m={m}"] = Alone(on_cpu(layers(), balance, "graph", **how))
+    turn = {way: partial(step, piped, x, target) for way, piped in models.items()}
+    turn |= {f"{way}, each task alone": partial(step, one.model, x, target) for way, one in alone.items()}
+    case = f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {balance}, {options.checkpoint}"
+    for samples in turns(turn, options.rounds, WARM_UP):
+        bounds = {way: _bounds(one.costs(), options.checkpoint) for way, one in alone.items()}
+        yield [
+            Result(case, way, "measured", samples={"time": list(samples[way])}, values=bounds.get(way, {}))
+            for way in models
+        ]
 
 
 def _bounds(costs: Costs, checkpoint: str) -> dict[str, float]:
@@ -147,19 +139,14 @@ def table(record: Record, style: str = "simple") -> str:
 def _row(way: str, ways: Mapping[str, Result]) -> dict[str, str]:
     seconds, values = _seconds(ways[way]), ways[way].values
 
-    def gained(over: str) -> str:
-        if over not in ways:
-            return ""
-        return f"{statistics.median(a / b for a, b in zip(_seconds(ways[over]), seconds, strict=True)):.2f}"
-
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+    gained = statistics.median(a / b for a, b in zip(_seconds(ways["naive"]), seconds, strict=True))
     bound, waited = values.get("replay"), values.get("replay if it waited")
     return {
         "configuration": way,
         "step s": f"{median:.3f}",
         "quartiles": f"{low:.3f}-{high:.3f}",
-        "x naive": gained("naive"),
-        "x ScheduleGPipe": gained(f"Schedule{way}"),
+        "x naive": f"{gained:.2f}",
         "replay s": "" if bound is None else f"{bound:.3f}",
         "reached": "" if bound is None else f"{bound / median:.0%}",
         "if it waited": "" if waited is None else f"{waited:.3f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Literal
@@ -22,12 +23,14 @@ from reproduce.records.record import FREED_MEMORY, SUCCESS, write_atomically
 from reproduce.report.trace import Tracer, matplotlib_problem
 from reproduce.run.accuracy.checkpoints import Checkpoints
 from reproduce.run.accuracy.needs import AccuracyNeeds, prepare_data
+from reproduce.run.engines import OFFERED
 from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_recorder, prepare_folder
 from reproduce.run.session import UNITS, Session
 from reproduce.run.training import Balancer
 from reproduce.tables.all import document, tables
+from reproduce.tables.engines import GROUP as ENGINES
 from reproduce.tables.layout import many
 from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
 
@@ -44,6 +47,9 @@ Chosen = list[tuple[Experiment, Scale]]
 @devices
 @click.option("--steps", type=COUNT, metavar="K", help="Timed steps of each row. Default: as many as the scale says, "
               "within its time limit.")  # fmt: skip
+@click.option("--engine", "engines", type=click.Choice(list(OFFERED)), multiple=True, default=("threads",),
+              show_default=True, help="Speed: what trains a measured row's partitions: threads of this process, a "
+              "process for each, or PyTorch's own pipeline schedules. May be given more than once.")  # fmt: skip
 @click.option("--emulate", type=COUNT, default=MOST_DEVICES, show_default=True, metavar="N", help="Speed: emulate the "
               "rows of up to N devices, one device playing all.")  # fmt: skip
 @click.option("--no-emulate", is_flag=True, help="Speed: run only the rows that there are devices for.")
@@ -69,6 +75,7 @@ def run(
     on: str | None,
     devices: int | None,
     steps: int | None,
+    engines: tuple[str, ...],
     emulate: int,
     no_emulate: bool,
     link: Hardware | None,
@@ -89,6 +96,8 @@ def run(
             published(experiment.table)  # a broken checkout should be noticed now
     found = find_devices(on, devices)
     measured = {experiment.measures for experiment in asked}
+    if engines != ("threads",) and not measured & {"speed", "ablation"}:
+        raise click.UsageError("--engine is for experiments that time steps: the speed ones, and unet-ablation")
     if found.kind == "meta" and measured != {"memory"}:
         on_memory = [each.name for each in EXPERIMENTS.values() if each.measures == "memory"]
         raise click.UsageError(f"--on meta is for experiments on memory: {', '.join(on_memory)}")
@@ -124,6 +133,7 @@ def run(
             "emulate": emulate,
             FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
             **({"rows": list(rows)} if rows else {}),
+            **({"engines": list(engines)} if engines != ("threads",) else {}),
             **{experiment.name: at.settings() for experiment, at in chosen},
         },
     )
@@ -144,6 +154,7 @@ def run(
                     balancer=balancer,
                     seed=seed,
                     steps=steps,
+                    engines=[engine for name in OFFERED if name in engines for engine in OFFERED[name]],
                     emulate=emulate,
                     hardware=link,
                     check=check,
@@ -156,7 +167,7 @@ def run(
             for session in sessions:
                 plan(session)
             for session in sessions:
-                for done in run_experiment(session):
+                for done in itertools.chain(run_experiment(session), [ENGINES]):
                     progress.clear()
                     for table in tables(recorder.record, session.experiment.name, done):
                         click.echo(f"\n{table.text()}")

@@ -150,7 +150,10 @@ def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> 
     """
     result = line.first.result
     complete = [(other, readings) for other, readings in lines if own.keys() <= readings.keys()]
-    complete = [pair for pair in complete if pair[0].first.result.emulated == result.emulated]  # the line itself is one
+    kind = result.emulated, result.engine
+    complete = [
+        (o, r) for o, r in complete if (o.first.result.emulated, o.first.result.engine) == kind
+    ]  # the line, too
     alike = [pair for pair in complete if pair[0].first.result.scale == result.scale]
     named = [pair for pair in alike if pair[0].first.result.row == result.over]
     return [*named, *alike, *complete][0]

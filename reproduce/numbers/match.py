@@ -1,9 +1,9 @@
 """Match the rows of several sides: those with the same configuration stand on one line.
 
 Two rows have the same configuration if no field that both record differs, but for what a run chooses by itself, such
-as a profiled balance, and if both were emulated or neither. A published row is also matched with the rows that are
-marked as reproducing it: with those of its own configuration where a side has any, else with all, at whatever scale; a
-note then says what differs.
+as a profiled balance, if both were emulated or neither, and if both were measured with one engine. A published row is
+also matched with the rows that are marked as reproducing it: with those of its own configuration where a side has any,
+else with all, at whatever scale; a note then says what differs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from reproduce.numbers.sources import Entry, Side
 __all__ = ["ALIASES", "CHOSEN", "Line", "differing", "match", "pick", "same_work", "value_text", "values_of"]
 
 CHOSEN = ("balance",)  # by a run itself, where the experiment does not fix it
+FIELDS = ("experiment", "row", "scale", "device", "engine")  # besides those of the configuration
 ALIASES = {"n": "partitions", "m": "chunks"}
 
 
@@ -64,12 +65,12 @@ def same_work(one: Entry, other: Entry) -> bool:
 
 
 def value_text(line: Line, name: str) -> str:
-    """Write a field of the line's configuration, or `row`, `experiment`, `scale`, `device`; a dash if it has none."""
+    """Write a field of the line's configuration, or another one of `FIELDS`; a dash if it has none."""
     name = ALIASES.get(name, name)
     if name == "experiment":
         return line.experiment
     for entry in (line.first, *line.entries.values()):
-        own = getattr(entry.result, name) if name in ("row", "scale", "device") else entry.result.config.get(name)
+        own = getattr(entry.result, name) if name in FIELDS else entry.result.config.get(name)
         if own is not None:
             return own if isinstance(own, str) else json.dumps(own, separators=(",", ":"))
     return "-"
@@ -85,9 +86,7 @@ def values_of(name: str, lines: Sequence[Line], option: str) -> list[str]:
     values.pop("-", None)
     if not values:
         fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
-        raise Error(
-            f"{option}: no row has {name}; there are experiment, row, scale, device, {', '.join(fields)}", USAGE
-        )
+        raise Error(f"{option}: no row has {name}; there are {', '.join((*FIELDS, *fields))}", USAGE)
     return list(values)
 
 
@@ -145,7 +144,8 @@ def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
 
 def _same(one: Entry, other: Entry) -> bool:
     both = (one.result, other.result)
-    if one.result.emulated != other.result.emulated or not same_work(one, other):
+    ways = {(each.emulated, each.engine) for each in both}
+    if len(ways) > 1 or not same_work(one, other):
         return False
     # Rows that record nothing in common, or were published both, differ where their names do.
     named = all(result.status == "published" for result in both) or not (both[0].config.keys() & both[1].config.keys())
@@ -153,12 +153,14 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Name the lines after their rows, and say of emulated ones that they are.
+    """Name the lines after their rows, and say of emulated ones that they are, and which engine others had.
 
     Add scale, device or hardware where lines would have the same name.
     """
     for line in lines:
-        line.label = line.first.result.row + " (emulated)" * line.first.result.emulated
+        result = line.first.result
+        how = "emulated" if result.emulated else result.engine
+        line.label = result.row + f" ({how})" * (how != "threads")
     for k in range(3):
         groups: dict[tuple[str, str], list[Line]] = {}
         for line in lines:

@@ -41,7 +41,9 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> dict[str, Measure
 
 
 def _row(result: Result, run: Run) -> MeasuredRow | None:
-    if result.status != "measured" or result.scale != "paper" or not result.published or result.device == "meta":
+    if (result.status, result.scale, result.engine) != ("measured", "paper", "threads"):
+        return None
+    if not result.published or result.device == "meta":
         return None
     speed, peaks = throughput(result), result.values.get("peak_allocated")
     other = speed and result.config.get("configuration") != AS_PUBLISHED

@@ -24,8 +24,8 @@ from reproduce.machine.git import Git
 from reproduce.records.decode import Json, decode, read_json
 from reproduce.records.upgrade import UPGRADES, upgrade
 
-__all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Record", "Result", "Run", "hardware_name", "load", "parse", "save",
-           "write_atomically"]  # fmt: skip
+__all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Engine", "Record", "Result", "Run", "hardware_name", "load", "parse",
+           "save", "write_atomically"]  # fmt: skip
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
@@ -37,6 +37,10 @@ Status = Literal[
 ]
 SUCCESS = ("measured", "emulated", "published", "predicted")
 """The statuses of rows that have numbers."""
+
+
+Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
+"""What trains the partitions of a measured row at once (`reproduce.run.engines`)."""
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -53,13 +57,14 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     reason: str | None = None  # of a status that is not a success
     hardware: str | None = None  # the name of the hardware description that a prediction was made with
     emulated: bool = False  # whether one device played all of the row's (reproduce/run/emulation.py), or failed to
+    engine: Engine = "threads"  # of a measured row
     values: dict[str, Json] = {}
     samples: dict[str, list[int | float]] = {}
 
     @property
     def key(self) -> tuple[str | bool | None, ...]:
         """Give what tells a row of a record from all others."""
-        return (self.experiment, self.scale, self.device, self.row, self.emulated, self.hardware)
+        return (self.experiment, self.scale, self.device, self.row, self.emulated, self.engine, self.hardware)
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

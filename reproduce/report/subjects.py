@@ -1,7 +1,7 @@
 """Gather what the report shows: for each experiment its published, predicted, emulated and measured numbers, by source.
 
-A measured or emulated source is one run of the experiment at one scale on one kind of device: of several the one that
-ran most rows, and of those the newest, so that rows which are compared ran side by side.
+A measured or emulated source is one run of the experiment at one scale, on one kind of device, with one engine: of
+several the one that ran most rows, and of those the newest, so that rows which are compared ran side by side.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.metrics import Reading, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.decode import Json
-from reproduce.records.record import SUCCESS, Record, Result, hardware_name, load
+from reproduce.records.record import SUCCESS, Engine, Record, Result, hardware_name, load
 
 FOLDERS = ("paper", "predicted", "measured")
 RUN = ("emulated", "measured")  # the kinds of source whose tasks were run
@@ -121,16 +121,19 @@ def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
     best: dict[tuple[str | bool | None, ...], Source] = {}
     runs = [record for record in records if record.kind == "measured"]
     for record in sorted(runs, key=lambda record: record.run.started if record.run else ""):
-        groups: dict[tuple[str | None, str | None, bool], list[Result]] = {}
+        groups: dict[tuple[str | None, str | None, bool, Engine], list[Result]] = {}
         for result in record.results:
             if result.experiment == experiment:
-                groups.setdefault((result.scale, result.device, result.emulated), []).append(result)
-        for (scale, device, emulated), results in groups.items():
+                key = (result.scale, result.device, result.emulated, result.engine)
+                groups.setdefault(key, []).append(result)
+        for key, results in groups.items():
+            scale, device, emulated, engine = key
             kind: Literal["emulated", "measured"] = "emulated" if emulated else "measured"
             verb = "counted" if device == "meta" else kind
-            where = ", ".join(filter(None, [scale, device.upper() if device and device != "meta" else None]))
+            by = None if engine == "threads" else engine
+            where = ", ".join(filter(None, [scale, device.upper() if device and device != "meta" else None, by]))
             source = Source(kind, f"{verb} ({where})" if where else verb, record, results)
-            other = best.setdefault((scale, device, emulated), source)
+            other = best.setdefault(key, source)
             if source.finished >= other.finished:
-                best[scale, device, emulated] = source
+                best[key] = source
     return [source for source in best.values() if source.finished]

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from reproduce.experiments import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.records.decode import Json
-from reproduce.records.record import Result
+from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.needs import AccuracyNeeds
+from reproduce.run.engines import why_not
 from reproduce.run.failure import Failure
 from reproduce.run.links import Link, own_links
 from reproduce.run.progress import Progress
@@ -56,7 +57,8 @@ class Session:
     """Run `experiment` at `scale`: every row ends in a result of `recorder`, and `progress` shows each step.
 
     `steps` replaces the number of timed steps, and the time limit, of speed experiments. Rows of up to `emulate`
-    devices are emulated, with copies as on `hardware` where it is given; `rounds` counts the rounds that were run.
+    devices are emulated, with copies as on `hardware` where it is given. Measured rows run by each of `engines`.
+    `rounds` counts the rounds that were run.
     `check` is called between steps, and raises where the run is to end. `trace` is given experiment, row and timeline
     of a step of every speed row. Experiments on accuracy need `accuracy`.
     """
@@ -71,11 +73,13 @@ class Session:
     steps: int | None = None
     emulate: int = MOST_DEVICES
     hardware: Hardware | None = None
+    engines: Sequence[Engine] = ("threads",)
     rounds: int = 0
     check: Callable[[], None] = lambda: None
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None
     links: dict[str, Link] = field(default_factory=dict)
+    reasons: dict[tuple[str, Engine], str | None] = field(default_factory=dict)
 
     def expected(self) -> Sequence[Row]:
         """Return all rows, none of which was run yet: where no clock is involved, a device may play several."""
@@ -90,6 +94,12 @@ class Session:
     def emulates(self, row: Row) -> bool:
         """Say whether the row is to be emulated."""
         return row.devices <= self.emulate
+
+    def why_not(self, row: Row, engine: Engine) -> str | None:
+        """Return why the engine cannot run the row, in words; None where it can."""
+        if (row.name, engine) not in self.reasons:
+            self.reasons[row.name, engine] = why_not(engine, row, self.devices)
+        return self.reasons[row.name, engine]
 
     def link(self, row: Row) -> Link | None:
         """Return what says how long the row's copies take in an emulation; None where they take no time.
@@ -120,13 +130,14 @@ class Session:
         self.start(f"building {row.name}")
         return Training(row, self.devices, data, self.balancer, self.seed)
 
-    def result(self, row: Row, *, emulated: bool = False) -> Result:
+    def result(self, row: Row, *, emulated: bool = False, engine: Engine = "threads") -> Result:
         """Return an empty result for `row`."""
         return Result(
             experiment=self.experiment.name,
             row=row.name,
             status="emulated" if emulated else "measured",
             emulated=emulated,
+            engine=engine,
             scale=self.scale.name,
             device=self.devices.kind,
             config=row.config(),
@@ -134,9 +145,9 @@ class Session:
             published=None if row.published is None else f"{self.experiment.table}/{row.published}",
         )
 
-    def put(self, row: Row, *, emulated: bool = False, **changes: Any) -> None:
+    def put(self, row: Row, *, emulated: bool = False, engine: Engine = "threads", **changes: Any) -> None:
         """Record the row's result with these fields, and write the record."""
-        self.recorder.put(replace(self.result(row, emulated=emulated), **changes))
+        self.recorder.put(replace(self.result(row, emulated=emulated, engine=engine), **changes))
         self.recorder.save()
 
     def put_failure(self, row: Row, failure: Failure) -> None:
@@ -144,14 +155,16 @@ class Session:
         self.put(row, status=failure.status, reason=failure.reason)
         self.progress.drop(self.job(row))
 
-    def recorded(self, row: Row, *, emulated: bool = False) -> Result:
+    def recorded(self, row: Row, *, emulated: bool = False, engine: Engine = "threads") -> Result:
         """Return what is recorded of the row: that it was not run, where nothing is."""
-        empty = self.result(row, emulated=emulated)
+        empty = self.result(row, emulated=emulated, engine=engine)
         return self.recorder.results.get(empty.key, replace(empty, status="not run"))
 
-    def add_values(self, row: Row, values: dict[str, Json], *, emulated: bool = False) -> None:
+    def add_values(
+        self, row: Row, values: dict[str, Json], *, emulated: bool = False, engine: Engine = "threads"
+    ) -> None:
         """Add values to a row's result, and write the record."""
-        result = self.recorded(row, emulated=emulated)
+        result = self.recorded(row, emulated=emulated, engine=engine)
         self.recorder.put(replace(result, values={**result.values, **values}))
         self.recorder.save()
 

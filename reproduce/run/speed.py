@@ -13,17 +13,23 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
 
+import torch
 from msgspec import structs
 
 from reproduce.experiments import PUBLISHED_BALANCE, Row
+from reproduce.records.record import Engine
 from reproduce.run.emulation import Emulation, executed, memory_needed
+from reproduce.run.engines import check_same
 from reproduce.run.failure import Failure, explain
+from reproduce.run.processes import Processes
 from reproduce.run.progress import duration
 from reproduce.run.session import Session
-from reproduce.run.timed import EmulatedSteps, MeasuredSteps
-from reproduce.run.training import FakeData, Training
+from reproduce.run.timed import EmulatedSteps, MeasuredSteps, time_step, watch
+from reproduce.run.training import FakeData, Training, work_of
 
 Steps = MeasuredSteps | EmulatedSteps
 LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
@@ -35,9 +41,16 @@ class Task:
 
     row: Row
     emulated: bool
+    engine: Engine = "threads"
 
     def __str__(self) -> str:
-        return f"{self.row.name}, {'emulated' if self.emulated else 'measured'}"
+        measured = "measured" if self.engine == "threads" else f"measured with {self.engine}"
+        return f"{self.row.name}, {'emulated' if self.emulated else measured}"
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """Say how it is run, as a session's methods ask for it."""
+        return {"emulated": self.emulated, "engine": self.engine}
 
     @property
     def work(self) -> float:
@@ -60,13 +73,16 @@ def run_speed(session: Session) -> Iterator[str]:
     A row that did not fit beside the others is run alone afterwards.
     """
     for row in session.scale.rows:
-        if not session.emulates(row):
-            session.put(row, **({"status": "not run"} if row.devices <= session.devices.count else session.lacks(row)))
+        enough = row.devices <= session.devices.count
+        for engine in session.engines:
+            if engine != "threads" or not session.emulates(row):
+                why = {"status": "not run", "reason": session.why_not(row, engine)} if enough else session.lacks(row)
+                session.put(row, engine=engine, **why)
     groups = _groups(session)
     for group in dict.fromkeys(row.group for row in session.scale.rows):
         tasks = groups.get(group, [])  # none where too few devices are to be had
         for task in tasks:
-            session.put(task.row, emulated=task.emulated, status="not run")
+            session.put(task.row, **task.kind, status="not run")
         without_memory = _time_rows(session, group, tasks) if tasks else []
         for task in without_memory if len(tasks) > 1 else []:
             session.free()
@@ -80,7 +96,8 @@ def _groups(session: Session) -> dict[str, list[Task]]:
     for row in session.scale.rows:
         tasks = groups.setdefault(row.group, [])
         if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
-            tasks.append(Task(row, emulated=False))
+            engines = [engine for engine in session.engines if session.why_not(row, engine) is None]
+            tasks.extend(Task(row, emulated=False, engine=engine) for engine in engines)
         if session.emulates(row):
             tasks.append(Task(row, emulated=True))
     return {group: tasks for group, tasks in groups.items() if tasks}
@@ -110,11 +127,12 @@ def _job(session: Session, task: Task) -> str:
 
 def _time_rows(session: Session, group: str, tasks: Sequence[Task], *, paired: bool = True) -> list[Task]:
     """Run rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
-    timing = _Timing(session, group, paired)
-    timing.add([task for task in tasks if task.emulated])  # these tell how long the others will take
-    timing.add([task for task in tasks if not task.emulated and timing.is_worth_measuring(task)])
-    timing.run()
-    timing.watch()
+    with contextlib.ExitStack() as processes:
+        timing = _Timing(session, group, paired, processes)
+        timing.add([task for task in tasks if task.emulated])  # these tell how long the others will take
+        timing.add([task for task in tasks if not task.emulated and timing.is_worth_measuring(task)])
+        timing.run()
+        timing.watch()
     return timing.without_memory
 
 
@@ -124,11 +142,12 @@ class _Timing:
     Steps that are not `paired` belong to no round: nothing else ran next to them.
     """
 
-    def __init__(self, session: Session, group: str, paired: bool) -> None:
-        self.session, self.group, self.paired = session, group, paired
+    def __init__(self, session: Session, group: str, paired: bool, processes: contextlib.ExitStack) -> None:
+        self.session, self.group, self.paired, self.processes = session, group, paired, processes
         self.running: dict[Task, Steps] = {}
         self.rounds: dict[Task, list[int]] = {}  # of each step
         self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first steps
+        self.losses: dict[str, list[float]] = {}  # of each measured row, by its name: on the engine that came first
         self.without_memory: list[Task] = []
 
     def add(self, tasks: Sequence[Task]) -> None:
@@ -146,7 +165,7 @@ class _Timing:
             made = self.make(task, data)
             for _ in range(_warmup(session, task)):
                 self.start("warming up", task)
-                made.run()
+                self.run_one(task, made)
             if task.emulated and made.steps:
                 self.seconds[task.row.name] = median(made.samples()["step_time"])
             made.steps.clear()
@@ -163,7 +182,25 @@ class _Timing:
         shared = task.row, session.devices, data, session.balancer, session.seed
         if task.emulated:
             return EmulatedSteps(Emulation(*shared, session.link(task.row)))
-        return MeasuredSteps(Training(*shared), session.devices)
+        if task.engine == "threads":
+            training = Training(*shared)
+            timed, watched = partial(time_step, training, session.devices), partial(watch, training, session.devices)
+            return MeasuredSteps(training.row, timed, watched)
+        torch.manual_seed(session.seed)
+        row = session.balancer.balanced(task.row, task.row.build(), data)
+        processes = self.processes.enter_context(contextlib.closing(Processes(row.devices)))
+        processes.make(task.engine, partial(work_of, row, session.seed))
+        return MeasuredSteps(row, processes.step)
+
+    def run_one(self, task: Task, made: Steps) -> None:
+        """Run one step.
+
+        Raises:
+            Error: the row has had other losses on another engine.
+        """
+        made.run()
+        if isinstance(made, MeasuredSteps):
+            check_same(made.losses, self.losses.setdefault(task.row.name, made.losses), str(task))
 
     def is_worth_measuring(self, task: Task) -> bool:
         """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
@@ -173,7 +210,7 @@ class _Timing:
         if limit is None or step is None or step * steps <= LARGEST_SHARE * limit:
             return True
         reason = f"not measured: a step takes about {duration(step)} min (--steps K does measure it)"
-        session.put(task.row, status="not run", reason=reason)
+        session.put(task.row, **task.kind, status="not run", reason=reason)
         session.progress.drop(_job(session, task))
         return False
 
@@ -199,7 +236,7 @@ class _Timing:
         """Run one step of a row; a row that fails is left out from then on."""
         self.start(f"round {done + 1} of {rounds},", task)
         try:
-            self.running[task].run()
+            self.run_one(task, self.running[task])
         except Exception as error:
             del self.running[task]
             self.fail(task, explain(error))
@@ -211,7 +248,7 @@ class _Timing:
         for task, steps in self.running.items():
             self.start("watching", task)
             values, timeline = steps.watch()
-            self.session.add_values(task.row, values, emulated=task.emulated)
+            self.session.add_values(task.row, values, **task.kind)
             if timeline is not None and self.session.trace is not None:
                 name = f"{task.row.name} emulated" if task.emulated else task.row.name
                 self.session.trace(self.session.experiment.name, name, timeline)
@@ -229,7 +266,7 @@ class _Timing:
             if task.emulated:
                 with contextlib.suppress(Exception):  # what cannot be counted is still out of memory
                     reason = f"out of memory: {memory_needed(task.row)}"
-        self.session.put(task.row, emulated=task.emulated, status=failure.status, reason=reason)
+        self.session.put(task.row, **task.kind, status=failure.status, reason=reason)
         self.session.progress.drop(_job(self.session, task))
 
     def put_all(self) -> None:
@@ -241,6 +278,6 @@ class _Timing:
                     samples["round"] = list(self.rounds[task])
                 if not all(map(math.isfinite, samples["loss"])):
                     del samples["loss"]
-                result = self.session.result(task.row, emulated=task.emulated)
+                result = self.session.result(task.row, **task.kind)
                 self.session.recorder.put(structs.replace(result, config=made.config, samples=samples))
         self.session.recorder.save()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
 from reproduce.run.emulation import Emulation, Executed
@@ -18,11 +20,24 @@ Values = dict[str, Json]
 
 
 class MeasuredSteps:
-    """Time steps of a row on its devices."""
+    """Time steps of a row on its devices.
 
-    def __init__(self, training: Training, devices: Devices) -> None:
-        self.training, self.devices, self.row = training, devices, training.row
+    `timed` runs a step and returns its seconds and its loss; `watch` runs one more or a few, which are not timed, and
+    says how busy each device was, or why nobody knows.
+
+    Attributes:
+        losses: of all steps so far, those included that were forgotten.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        timed: Callable[[], tuple[float, float]],
+        watch: Callable[[], tuple[Values, Timeline | None]] = lambda: ({}, None),
+    ) -> None:
+        self.row, self.watch, self._timed = row, watch, timed
         self.steps: list[tuple[float, float]] = []  # seconds and loss
+        self.losses: list[float] = []
 
     @property
     def config(self) -> dict[str, Json]:
@@ -31,16 +46,13 @@ class MeasuredSteps:
 
     def run(self) -> None:
         """Run one more step."""
-        self.steps.append(time_step(self.training, self.devices))
+        self.steps.append(self._timed())
+        self.losses.append(self.steps[-1][1])
 
     def samples(self) -> Samples:
         """Return what a record keeps of the steps."""
         seconds, losses = zip(*self.steps, strict=True)
         return {"step_time": list(seconds), "loss": list(losses)}
-
-    def watch(self) -> tuple[Values, Timeline | None]:
-        """Run one more step or a few, which are not timed, and say how busy each device was, or why nobody knows."""
-        return watch(self.training, self.devices)
 
 
 class EmulatedSteps:

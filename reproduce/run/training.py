@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from reproduce.experiments import EQUAL_LAYERS, PLANNED, Row
 from reproduce.machine.devices import MOST_DEVICES, Devices
+from reproduce.run.engines import Work
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.engines import EngineName
@@ -125,6 +127,23 @@ def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engi
         dependency="dependency" in row.components,
         copy_streams="streams" in row.components,
         portals="portals" in row.components,
+    )
+
+
+def work_of(row: Row, seed: int) -> Work:
+    """Return what the row trains on CPUs, with the parameters, samples and optimizer that `Training` has."""
+    torch.manual_seed(seed)
+    data, device = FakeData([row], seed), torch.device("cpu")
+    return Work(
+        layers=row.build(),
+        balance=row.balance or (),
+        chunks=row.chunks or 1,
+        checkpoint=row.checkpoint or "never",
+        deferred_batch_norm=row.deferred_batch_norm,
+        input=data.input(row, device),
+        target=data.target(row, device),
+        loss=getattr(F, row.loss),
+        optimizer=partial(make_optimizer, row),
     )
 
 

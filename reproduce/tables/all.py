@@ -11,6 +11,7 @@ from reproduce.numbers.measured_rows import measured_rows
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run
 from reproduce.tables.ablation import ablation_tables
 from reproduce.tables.accuracy import accuracy_tables
+from reproduce.tables.engines import engines_tables
 from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.memory import memory_tables
 from reproduce.tables.predicted import predicted_tables
@@ -32,7 +33,10 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
     for name in dict.fromkeys(result.experiment for result in record.results):
         if name in EXPERIMENTS and experiment in (None, name):
             measures = EXPERIMENTS[name].measures
-            own = MAKERS[measures](EXPERIMENTS[name], [each for each in record.results if each.experiment == name])
+            results = [each for each in record.results if each.experiment == name]
+            threads = [each for each in results if each.engine == "threads"]
+            own = MAKERS[measures](EXPERIMENTS[name], threads) if threads else []
+            own += engines_tables(EXPERIMENTS[name], results)
             own = [table for table in own if group in (None, table.group)]
             more = (
                 [] if measures == "memory" else [note for note in (busy_note(record.run), threads_note(record)) if note]

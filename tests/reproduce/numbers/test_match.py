@@ -153,10 +153,17 @@ def test_filters(filters: list[str], rows: list[str]) -> None:
         ("n", "--filter n: give a field and its values, as in --filter n=2,4"),
         ("=2", "--filter =2: give a field and its values, as in --filter n=2,4"),
         ("n=3", "--filter n=3: no row is left; n is 2, 10"),
-        ("x=3", "--filter x=...: no row has x; there are experiment, row, scale, device, model, batch_size, part"),
+        ("x=3", "--filter x=...: no row has x; there are experiment, row, scale, device, engine, model, batch_size"),
     ],
 )
 def test_filters_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(Error) as caught:
         pick(GRID, [text])
     assert str(caught.value).startswith(message)
+
+
+def test_rows_of_two_engines_are_apart() -> None:
+    both = record(row("x", 1.0), row("x", 1.0, engine="ranks"))
+    expected = [("x", {0: "x", 1: "x"}), ("x (ranks)", {0: "x", 1: "x"})]
+    assert shape(lines([both], [both])) == expected
+    assert shape(pick(lines([both], [both]), ["engine=ranks"])) == expected[1:]

@@ -50,6 +50,7 @@ def run(started: str, *steps: int, **changes: object) -> Record:
         ([run("2020", 1), run("2021", 1, device="cuda")], ["run 2020", "run 2021"]),
         ([run("2020", 1), run("2021", 1, scale="paper")], ["run 2020", "run 2021"]),
         ([run("2020", 1), run("2021", 1, emulated=True, status="emulated")], ["run 2020", "run 2021"]),
+        ([run("2020", 1), run("2021", 1, engine="ranks")], ["run 2020", "run 2021"]),
     ],
 )
 def test_the_run_that_ran_most(runs: list[Record], best: list[str]) -> None:

@@ -1,0 +1,47 @@
+"""PyTorch's own pipeline schedules, of `torch.distributed.pipelining`, which takes more than a second to import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.utils.checkpoint import checkpoint
+
+
+def schedule(
+    name: str, part: nn.Module, *, chunks: int, checkpointed: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """Return the schedule of that name for this rank's part of a model.
+
+    The first so many tasks of a step are `checkpointed`, by PyTorch's own checkpointing: schedules leave it to layers.
+    """
+    stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    stage.checkpointed = checkpointed
+    return getattr(pipelining, name)(stage, n_microbatches=chunks, loss_fn=loss)
+
+
+class _Stage(pipelining.PipelineStage):
+    checkpointed = 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(self.submod, _Part)
+        self.submod.checkpoints = fwd_chunk_id < self.checkpointed
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+class _Part(nn.Module):
+    """Layers that take and return tensors in a row, as a stage does; layers of a sequential pass a tuple."""
+
+    checkpoints = False
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *tensors: Tensor) -> Any:
+        x = tensors if len(tensors) > 1 else tensors[0]
+        return checkpoint(self.part, x, use_reentrant=False) if self.checkpoints else self.part(x)
