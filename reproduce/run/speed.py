@@ -147,7 +147,7 @@ class _Timing:
         self.running: dict[Task, Steps] = {}
         self.rounds: dict[Task, list[int]] = {}  # of each step
         self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first steps
-        self.losses: dict[str, list[float]] = {}  # of each measured row, by its name: on the engine that came first
+        self.losses: dict[str, list[float]] = {}  # of each measured row, by its name: on its first engine
         self.without_memory: list[Task] = []
 
     def add(self, tasks: Sequence[Task]) -> None:
@@ -163,6 +163,8 @@ class _Timing:
         try:
             session.start(f"building {task}")
             made = self.make(task, data)
+            if isinstance(made, MeasuredSteps):
+                self.losses.setdefault(task.row.name, made.losses)
             for _ in range(_warmup(session, task)):
                 self.start("warming up", task)
                 self.run_one(task, made)
@@ -200,7 +202,7 @@ class _Timing:
         """
         made.run()
         if isinstance(made, MeasuredSteps):
-            check_same(made.losses, self.losses.setdefault(task.row.name, made.losses), str(task))
+            check_same(made.losses, self.losses[task.row.name], str(task))
 
     def is_worth_measuring(self, task: Task) -> bool:
         """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
