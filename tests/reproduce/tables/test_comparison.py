@@ -117,7 +117,7 @@ def test_a_grid(paths: list[str]) -> None:
     [
         ({"down": ["experiment"], "across": ["m"]},
          "--row, --col: 'n2m1' and 'n10m1' are both at e x 1; name another field, such as partitions, k"),
-        ({"down": ["x"], "across": ["m"]}, "--row x: no row has x; there are experiment, row, scale, device, model"),
+        ({"down": ["x"], "across": ["m"]}, "--row x: no row has x; there are experiment, row, scale, device, engine"),
         ({"down": ["n"], "across": ["m", "x"]}, "--col x: no row has x; there are experiment, row, scale, device"),
         ({"metric": "speed"}, "--metric speed: no row has it; there are throughput, time, speedup"),
         ({"filters": ["n=3"]}, "--filter n=3: no row is left; n is 2, 10"),
