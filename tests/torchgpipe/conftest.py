@@ -8,6 +8,7 @@ A copy occupies the streams that are current at both of its ends. tests/test_cud
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 import torchgpipe.copy
+import torchgpipe.distributed.cuda
 import torchgpipe.graph
 from torchgpipe.balance import profile
 from torchgpipe.plan import timing
@@ -28,6 +30,12 @@ from .clock import CLOCK, Clock
 class Event(NamedTuple):
     name: str
     clock: float
+    work: Any = None
+
+    def synchronize(self) -> None:
+        """Let the host wait, for work that two streams do together; all other work has ended."""
+        if self.work is not None:
+            self.work.wait()
 
 
 @dataclass(eq=False)
@@ -36,9 +44,13 @@ class Stream:
     device: torch.device
     log: list[str]
     clock: float = 0.0
+    work: Any = None
 
-    def record_event(self) -> Event:
-        return Event(self.name, self.clock)
+    def record_event(self, event: Any = None) -> Event:
+        return Event(self.name, self.clock, self.work)
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for {self.name}")
 
     def wait_event(self, event: Event) -> None:
         self.log.append(f"{self.name} waits for {event.name}")
@@ -58,7 +70,12 @@ class Streams:
     log: list[str] = field(default_factory=list)
     compute: dict[torch.device, Stream] = field(default_factory=dict)
     others: list[Stream] = field(default_factory=list)
-    current: list[Stream] = field(default_factory=list)
+    thread: threading.local = field(default_factory=threading.local)
+
+    @property
+    def current(self) -> list[Stream]:
+        """The streams that are current in this thread, the latest last."""
+        return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:
         """Return the device's current stream."""
@@ -74,14 +91,15 @@ class Streams:
 
     @contextmanager
     def using(self, *streams: Stream | None) -> Iterator[None]:
-        before, self.current = self.current, [*self.current, *(stream for stream in streams if stream is not None)]
+        before = self.current
+        self.thread.current = [*before, *(stream for stream in streams if stream is not None)]
         yield
-        self.current = before
+        self.thread.current = before
 
     def copy(self, target: torch.device) -> None:
         ends = self.current[-2:]
         self.log.append(f"copy to {target} on {' and '.join(stream.name for stream in ends)}")
-        one, other = sorted(stream.device.index for stream in ends)
+        one, *_, other = sorted([stream.device.index for stream in ends] * 2)
         end = max(stream.clock for stream in ends) + self.seconds.get((one, other), 0.0)
         for stream in ends:
             stream.clock = end
@@ -106,10 +124,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
             streams.copy(args[0])
         return to(x, *args, **kwargs)
 
-    monkeypatch.setattr(torchgpipe.copy, "new_stream", streams.new)
+    for module in (torchgpipe.copy, torchgpipe.distributed.cuda):
+        monkeypatch.setattr(module, "new_stream", streams.new)
     for module in (torchgpipe.copy, torchgpipe.graph):
         monkeypatch.setattr(module, "current_stream", streams.of)
+    for module in (torchgpipe.copy, torchgpipe.graph, torchgpipe.distributed.cuda):
         monkeypatch.setattr(module, "using", streams.using)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
     monkeypatch.setattr(Tensor, "to", copied)
     monkeypatch.setattr(
         Tensor, "record_stream", lambda x, stream: streams.log.append(f"memory is used by {stream.name}")

@@ -30,8 +30,8 @@ from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
 from torchgpipe.skip.layout import Crossing
 
-_ID = 36
-"""Characters of a GPU's UUID."""
+_NO_GPU, _UNFIT = b"0" * 36, b"-" * 36
+"""In place of a GPU's UUID: on a CPU, and where NCCL cannot serve the rank."""
 
 _BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT")
 """Variables that make the host wait for an operation of NCCL, and so for other ranks."""
@@ -42,13 +42,13 @@ class Transfer:
 
     Attributes:
         late: how many messages later each one shall leave.
-        staged: whether tensors pass through the host.
+        pins: whether what comes over gloo shall be in pinned memory.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, peer: int = 0, late: int = 0):
         self._device, self._stream = device, new_stream(device)
         self._group, self._peer = group, peer
-        self.staged, self.late = group is None, late
+        self.pins, self.late = group is None and device.type == "cuda", late
         self._aborted = False
 
     def begin(self) -> None:
@@ -68,15 +68,18 @@ class Transfer:
         dock.leave()
         dock.hold(self._stream, leaving)
         with using(self._stream):
-            if self.staged:
-                sent = {x: _pinned(x).copy_(x, non_blocking=True) for x in leaving}
+            if self._group is None:
+                # PyTorch keeps pinned memory that is not used any more, and gives it out again.
+                sent = {x: torch.empty_like(x, device="cpu", pin_memory=self.pins) for x in leaving}
+                for x, y in sent.items():
+                    y.copy_(x, non_blocking=True)
             else:
-                self._move(dist.isend, leaving)
                 sent = {x: torch.empty_like(x, device="meta") for x in leaving}
+                self._move(dist.isend, leaving)
             # A thread that waits for it sleeps, and leaves the core to others.
             end = self._stream.record_event(torch.cuda.Event(blocking=True))
         over_gloo = tuple([None if x is None else sent.get(x, x) for x in tensors])
-        return Departure(over_gloo, before=end) if self.staged else Departure(over_gloo, after=end)
+        return Departure(over_gloo, before=end) if self._group is None else Departure(over_gloo, after=end)
 
     def arrive(self, tensors: Flat) -> Flat:
         """Return what has come over gloo, as tensors on the device; the program's stream waits for them."""
@@ -129,28 +132,29 @@ class Transfer:
             raise
 
 
-def transfers(
+def connect(
+    made: dict[tuple[str, int], Transfer],
     device: torch.device,
     ranks: Sequence[int],
     own: int,
     crossings: Sequence[Crossing],
     exchange: Callable[[Tensor], list[Tensor]],
-) -> dict[tuple[str, int], Transfer]:
-    """Return how tensors travel by each wire of rank `own`, by its kind and the other rank; all ranks ask at once.
+) -> None:
+    """Add a transfer for each wire of rank `own`, by its kind and the other rank; all ranks call this at once.
 
-    By NCCL if every rank has a GPU of its own, and by staging otherwise; off CUDA there is nothing to do. `exchange`
-    returns what every rank gives it.
+    They use NCCL if every rank has a GPU of its own, and staging otherwise; off CUDA none is needed. `exchange` returns
+    what every rank gives it.
     """
-    gpus = [bytes(x.tolist()) for x in exchange(torch.tensor(list(_identity(device)), device="cpu"))]
-    if device.type != "cuda":
-        return {}
-    direct = len({*gpus} - {bytes(_ID)}) == len(ranks)
+    gpu = _identity(device)
+    gpus = [bytes(x.tolist()) for x in exchange(torch.tensor([*gpu], device="cpu"))]
+    if gpu == _NO_GPU:
+        return
+    direct = len({*gpus} - {_NO_GPU, _UNFIT}) == len(ranks)
     if direct and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         raise RuntimeError(
             "init_process_group was given device_id=..., and so NCCL makes groups of all ranks only, but a pipeline "
             "needs groups of two; leave device_id out, and call torch.cuda.set_device(...) before"
         )
-    made = {}
     for kind, source, target in _wires(len(ranks), crossings):
         if own not in (source, target):
             continue
@@ -161,14 +165,14 @@ def transfers(
         made[kind, peer] = Transfer(device, group, int(ranks[own] < ranks[peer]), late)
         if direct:
             made[kind, peer].try_out(send=own == source)
-    return made
 
 
 def _identity(device: torch.device) -> bytes:
-    """Return what tells this rank's GPU from others, or zeros if NCCL cannot serve it."""
-    blocked = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
-    if device.type != "cuda" or blocked or not dist.is_nccl_available():
-        return bytes(_ID)
+    """Return what tells this rank's GPU from others."""
+    if device.type != "cuda":
+        return _NO_GPU
+    if not dist.is_nccl_available() or any(os.environ.get(name, "0") != "0" for name in _BLOCKING):
+        return _UNFIT
     return str(torch.cuda.get_device_properties(device).uuid).encode()
 
 
@@ -185,8 +189,3 @@ def _pair(ranks: list[int]) -> dist.ProcessGroup:
     group = dist.new_group(ranks, timeout=NEVER, backend="nccl", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _pinned(x: Tensor) -> Tensor:
-    # PyTorch keeps pinned memory that is not used any more, and gives it out again.
-    return torch.empty_like(x, device="cpu", pin_memory=True)

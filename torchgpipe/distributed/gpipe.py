@@ -39,7 +39,8 @@ class DistributedGPipe(Partitioned):
         module: the layers, alike on every rank. On device `meta` they take no memory, and need `init`.
         balance: layers per partition, of which there are as many as ranks.
         mesh: a dimension of a mesh, whose ranks hold the partitions; by default all ranks.
-        device: this rank's; a CPU, for now.
+        device: this rank's; `"cuda"` is the current GPU. Between GPUs, tensors travel by NCCL if each rank has one of
+            its own, or else through the host's memory.
         init: as for `GPipe`, for the layers of this rank.
         chunks, checkpoint, deferred_batch_norm: as for `GPipe`.
 
@@ -72,10 +73,6 @@ class DistributedGPipe(Partitioned):
                 "ranks have not met: call torch.distributed.init_process_group(), in a program that torchrun started"
             )
         (device,) = choose_devices([device], 1)
-        if device.type == "cuda":
-            raise ValueError(
-                "ranks run on CPUs for now: messages go by gloo, from the host; for GPUs of one machine, use GPipe"
-            )
         self._ranks = dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh.get_group())
         self.rank = self._ranks.index(dist.get_rank())
         n = len(self._ranks)

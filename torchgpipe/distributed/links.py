@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from torchgpipe.distributed.cuda import Transfer, transfers
+from torchgpipe.distributed.cuda import Transfer, connect
 from torchgpipe.distributed.wire import NEVER, Inbox, Message, Receiver, Sender
 from torchgpipe.item import Item
 from torchgpipe.microbatch import Flat
@@ -98,7 +98,7 @@ class Wires:
         if not self._met:
             self._met = True
             exchange = partial(self.exchange, serial)
-            self._transfers = transfers(device, self._ranks, self.own, crossings, exchange)
+            connect(self._transfers, device, self._ranks, self.own, crossings, exchange)
 
     def sender(self, kind: str, peer: int) -> Sender:
         """Return the wire to a rank, made when first asked for."""
@@ -116,8 +116,8 @@ class Wires:
             if (kind, peer) not in self._inboxes:
                 transfer = self._transfers.get((kind, peer))
                 self._inboxes[kind, peer] = inbox = Inbox(lead=not kind.endswith("skips"), transfer=transfer)
-                staged = transfer is not None and transfer.staged
-                receiver = Receiver(self._group, peer, KINDS.index(kind), inbox.put, self._broken, pin=staged)
+                pin = transfer is not None and transfer.pins
+                receiver = Receiver(self._group, peer, KINDS.index(kind), inbox.put, self._broken, pin=pin)
                 self._threads.append(receiver.thread)
             return self._inboxes[kind, peer]
 
