@@ -1,7 +1,7 @@
 """Ranks on GPUs: what their programs give to streams and to NCCL, and in which order.
 
-There may be no GPU here, so streams are stand-ins (../conftest.py), and so are NCCL and processes (threads.py): `cpu:0`,
-`cpu:1`, … are GPUs. tests/test_cuda_ranks.py runs a real one.
+There may be no GPU here, so streams are stand-ins (../conftest.py), and so are NCCL and processes (threads.py). The
+GPUs are `cpu:0`, `cpu:1`, …. tests/test_cuda_ranks.py runs real ones.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ def test_a_skip_leaves_late_and_with_all_others_for_its_rank(
                 found[source, target].append((tasks, tensors))
 
     items = {(j, j + 1): [(i + 1, 1) for i in range(m)] for j in range(3)}
-    far = {
-        (s, p): [(min(i + p - s - 1, m - 1) + 1, skips.count((s, p))) for i in range(m)] for s, p in skips
-    }
+    far = {(s, p): [(min(i + p - s - 1, m - 1) + 1, skips.count((s, p))) for i in range(m)] for s, p in skips}
     expected = {pair: sorted(items.get(pair, []) + far.get(pair, [])) for pair in {**items, **far}}
     there = {pair: sorted(sends) for pair, sends in found.items() if pair[0] < pair[1]}
     back = {pair[::-1]: sorted(sends) for pair, sends in found.items() if pair[0] > pair[1]}
@@ -173,8 +171,9 @@ def test_results_are_those_of_one_process(
 
     results = world.run(program)
     grads = {name: p.grad for name, p in expected.named_parameters()}
-    found = {name: grad for _, own in results for name, grad in own.items()}
-    assert all(torch.equal(grad, grads[name]) for name, grad in found.items()) and found.keys() == grads.keys()
+    found: dict[str, Any] = {name: grad for _, own in results for name, grad in own.items()}
+    assert found.keys() == grads.keys()
+    assert all(torch.equal(found[name], grad) for name, grad in grads.items() if grad is not None)
     assert all(backends == ({"gloo", "nccl"} if way == "NCCL" else {"gloo"}) for backends, _ in results)
     assert not world.groups, "groups were not given back"
 
@@ -267,7 +266,7 @@ WAITS = {
 
 @pytest.mark.parametrize("way", WAITS)
 def test_waits(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, back, world = pair(way, streams, monkeypatch)
+    there, back, _ = pair(way, streams, monkeypatch)
     real = Tensor.copy_
 
     def noted(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
@@ -343,7 +342,7 @@ def test_groups_of_all_ranks_only_are_refused(streams: Any, monkeypatch: pytest.
 
     def program(rank: int) -> None:
         model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}")
-        with pytest.raises(RuntimeError, match="device_id=.* leave device_id out"):
+        with pytest.raises(RuntimeError, match="leave device_id out"):
             model(torch.rand(3, 3))
 
     assert world.run(program) == [None] * 4

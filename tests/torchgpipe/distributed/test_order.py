@@ -81,11 +81,23 @@ def _record(link: Queues, acts: list[Act], own: int, step: int) -> None:
         noted(name, (own - step, own, "item"))
 
 
-def stuck(acts: Sequence[Sequence[Act]]) -> list[int] | None:
+def late(acts: Sequence[Sequence[Act]], more: int = 0) -> list[list[Act]]:
+    """Let skips leave as they do by NCCL: with that of a later task, and the last ones when the program has ended."""
+    found = []
+    for program in acts:
+        found.append([*program])
+        for wire in {wire for name, wire in program if name == "leave"}:
+            places = [k for k, act in enumerate(found[-1]) if act == ("leave", wire)]
+            first = places[: abs(wire[0] - wire[1]) - 1 + more]
+            found[-1] = [act for k, act in enumerate(found[-1]) if k not in first] + [("leave", wire)] * len(first)
+    return found
+
+
+def stuck(acts: Sequence[Sequence[Act]], *, nccl: bool = False) -> list[int] | None:
     """Return how far programs got in a state from which nothing can happen, or `None` if there is no such state.
 
     A wire holds the messages that were given and not yet received; at most one item was received and not yet taken, of
-    skips any number.
+    skips any number. There is room for the next item once one was received; by NCCL, once it was taken.
     """
     wires = sorted({wire for program in acts for _, wire in program})
     at = {wire: k for k, wire in enumerate(wires)}
@@ -99,12 +111,12 @@ def stuck(acts: Sequence[Sequence[Act]]) -> list[int] | None:
         for j, program in enumerate(acts):
             if places[j] < end[j]:
                 name, wire = program[places[j]]
-                if (changed := _acted(name, *state[at[wire]])) is not None:
+                if (changed := _acted(name, *state[at[wire]], nccl=nccl)) is not None:
                     following.append((j, at[wire], changed))
         for k, wire in enumerate(wires):
             room, given, received = state[k]
             if given and (not received or wire[2] != "item"):
-                following.append((None, k, (room + (given[0] == "i"), given[1:], received + given[0])))
+                following.append((None, k, (room + (given[0] == "i" and not nccl), given[1:], received + given[0])))
         if not following and places != end:
             return [*places]
         for moved, k, changed in following:
@@ -118,13 +130,13 @@ def stuck(acts: Sequence[Sequence[Act]]) -> list[int] | None:
     return None
 
 
-def _acted(name: str, room: int, given: str, received: str) -> tuple[int, str, str] | None:
+def _acted(name: str, room: int, given: str, received: str, *, nccl: bool) -> tuple[int, str, str] | None:
     """Return a wire's state after a program's act, or `None` if the program has to wait."""
     if name == "admit":
         return (room - 1, given, received) if room else None
     if name in ("announce", "give", "leave"):
         return room, given + {"announce": "a", "give": "i", "leave": "s"}[name], received
-    return (room, given, received[1:]) if received else None
+    return (room + (nccl and received[0] == "i"), given, received[1:]) if received else None
 
 
 LAYOUTS: dict[str, tuple[int, int, list[tuple[int, int]]]] = {
@@ -144,6 +156,13 @@ def test_ranks_never_wait_for_each_other(
 ) -> None:
     for acts in programs(n, m, skips, checkpoint, monkeypatch):
         assert stuck(acts) is None
+        assert stuck(late(acts), nccl=True) is None
+
+
+def test_the_search_finds_a_skip_that_leaves_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    for acts in programs(3, 7, [(0, 2)], "never", monkeypatch):
+        assert stuck(late(acts, more=1), nccl=True) is None
+        assert stuck(late(acts, more=5), nccl=True) is not None
 
 
 def test_the_search_finds_a_deadlock() -> None:

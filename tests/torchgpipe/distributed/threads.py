@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -124,14 +123,14 @@ class World:
     def new_group(self, ranks: list[int], *, backend: str, **_: Any) -> Group:
         rank = self.here.rank
         with self.changed:
-            self.made[backend, *ranks, rank] += 1
-            name = (backend, *ranks, self.made[backend, *ranks, rank])
+            self.made[backend, (*ranks,), rank] += 1
+            name = (backend, *ranks, self.made[backend, (*ranks,), rank])
             self.groups.append(Group(self, name, ranks.index(rank)))
             return self.groups[-1]
 
     def move(self, operations: list[Operation]) -> list[Any]:
         """Play `batch_isend_irecv`; the first on a way is its trial, and takes no time."""
-        kind, _, group, peer = operations[0]
+        kind, _, group, _ = operations[0]
         if group.aborted:
             raise RuntimeError("NCCL communicator was aborted")
         stream, tensors = self.streams.current[-1], [each.tensor for each in operations]
