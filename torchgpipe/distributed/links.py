@@ -163,7 +163,8 @@ class Wires:
         """Tell all other ranks that this one has failed."""
         self.tell("failed", 0, (), f"rank {self.own} failed in {doing}: {type(error).__name__}: {error}")
         end = time.monotonic() + GRACE
-        while self._lost is None and time.monotonic() < end and self._busy("control"):
+        # Also if a connection has broken: another rank may have heard of it, and have left, before all others have.
+        while time.monotonic() < end and self._busy("control"):
             time.sleep(POLL)
 
     def release(self) -> None:

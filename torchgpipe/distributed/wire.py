@@ -102,8 +102,8 @@ class Sender:
 
     @property
     def busy(self) -> bool:
-        """Whether a message that was given is not sent yet."""
-        return self._given > self._done
+        """Whether a message that was given is not sent yet, and still can be."""
+        return self._given > self._done and self.thread.is_alive()
 
     def admit(self) -> None:
         """Wait until the message that was admitted before has been sent."""

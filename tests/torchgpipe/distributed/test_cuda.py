@@ -53,7 +53,7 @@ def step(
         work(kind, i, j)
         world.issued[j].append((kind, i))
 
-    ready = threading.Barrier(world.n)
+    ready = threading.Barrier(world.n, timeout=20)
     layers = [partitions(world.n, skips, lambda j: Task(j, task)) for _ in range(world.n)]
 
     def program(rank: int) -> None:
@@ -187,7 +187,7 @@ def test_a_failure_ends_all_that_streams_wait_for(
     balance = layers((0, 2))[1]
     copies = [layers((0, 2))[0] for _ in range(4)]
     world = play(monkeypatch, streams, WAYS[way])
-    ready = threading.Barrier(4)
+    ready = threading.Barrier(4, timeout=20)
     aborted: list[bool] = []
 
     def program(rank: int) -> None:
