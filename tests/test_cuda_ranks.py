@@ -98,6 +98,7 @@ def a_failure_is_heard_by_all(rank: int) -> None:
         except (RankFailed, ValueError) as error:
             assert "on purpose" in str(error)
         torch.cuda.synchronize(own(rank))  # nothing is left that waits for the rank that failed
+        model.close()
         dist.barrier()
         model.loss(nn.functional.mse_loss, x, target).backward()  # it works again
     model.close()

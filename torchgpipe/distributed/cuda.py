@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchgpipe.copy import Dock, new_stream, using
 from torchgpipe.distributed.wire import NEVER, Departure, dense, row
@@ -38,14 +39,18 @@ _BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT")
 
 
 class Transfer:
-    """Move the tensors of one wire between its stream and the program's, as NCCL's `group` says, or by staging.
+    """Let the tensors of a wire leave this rank's GPU, or arrive there: by NCCL with rank `peer` of `group`, or staged.
+
+    In a group, rank 0 sends and rank 1 receives.
 
     Attributes:
-        late: how many messages later each one shall leave.
+        late: how many messages later each one leaves.
         pins: whether what comes over gloo shall be in pinned memory.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, peer: int = 0, late: int = 0):
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None = None, peer: int = 0, late: int = 0
+    ) -> None:
         self._device, self._stream = device, new_stream(device)
         self._group, self._peer = group, peer
         self.pins, self.late = group is None and device.type == "cuda", late
@@ -75,7 +80,7 @@ class Transfer:
                     y.copy_(x, non_blocking=True)
             else:
                 sent = {x: torch.empty_like(x, device="meta") for x in leaving}
-                self._move(dist.isend, leaving)
+                self._move(leaving)
             # A thread that waits for it sleeps, and leaves the core to others.
             end = self._stream.record_event(torch.cuda.Event(blocking=True))
         over_gloo = tuple([None if x is None else sent.get(x, x) for x in tensors])
@@ -89,15 +94,15 @@ class Transfer:
         with using(self._stream):
             arriving = tuple([None if x is None else self._placed(x) for x in tensors])
             pairs = zip(tensors, arriving, strict=True)
-            self._move(dist.irecv, [y for x, y in pairs if x is not None and y is not None and x.is_meta])
+            self._move([y for x, y in pairs if x is not None and y is not None and x.is_meta])
         dock.expect(self._stream)
         dock.arrive(arriving)
         return arriving
 
-    def try_out(self, *, send: bool) -> None:
-        """Move a first tensor, which lets NCCL connect, and wait for it."""
+    def try_out(self) -> None:
+        """Move a first tensor by NCCL, which connects the two ranks, and wait for that."""
         with using(self._stream):
-            self._move(dist.isend if send else dist.irecv, [torch.zeros(1, device=self._device)])
+            self._move([torch.zeros(1, device=self._device)])
         self.finish()
 
     def finish(self) -> None:
@@ -107,25 +112,19 @@ class Transfer:
 
     def abort(self) -> None:
         """End NCCL's operations, also those that wait for a rank that has failed; any thread may do so."""
-        self._aborted = True
-        if self._group is not None:
+        self._aborted, aborted = True, self._aborted
+        if self._group is not None and not aborted:
             self._group.abort()
-
-    def close(self) -> None:
-        """Give NCCL's group back."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
 
     def _placed(self, x: Tensor) -> Tensor:
         return torch.empty_like(x, device=self._device) if x.is_meta else x.to(self._device, non_blocking=True)
 
-    def _move(self, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+    def _move(self, tensors: Sequence[Tensor | None]) -> None:
         """Let NCCL send or receive, and the current stream wait for that."""
-        rows = [row(x) for x in tensors if x.numel()]
-        moves = [dist.P2POp(operation, x, group=self._group, group_peer=self._peer) for x in rows]
         try:
-            for work in dist.batch_isend_irecv(moves) if moves else ():
-                work.wait()
+            for x in tensors:
+                if self._group is not None and x is not None and x.numel():
+                    (self._group.send if self._peer else self._group.recv)([row(x)], self._peer, 0).wait()
         except RuntimeError:
             if self._aborted:
                 raise Stopped from None
@@ -135,36 +134,33 @@ class Transfer:
 def connect(
     made: dict[tuple[str, int], Transfer],
     device: torch.device,
-    ranks: Sequence[int],
     own: int,
     crossings: Sequence[Crossing],
+    store: Store,
     exchange: Callable[[Tensor], list[Tensor]],
 ) -> None:
     """Add a transfer for each wire of rank `own`, by its kind and the other rank; all ranks call this at once.
 
-    They use NCCL if every rank has a GPU of its own, and staging otherwise; off CUDA none is needed. `exchange` returns
-    what every rank gives it.
+    They use NCCL if every rank has a GPU of its own, and staging otherwise; off CUDA none is needed. Groups meet at
+    `store`; `exchange` returns what every rank gives it.
     """
     gpu = _identity(device)
     gpus = [bytes(x.tolist()) for x in exchange(torch.tensor([*gpu], device="cpu"))]
     if gpu == _NO_GPU:
         return
-    direct = len({*gpus} - {_NO_GPU, _UNFIT}) == len(ranks)
-    if direct and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        raise RuntimeError(
-            "init_process_group was given device_id=..., and so NCCL makes groups of all ranks only, but a pipeline "
-            "needs groups of two; leave device_id out, and call torch.cuda.set_device(...) before"
-        )
-    for kind, source, target in _wires(len(ranks), crossings):
+    direct = len({*gpus} - {_NO_GPU, _UNFIT}) == len(gpus)
+    for kind, source, target in _wires(len(gpus), crossings):
         if own not in (source, target):
             continue
-        peer = source + target - own
-        # Every rank comes to its groups in this one order, so no two wait for each other in a circle.
-        group = _pair(sorted([ranks[source], ranks[target]])) if direct else None
-        late = abs(target - source) - 1 if direct else 0
-        made[kind, peer] = Transfer(device, group, int(ranks[own] < ranks[peer]), late)
+        group, late = None, 0
         if direct:
-            made[kind, peer].try_out(send=own == source)
+            # Not by `new_group`, for which all ranks may have to come.
+            met = PrefixStore(f"{kind} {source} {target}", store)
+            pair = dist.ProcessGroupNCCL(met, int(own == target), 2, NEVER)  # type: ignore[arg-type]
+            group, late = cast(dist.ProcessGroup, pair), abs(target - source) - 1
+        made[kind, source + target - own] = transfer = Transfer(device, group, int(own == source), late)
+        # Every rank comes to its groups in this one order, so that no two wait for each other in a circle.
+        transfer.try_out()
 
 
 def _identity(device: torch.device) -> bytes:
@@ -183,9 +179,3 @@ def _wires(n: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, int, in
         for source, target in pairs:
             yield f"forward{what}", source, target
             yield f"backward{what}", target, source
-
-
-def _pair(ranks: list[int]) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, timeout=NEVER, backend="nccl", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

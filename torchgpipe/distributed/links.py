@@ -69,13 +69,13 @@ class Wires:
     """The wires of rank `own` of a group to all others, and the first failure of any of them."""
 
     def __init__(self, ranks: Sequence[int], own: int) -> None:
-        self.own, self.n, self._ranks = own, len(ranks), ranks
+        self.own, self.n = own, len(ranks)
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._met = False
         # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
         which = (*ranks,)
-        store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
-        self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, own, self.n, NEVER))
+        self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
+        self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
         _made[which] += 1
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, int], Sender] = {}
@@ -97,8 +97,7 @@ class Wires:
         """Let ranks agree, in their first mini-batch, how tensors travel."""
         if not self._met:
             self._met = True
-            exchange = partial(self.exchange, serial)
-            connect(self._transfers, device, self._ranks, self.own, crossings, exchange)
+            connect(self._transfers, device, self.own, crossings, self._store, partial(self.exchange, serial))
 
     def sender(self, kind: str, peer: int) -> Sender:
         """Return the wire to a rank, made when first asked for."""
@@ -216,8 +215,6 @@ class Wires:
             # A thread that is still in gloo when Python ends aborts the process.
             for thread in self._threads:
                 thread.join(GRACE)
-            for transfer in self._transfers.values():
-                transfer.close()
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.n) if peer != self.own]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from torchgpipe.skip import Namespace
 from ...parts import Fails
 from ..layers import Pop, Stash
 from ..test_graph_overlap import COPIES, Task, cost
-from .threads import World, play
+from .threads import Pair, World, play
 
 GPUS = ["one", "two", "three", "four"]
 WAYS = {"NCCL": GPUS, "staging": ["one"] * 4, "staging, as two ranks share a GPU": ["one", "two", "three", "one"]}
@@ -124,22 +123,24 @@ def test_a_skip_leaves_late_and_with_all_others_for_its_rank(
     world = play(monkeypatch, streams, GPUS)
     step(world, m, checkpoint, skips, lambda *task: None)
 
-    # Of every way: for each message, how many tasks were issued before, and how many tensors it has.
-    found = defaultdict[Any, list[tuple[int, int]]](list)
+    # Of every wire: for each tensor, how many tasks were issued before.
+    found = defaultdict[Any, list[int]](list)
     for issued in world.issued:
-        for at, entry in enumerate(issued):
-            if entry[0] == "send":
-                _, source, target, tensors = entry
-                tasks = sum(name == ("forward" if source < target else "backward") for name, *_ in issued[:at])
-                found[source, target].append((tasks, tensors))
+        for at, (what, *wire) in enumerate(issued):
+            if what == "send":
+                found[tuple(wire)].append(sum(wire[0].startswith(str(task)) for task, *_ in issued[:at]))
 
-    items = {(j, j + 1): [(i + 1, 1) for i in range(m)] for j in range(3)}
-    far = {(s, p): [(min(i + p - s - 1, m - 1) + 1, skips.count((s, p))) for i in range(m)] for s, p in skips}
-    expected = {pair: sorted(items.get(pair, []) + far.get(pair, [])) for pair in {**items, **far}}
-    there = {pair: sorted(sends) for pair, sends in found.items() if pair[0] < pair[1]}
-    back = {pair[::-1]: sorted(sends) for pair, sends in found.items() if pair[0] > pair[1]}
-    assert there == expected
-    assert back == expected
+    expected: dict[Any, list[int]] = {}
+    for j in range(3):
+        expected["forward", j, j + 1] = expected["backward", j + 1, j] = [i + 1 for i in range(m)]
+    for s, p in skips:
+        late = [min(i + p - s - 1, m - 1) + 1 for i in range(m) for _ in range(skips.count((s, p)))]
+        expected["forward skips", s, p] = expected["backward skips", p, s] = late
+    assert found == expected
+    # And all skips of a micro-batch for one rank are one message over gloo.
+    assert {wire: count for wire, count in world.sent.items() if "skips" in wire[0]} == {
+        wire: m for wire in expected if "skips" in wire[0]
+    }
 
 
 def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
@@ -165,17 +166,16 @@ def test_results_are_those_of_one_process(
         for _ in range(2):
             model.zero_grad()
             model.loss(nn.functional.mse_loss, x, target).backward()
-        backends = {group.name[0] for group in world.groups}
         model.close()
-        return backends, {name: p.grad for name, p in model.named_parameters()}
+        return {name: p.grad for name, p in model.named_parameters()}
 
     results = world.run(program)
     grads = {name: p.grad for name, p in expected.named_parameters()}
-    found: dict[str, Any] = {name: grad for _, own in results for name, grad in own.items()}
+    found: dict[str, Any] = {name: grad for own in results for name, grad in own.items()}
     assert found.keys() == grads.keys()
     assert all(torch.equal(found[name], grad) for name, grad in grads.items() if grad is not None)
-    assert all(backends == ({"gloo", "nccl"} if way == "NCCL" else {"gloo"}) for backends, _ in results)
-    assert not world.groups, "groups were not given back"
+    assert len(world.pairs) == (2 * (2 * 3 + 2 * len({*skips})) if way == "NCCL" else 0)
+    assert all(pair.aborted for pair in world.pairs), "they are given back when the pipeline is closed"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -188,7 +188,6 @@ def test_a_failure_ends_all_that_streams_wait_for(
     copies = [layers((0, 2))[0] for _ in range(4)]
     world = play(monkeypatch, streams, WAYS[way])
     ready = threading.Barrier(4, timeout=20)
-    aborted: list[bool] = []
 
     def program(rank: int) -> None:
         model = DistributedGPipe(copies[rank], balance, device=f"cpu:{rank}", chunks=4, checkpoint="always")
@@ -196,20 +195,19 @@ def test_a_failure_ends_all_that_streams_wait_for(
             next(layer for layer in model.partition.modules() if isinstance(layer, Fails)).fail(
                 phase, ValueError("on purpose"), calls_before=2
             )
-        groups = []
         with pytest.raises((ValueError, RankFailed), match="on purpose"):
             for _ in range(2):
-                loss = model.loss(nn.functional.mse_loss, torch.rand(8, 3), torch.rand(8, 3))
-                groups = [group for group in world.groups if group.name[0] == "nccl"]
-                loss.backward()
+                model.loss(nn.functional.mse_loss, torch.rand(8, 3), torch.rand(8, 3)).backward()
         ready.wait()
-        aborted.extend(group.aborted for group in groups)
+        if rank == 0:
+            assert all(pair.aborted for pair in world.pairs)
+        model.close()
+        ready.wait()
         model.loss(nn.functional.mse_loss, torch.rand(8, 3), torch.rand(8, 3)).backward()  # it works again
         model.close()
 
     assert world.run(program) == [None] * 4
-    assert all(aborted)
-    assert not world.groups
+    assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
 
 
 X = torch.arange(12.0)
@@ -231,12 +229,10 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_any_tensor_travels(name: str, way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = TENSORS[name]()
-    there, back, world = pair(way, streams, monkeypatch)
-    world.here.rank = 0
+    there, back = ends(way, streams, monkeypatch)
     tensors = (x, None, x)
     sent = there.depart(tensors).tensors
     assert [y is not None and y.is_meta for y in sent] == [way == "NCCL", False, way == "NCCL"]
-    world.here.rank = 1
     y, nothing, again = back.arrive(sent)
     assert nothing is None
     for each in (y, again):
@@ -245,15 +241,11 @@ def test_any_tensor_travels(name: str, way: str, streams: Any, monkeypatch: pyte
         assert not each.is_meta
 
 
-def pair(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, Transfer, World]:
+def ends(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, Transfer]:
     """Return both ends of a wire from rank 0 to rank 1."""
     world = play(monkeypatch, streams, GPUS[:2])
-    ends = []
-    for rank in (0, 1):
-        world.here.rank = rank
-        group: Any = world.new_group([0, 1], backend="nccl") if way == "NCCL" else None
-        ends.append(Transfer(torch.device("cpu", rank), group, 1 - rank))
-    return ends[0], ends[1], world
+    pairs: list[Any] = [Pair(world, "forward 0 1") if way == "NCCL" else None for _ in (0, 1)]
+    return Transfer(torch.device("cpu", 0), pairs[0], 1), Transfer(torch.device("cpu", 1), pairs[1], 0)
 
 
 OUTSIDE = ["cpu:0 copies waits for cpu:0 compute", "memory is used by cpu:0 copies"]
@@ -266,7 +258,7 @@ WAITS = {
 
 @pytest.mark.parametrize("way", WAITS)
 def test_waits(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, back, _ = pair(way, streams, monkeypatch)
+    there, back = ends(way, streams, monkeypatch)
     real = Tensor.copy_
 
     def noted(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
@@ -285,7 +277,7 @@ def test_waits(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", ["NCCL", "staging"])
 def test_nothing_is_done_where_nothing_is_to_move(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, back, _ = pair(way, streams, monkeypatch)
+    there, back = ends(way, streams, monkeypatch)
     on_host = torch.rand(3, device="meta")  # another kind of device than the GPUs here
     streams.log.clear()
     assert there.depart((None, on_host)) == Departure((None, on_host))
@@ -333,19 +325,6 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
     assert log == ["begin in gpipe-to-1", "depart", "wait before", "send", "sent", "wait after"] or log == [
         "depart", "begin in gpipe-to-1", "wait before", "send", "sent", "wait after",
     ]  # fmt: skip
-
-
-def test_groups_of_all_ranks_only_are_refused(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = play(monkeypatch, streams, GPUS)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=0)))
-    copies = [layers() for _ in range(4)]
-
-    def program(rank: int) -> None:
-        model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}")
-        with pytest.raises(RuntimeError, match="leave device_id out"):
-            model(torch.rand(3, 3))
-
-    assert world.run(program) == [None] * 4
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"])

@@ -1,8 +1,7 @@
 """Ranks that are threads of this process, with stand-ins for what needs processes or GPUs.
 
-`torch.distributed` is played by boxes in memory, and NCCL by operations that take their time on simulated streams
-(../conftest.py). The pipeline, its links, its wires and their threads are real. What NCCL does in truth, only GPUs can
-tell.
+Gloo is played by boxes in memory, and NCCL by operations that take their time on simulated streams (../conftest.py).
+The pipeline, its links, its wires and their threads are real. What NCCL does in truth, only GPUs can tell.
 """
 
 from __future__ import annotations
@@ -19,30 +18,22 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.distributed import cuda
+from torchgpipe.distributed import cuda, links
 
 PATIENCE = 30.0
 
 
 @dataclass(eq=False)
 class Parcel:
-    """Tensors that were sent. For NCCL: `ready` is when its sender's stream comes to it, `end` when it has arrived."""
+    """A tensor on its way."""
 
-    group: Group
-    tensors: list[Tensor]
-    ready: float = 0.0
-    before: Parcel | None = None  # on the same way
-    end: float = 0.0
+    tensor: Tensor
     taken: bool = False
-
-    def wait(self) -> None:
-        assert threading.current_thread().name.startswith("gpipe-to-"), "a program waits for a stream"
-        world = self.group.world
-        with world.changed:
-            assert world.changed.wait_for(lambda: self.taken or self.group.aborted, PATIENCE)
 
 
 class Work(NamedTuple):
+    """An operation of gloo, for which some thread waits."""
+
     group: Group
     peer: int
     attempt: Callable[[], bool]
@@ -62,16 +53,16 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
-    """A process group as one of its ranks sees it."""
+    """A group of gloo as one of its ranks sees it."""
 
     world: World
-    name: tuple[Any, ...]
+    name: str
     own: int
-    aborted: bool = False
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        parcel = Parcel(self, [x.clone() for x in tensors])
+        parcel = Parcel(tensors[0].clone())
         with self.world.changed:
+            self.world.sent[links.KINDS[tag], self.own, peer] += 1
             self.world.boxes[self.name, self.own, peer, tag].append(parcel)
             self.world.changed.notify_all()
         return Work(self, peer, lambda: parcel.taken)
@@ -82,85 +73,114 @@ class Group:
         def take() -> bool:
             if box:
                 parcel = box.popleft()
-                tensors[0][: len(parcel.tensors[0])] = parcel.tensors[0]
+                tensors[0][: len(parcel.tensor)] = parcel.tensor
                 parcel.taken = True
                 return True
             return False
 
         return Work(self, peer, take)
 
+
+@dataclass(eq=False)
+class Move(Parcel):
+    """A tensor on its way by NCCL: when its sender's stream comes to it, and when it has arrived."""
+
+    pair: Pair | None = None
+    ready: float = 0.0
+    before: Move | None = None
+    end: float = 0.0
+
+    def wait(self) -> None:
+        """Let the host wait."""
+        assert threading.current_thread().name.startswith("gpipe-to-"), "a program waits for a stream"
+        assert self.pair is not None
+        world, pair = self.pair.world, self.pair
+        with world.changed:
+            assert world.changed.wait_for(lambda: self.taken or pair.aborted, PATIENCE)
+
+
+@dataclass(eq=False)
+class Pair:
+    """A group of NCCL, from one rank to another, as one of the two sees it. What it moves first takes no time."""
+
+    world: World
+    name: str
+    aborted: bool = False
+    latest: Move | None = None
+
+    def __post_init__(self) -> None:
+        self.kind, source, target = self.name.split("/")[-1].rsplit(" ", 2)
+        self.source, self.target = int(source), int(target)
+
+    def send(self, tensors: list[Tensor], *_: int) -> Waited:
+        self._check()
+        world, stream = self.world, self.world.streams.current[-1]
+        if self.latest is not None:
+            world.issued[self.source].append(("send", self.kind, self.source, self.target))
+        self.latest = stream.work = Move(tensors[0].clone(), pair=self, ready=stream.clock, before=self.latest)
+        with world.changed:
+            world.boxes[self.name].append(self.latest)
+            world.changed.notify_all()
+        return Waited()
+
+    def recv(self, tensors: list[Tensor], *_: int) -> Waited:
+        self._check()
+        world, stream, box = self.world, self.world.streams.current[-1], self.world.boxes[self.name]
+        with world.changed:
+            assert world.changed.wait_for(lambda: box or self.latest is not None, PATIENCE)
+            assert box, "a receive was issued before its sending"
+            self.latest = move = box.popleft()
+        start = max(move.ready, move.before.end if move.before else 0.0, stream.clock)
+        low, high = sorted((self.source, self.target))
+        stream.clock = move.end = start + (world.seconds.get((low, high), 0.0) if move.before else 0.0)
+        tensors[0].copy_(move.tensor)
+        with world.changed:
+            move.taken = True
+            world.changed.notify_all()
+        return Waited()
+
     def abort(self) -> None:
         with self.world.changed:
+            assert not self.aborted
             self.aborted = True
             self.world.changed.notify_all()
 
+    def _check(self) -> None:
+        if self.aborted:
+            raise RuntimeError("NCCL communicator was aborted")
 
-class Operation(NamedTuple):
-    kind: Any
-    tensor: Tensor
-    group: Group
-    group_peer: int
+
+class Waited:
+    def wait(self) -> None:
+        """Let the current stream wait; its clock says so already."""
 
 
 @dataclass
 class World:
-    """All ranks. `seconds` says how long NCCL takes between two of them, `issued` what a rank's program gave it."""
+    """All ranks.
+
+    `seconds` says how long NCCL takes between two of them, `issued` what each rank's program has given it, and `sent`
+    how often gloo has sent by each wire.
+    """
 
     n: int
     streams: Any
-    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    boxes: dict[Any, deque[Parcel]] = field(default_factory=lambda: defaultdict(deque))
+    seconds: Mapping[tuple[int, int], float]
+    boxes: dict[Any, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
     closed: set[Any] = field(default_factory=set)
-    groups: list[Group] = field(default_factory=list)
-    made: Counter[Any] = field(default_factory=Counter)
-    latest: dict[Any, Parcel] = field(default_factory=dict)
+    sent: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    pairs: list[Pair] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     here: threading.local = field(default_factory=threading.local)
 
     def __post_init__(self) -> None:
         self.issued: list[list[tuple[Any, ...]]] = [[] for _ in range(self.n)]
 
-    def new_group(self, ranks: list[int], *, backend: str, **_: Any) -> Group:
-        rank = self.here.rank
-        with self.changed:
-            self.made[backend, (*ranks,), rank] += 1
-            name = (backend, *ranks, self.made[backend, (*ranks,), rank])
-            self.groups.append(Group(self, name, ranks.index(rank)))
-            return self.groups[-1]
-
-    def move(self, operations: list[Operation]) -> list[Any]:
-        """Play `batch_isend_irecv`; the first on a way is its trial, and takes no time."""
-        kind, _, group, _ = operations[0]
-        if group.aborted:
-            raise RuntimeError("NCCL communicator was aborted")
-        stream, tensors = self.streams.current[-1], [each.tensor for each in operations]
-        _, low, high, _ = group.name
-        rank, other = (low, high) if group.own == 0 else (high, low)
-        trial = (group.name, "tried") not in self.closed
-        if kind is dist.isend:
-            if (before := self.latest.get(group.name)) is not None:
-                self.issued[rank].append(("send", rank, other, len(tensors)))
-            parcel = Parcel(group, [x.clone() for x in tensors], stream.clock, before)
-            self.latest[group.name] = stream.work = parcel
-            with self.changed:
-                self.boxes[group.name].append(parcel)
-                self.changed.notify_all()
-            return []
-        box = self.boxes[group.name]
-        if trial:
-            self.closed.add((group.name, "tried"))
-            with self.changed:
-                assert self.changed.wait_for(lambda: box, PATIENCE)
-        assert box, "a receive was issued before its sending"
-        parcel = box.popleft()
-        start = max(parcel.ready, parcel.before.end if parcel.before else 0.0, stream.clock)
-        stream.clock = parcel.end = start if trial else start + self.seconds.get((low, high), 0.0)
-        for x, y in zip(tensors, parcel.tensors, strict=True):
-            x.copy_(y)
-        with self.changed:
-            parcel.taken = True
-            self.changed.notify_all()
-        return []
+    def pair(self, store: str, own: int, *_: Any) -> Pair:
+        """Make a group of NCCL."""
+        self.pairs.append(Pair(self, store))
+        assert own == (self.here.rank == self.pairs[-1].target)
+        return self.pairs[-1]
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
         """Run a program on every rank; return what each returns, or its exception."""
@@ -182,6 +202,19 @@ class World:
         return results
 
 
+class OfEach(threading.local):
+    """How often a rank, which is a thread, has met the others."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Any, int] = defaultdict(int)
+
+    def __getitem__(self, key: Any) -> int:
+        return self.counts[key]
+
+    def __setitem__(self, key: Any, value: int) -> None:
+        self.counts[key] = value
+
+
 def play(
     monkeypatch: pytest.MonkeyPatch,
     streams: Any,
@@ -191,15 +224,16 @@ def play(
     """Let threads be ranks, whose GPUs have these names."""
     world = World(len(gpus), streams, seconds)
     for name, value in {
-        "ProcessGroup": Group,
-        "P2POp": lambda kind, tensor, *, group, group_peer: Operation(kind, tensor, group, group_peer),
         "is_initialized": lambda: True,
         "get_rank": lambda: world.here.rank,
         "get_process_group_ranks": lambda group: [*range(world.n)],
-        "new_group": world.new_group,
-        "batch_isend_irecv": world.move,
-        "destroy_process_group": world.groups.remove,
+        "ProcessGroupGloo": lambda store, own, *_: Group(world, store, own),
+        "ProcessGroupNCCL": world.pair,
     }.items():
-        monkeypatch.setattr(dist, name, value)
+        monkeypatch.setattr(dist, name, value, raising=False)
+    for module in (links, cuda):
+        monkeypatch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
+    monkeypatch.setattr(links, "_get_default_store", lambda: "")
+    monkeypatch.setattr(links, "_made", OfEach())
     monkeypatch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
     return world
