@@ -1,0 +1,164 @@
+"""Run a check by an engine, in processes of its own, and say how it ended.
+
+Processes are forked from one that has imported torch already. They meet by a file. What a check leaves on each rank is
+written to a file, and put together here.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import signal
+import tempfile
+import time
+import traceback
+from functools import partial
+from multiprocessing import connection, get_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from benchmarks.any_model import difference
+from benchmarks.conformance_checks import CHECKS
+from benchmarks.conformance_engines import Found, Make, NotOffered, Pipeline, Plain, join
+from benchmarks.conformance_parts import Check
+
+LIMIT = 60.0  # seconds for a check; those of a process group are fewer
+AFTER = 2.0  # seconds that other ranks have after one has ended, or has nothing more to do
+
+PRELOADED = ["benchmarks.conformance_ranks"]
+
+Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
+
+
+class Outcome(NamedTuple):
+    """How a check ended, and what there is to say about it."""
+
+    kind: Kind
+    said: str = ""
+
+
+class Left(NamedTuple):
+    """What a check left on a rank: what was found, or how it ended otherwise."""
+
+    found: Found
+    outcome: Outcome | None
+    at: float
+
+
+def run(check: Check, engine: type[Pipeline], limit: float = LIMIT) -> Outcome:
+    """Run a check by an engine, and compare what it leaves with what the plain layers leave."""
+    expected = run_ranks(check, partial(Plain, by_micro_batch=check.by_micro_batch), 1, limit)
+    if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
+        raise AssertionError(f"{check.name}: the plain layers end in {expected}")
+    found = run_ranks(check, engine, check.ranks if engine.ranks else 1, limit)
+    return found if isinstance(found, Outcome) else compared(found, expected[0])
+
+
+def compared(ranks: list[Found], plain: Found) -> Outcome:
+    """Return whether what all ranks have together is what the plain layers have."""
+    for name, y in (item for found in ranks for item in found.items()):
+        if name not in plain:
+            return Outcome("differs", f"{name}: there, but not in the model")
+        if y is False:
+            return Outcome("differs", f"not so: {name}")
+        x = plain[name]
+        if not isinstance(x, bool) and not isinstance(y, bool) and (said := difference(y, x)):
+            return Outcome("differs", f"{name} {said}")
+    missing = [name for name in plain if not any(name in found for found in ranks)]
+    return Outcome("differs", f"{missing[0]}: on no rank") if missing else Outcome("equal")
+
+
+def run_ranks(check: Check, engine: Any, ranks: int, limit: float) -> list[Found] | Outcome:
+    """Run a check on so many ranks; return what it leaves on each, or how it ended otherwise."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [
+            context.Process(target=_rank, args=(check.name, engine, number, ranks, folder), daemon=True)
+            for number in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        first, end = None, time.monotonic() + limit
+        while running := [process for process in processes if process.exitcode is None]:
+            if first is None:
+                first = next((each for each in processes if each.exitcode), None)  # the first to end badly
+                if first is not None:
+                    end = time.monotonic() + AFTER
+            if time.monotonic() > end:
+                break
+            connection.wait([process.sentinel for process in running], timeout=max(0.01, end - time.monotonic()))
+        for process in running:
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+        left = [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.left"))]
+        errors = sorted((each for each in left if each.outcome is not None), key=lambda each: each.at)
+        ended = [k for k, each in enumerate(processes) if each not in running and not (folder / f"{k}.left").exists()]
+        if errors and (not ended or errors[0].outcome.kind == "refused"):
+            outcome: Outcome = errors[0].outcome
+            return outcome
+        if ended:
+            return Outcome("ends", _how(processes[ended[0]].exitcode or 0, (folder / f"{ended[0]}.log").read_text()))
+        if running:
+            return Outcome("hangs", f"not finished after {limit:g} seconds")
+        return [each.found for each in left]
+
+
+def _how(exit_code: int, log: str) -> str:
+    """Return how a process ended, and the line that it printed about it."""
+    how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+    lines = [line.strip() for line in log.splitlines() if "what()" in line or "Error" in line]
+    return f"{how}: {_without_folders(lines[-1])}"[:300] if lines else how
+
+
+def _without_folders(said: str) -> str:
+    return re.sub(r"(/[\w.+-]+)+/", "", said)
+
+
+def _rank(name: str, engine: Any, number: int, ranks: int, folder: Path) -> None:
+    log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    check = CHECKS[name]
+    found: Found = {}
+    outcome = None
+    try:
+        if ranks > 1:
+            join(number, ranks, folder)
+        result = check.run(Make(engine, folder))
+        found = result.found() if isinstance(result, Pipeline) else result
+        found = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+    except BaseException as error:
+        traceback.print_exc()
+        outcome = judged(error, getattr(engine, "package", "plain"))
+    part = folder / f"{number}.part"
+    torch.save(Left(found, outcome, time.time()), part)
+    part.rename(folder / f"{number}.left")
+    end = time.monotonic() + AFTER
+    while outcome is None and len([*folder.glob("*.left")]) < ranks and time.monotonic() < end:
+        time.sleep(0.02)  # a connection that closes too early would be a failure of its own
+    os._exit(0 if outcome is None else 1)
+
+
+def judged(error: BaseException, package: str) -> Outcome:
+    """Return whether an error is a refusal: raised by the engine's own code, with a message."""
+    if isinstance(error, NotOffered):
+        return Outcome("not offered", str(error))
+    while error.__cause__ is not None:  # what is around it says where it was
+        error = error.__cause__
+    frame: TracebackType | None = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    said = " ".join(str(error).split())
+    own = False
+    if frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        line = linecache.getline(file, frame.tb_lineno).strip()
+        own = f"/{package}/" in file and line.startswith("raise ")
+    return Outcome("refused" if own and said else "fails", f"{type(error).__name__}: {_without_folders(said)}"[:300])
