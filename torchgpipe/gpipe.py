@@ -122,11 +122,8 @@ class GPipe(Partitioned):
             TypeError: `input`, or the output of a partition, is something else.
             ValueError: the tensors of `input` have no batch dimension, or disagree on it.
         """
-        if torch.compiler.is_dynamo_compiling():
-            # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.
-            disabled: Callable[[TensorOrTensors], TensorOrTensors] = torch.compiler.disable(self._run)
-            return disabled(input)
-        return self._run(input)
+        outputs: TensorOrTensors = self._uncompiled(input)
+        return outputs
 
     def _run(self, input: TensorOrTensors) -> TensorOrTensors:
         check(input)

@@ -107,6 +107,16 @@ class Partitioned(nn.Module):
         """Return the skips that cross from partition to partition."""
         raise NotImplementedError
 
+    def _run(self, *args: Any) -> Any:
+        """Run a mini-batch."""
+        raise NotImplementedError
+
+    def _uncompiled(self, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.
+            return torch.compiler.disable(self._run)(*args)
+        return self._run(*args)
+
     def _check(self) -> None:
         """Check, before a mini-batch, what may have been changed since the last one."""
         check_settings(self.chunks, self.checkpoint)

@@ -124,6 +124,8 @@ class Program:
 
         `output_grads` are those of the micro-batches' outputs, for the last partition.
         """
+        for graph in self._graphs:
+            graph.check_unspent()  # before anything waits for another program
         stage, first, last = self.stage, self._j == 0, self._j + 1 == self._n
         results: list[Flat] = [()] * self._m
         with ambient.again():

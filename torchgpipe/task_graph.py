@@ -109,16 +109,20 @@ class TaskGraph:
         if not keep:
             self._kept = None
 
-    def backward(self, grads: Flat, *, keep: bool = False) -> Flat:
-        """Add the parameters' gradients to the leaves; return those of the inputs, `None` where there is none.
-
-        With `keep`, the task can go backward again.
-        """
+    def check_unspent(self) -> None:
+        """Raise `RuntimeError` if a backward has freed the graph."""
         if self._spent:
             raise RuntimeError(
                 "the pipeline was already gone through backward and its activations are freed; "
                 "pass retain_graph=True to the first backward to go through it twice"
             )
+
+    def backward(self, grads: Flat, *, keep: bool = False) -> Flat:
+        """Add the parameters' gradients to the leaves; return those of the inputs, `None` where there is none.
+
+        With `keep`, the task can go backward again.
+        """
+        self.check_unspent()
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
         if not all_none(grads):

@@ -196,6 +196,26 @@ def test_a_parameter_in_two_layers_on_one_device(balance: list[int], devices: li
     assert module[2].weight is module[0].weight
 
 
+def test_layers_on_meta_get_memory_and_values() -> None:
+    with torch.device("meta"):
+        module = sharing()
+    with pytest.raises(ValueError, match=r"'0.weight' is on device 'meta' and has no values: give init="):
+        GPipe(module, [2, 2], devices=["cpu"] * 2)
+
+    def init(k: int, layer: nn.Module) -> None:
+        for p in layer.parameters():
+            p.normal_(mean=100.0 * k)
+
+    before = torch.get_rng_state()
+    model = GPipe(module, [2, 2], devices=["cpu"] * 2, init=init)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model[2].weight is model[0].weight
+    biases = [p.item() for name, p in model.named_parameters() if name.endswith("bias")]
+    assert [round(bias / 100) for bias in biases] == [0, 1, 2, 3]
+    again = GPipe(linears(4), [1, 3], devices=["cpu"] * 2, init=init)
+    assert torch.equal(again[3].weight, model[3].weight)
+
+
 # Prefix, key, key as it is loaded.
 OLD_KEYS = [
     ("", "partitions.0.0.weight", "0.weight"),

@@ -106,7 +106,7 @@ class DistributedGPipe(Partitioned):
         Raises:
             RankFailed: another rank has failed.
         """
-        return self._run(args, kwargs, _criterion)
+        return self._uncompiled(args, kwargs, _criterion)
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], input: Any, target: Any) -> Tensor:
         """Return `criterion(output, target)`, the same number on every rank; all ranks call `backward()` on it.
@@ -125,6 +125,13 @@ class DistributedGPipe(Partitioned):
         wires = self._connected()
         with shared_failure(wires, lambda: "clip_grad_norm_"):
             return wires.exchange(self._serial, own)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        raise TypeError(
+            "DistributedDataParallel would miss the calls of a pipeline's loss(); use replicate(model, device_mesh=...)"
+            " or fully_shard(model.partition, mesh=...)"
+        )
 
     def close(self) -> None:
         """Close the connections to other ranks, and count mini-batches anew; the next call connects again.
@@ -165,8 +172,14 @@ class DistributedGPipe(Partitioned):
             nonlocal step
             micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
             wires.meet(self._serial, stage.device, self._crossings)
-            settings: dict[str, Any] = {"chunks": self.chunks, "checkpoint": self.checkpoint, "training": self.training}
-            settings |= {"a loss": criterion is not None, "the kind of device": stage.device.type}
+            settings = {
+                "the balance": (*self.balance,),
+                "chunks": self.chunks,
+                "checkpoint": self.checkpoint,
+                "training": self.training,
+                "a loss": criterion is not None,
+                "the kind of device": stage.device.type,
+            }
             step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
             return step.forward(finish)
 

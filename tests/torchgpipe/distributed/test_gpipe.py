@@ -253,6 +253,15 @@ def errors_between_calls(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"connections were closed by close\(\) since this mini-batch"):
         loss.backward()
 
+    loss = loss_of(ours)
+    loss.backward()
+    ours.zero_grad()
+    with pytest.raises(RuntimeError, match="the pipeline was already gone through backward"):
+        if rank == 1:
+            loss.backward()
+        loss_of(ours)
+    ours.close()
+
     def criterion(output: Tensor, target: Tensor) -> Tensor:
         raise KeyError("of the criterion")
 
@@ -272,10 +281,19 @@ def errors_between_calls(rank: int) -> None:
     loss_of(threads).backward()
     assert_same_gradients(ours, threads)
 
-    if rank == 1:
-        ours.chunks = 0
-    with pytest.raises((ValueError, RankFailed), match="chunks must be a whole number of at least 1, but got 0"):
-        loss_of(ours)
+    wrong: dict[str, tuple[str, Any]] = {
+        "chunks must be a whole number of at least 1, but got 0": ("chunks", 0),
+        "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
+        r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1": ("balance", [2, 0, 1]),
+        "but training is True on rank 0 and False on rank 1": ("training", False),
+    }
+    for message, (name, value) in wrong.items():
+        before = getattr(ours, name)
+        if rank == 1:
+            setattr(ours, name, value)
+        with pytest.raises((ValueError, RankFailed), match=message):
+            loss_of(ours)
+        setattr(ours, name, before)
     ours.close()
 
 
@@ -285,6 +303,7 @@ def averaging_layers_by_themselves_is_refused(rank: int) -> None:
     with pytest.raises(TypeError, match="a partition runs once for each micro-batch"):
         small_of(average)
     changes: dict[str, Callable[[Any], object]] = {
+        r"would miss the calls of a pipeline's loss\(\)": average,
         "runs once for each": lambda model: average(model.partition),
         "runs once for each micro-batch": lambda model: setattr(model.partition[0], "inner", average(nn.Linear(2, 2))),
         "not average gradients once": lambda model: replicate(model.partition, process_group=own),
