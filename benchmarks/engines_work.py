@@ -49,7 +49,7 @@ def work(name: str, m: int) -> Work:
     classify = nn.functional.cross_entropy
     if name == "AmoebaNet-D (3, 16)":
         layers, x = amoebanetd(3, 16, num_classes=10), torch.rand(BATCH, 3, 224, 224)
-        return Work(layers=layers, balance=(3, 6), chunks=m, input=x, target=classes, loss=classify, optimizer=sgd)
+        return Work(layers=layers, balance=(4, 5), chunks=m, input=x, target=classes, loss=classify, optimizer=sgd)
     if name == "transformer":
         blocks = [nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True) for _ in range(6)]
         layers, x = nn.Sequential(*blocks, Mean(1), nn.Linear(128, 10)), torch.rand(BATCH, 64, 128)

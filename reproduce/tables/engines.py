@@ -23,7 +23,7 @@ WHAT = {
 
 
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the table, where any of the measured rows is of another engine than `threads`."""
+    """Return the table, where there are devices for any row of another engine than `threads`."""
     measured = [result for result in results if not result.emulated]
     engines: list[Engine] = list(dict.fromkeys(result.engine for result in measured))
     if engines in ([], ["threads"]):
@@ -31,18 +31,18 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
     rows: dict[str, dict[Engine, Result]] = {}
     for result in measured:
         rows.setdefault(result.row, {})[result.engine] = result
-    timed = {name: found for name, found in rows.items() if any(map(speed_text, found.values()))}
+    run = {row: found for row, found in rows.items() if any(each.status != "needs devices" for each in found.values())}
 
     def samples(engine: Engine) -> Column[str]:
         def cell(row: str) -> str | None:
-            result = timed[row].get(engine)
+            result = run[row].get(engine)
             return None if result is None else speed_text(result) or outcome(result).replace("not run", "-")
 
         return Column(engine.replace("Schedule", "Schedule\n"), cell)
 
     def over_threads(engine: Engine) -> Column[str]:
         def cell(row: str) -> str | None:
-            times = speed_up(timed[row].get(engine), timed[row].get("threads"))
+            times = speed_up(run[row].get(engine), run[row].get("threads"))
             return None if times is None else ratio(times.middle)
 
         return Column("over\nthreads", cell)
@@ -54,14 +54,14 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
     for result in measured:
         if result.reason and result.status != "needs devices":
             reasons.setdefault(result.reason, []).append(result)
-    lacking = sum(all(each.status == "needs devices" for each in found.values()) for found in rows.values())
     notes = [
         *(text for engine, text in WHAT.items() if engine in engines),
-        "over threads: the median over rounds, in which each engine does a step",
+        "over threads: the median over rounds, in which each engine does a step" if "threads" in engines else None,
         *(f"{_names(found, 'engine')}: {reason} ({_names(found, 'row')})" for reason, found in reasons.items()),
-        f"{many(lacking, 'row')} not run for want of devices" if lacking else None,
+        f"{many(len(rows) - len(run), 'row')} not run for want of devices" if len(run) < len(rows) else None,
     ]
-    return [replace(table(f"{experiment.title}: samples/s of each engine", columns, timed, notes), group=GROUP)]
+    made = table(f"{experiment.title}: samples/s of each engine", columns, run, notes)
+    return [replace(made, group=GROUP)] if run else []
 
 
 def _names(results: Sequence[Result], of: str) -> str:

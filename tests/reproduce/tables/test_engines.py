@@ -53,6 +53,10 @@ def test_other_tables_are_of_threads_alone() -> None:
     assert not [each for each in tables(alone) if each.group == GROUP]
 
 
+def test_rows_without_devices_have_no_table() -> None:
+    assert not tables(record(row("GPipe n8m4", "ranks", status="needs devices", reason="needs 8 devices")))
+
+
 def test_ranks_alone_have_a_table_of_their_own() -> None:
     made: Record = record(row("GPipe n2m4", "ranks", 16.0))
     assert [(each.group, each.rows) for each in tables(made)] == [(GROUP, [("GPipe n2m4", "2.00")])]
