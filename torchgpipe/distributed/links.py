@@ -1,24 +1,24 @@
 """All wires of one rank, and a program's links over them.
 
-Every rank has a wire to every other for control: what rank 0 says when a mini-batch begins, what the last rank says
-when its forward has ended, and who has failed. Programs' items have wires of their own, and so have skips, which go
-straight from the rank that stashes to the rank that pops.
+Every rank has a wire to every other for control: what rank 0 says when a mini-batch begins, and what the last rank says
+when its forward has ended. Programs' items have wires of their own, and so have skips, which go straight from the rank
+that stashes to the rank that pops.
 
-A rank that fails tells all others its error, and then closes its connections; everything that waits on any rank ends.
+A rank that fails tells all others its error. For that, each rank has a thread for every other that only listens. When
+it hears of a failure, it closes this rank's connections, which ends all that waits for any rank.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.cuda import Transfer, connect
-from torchgpipe.distributed.wire import NEVER, Inbox, Message, Receiver, Sender
+from torchgpipe.distributed.wire import NEVER, Message, Receiver, Sender
 from torchgpipe.item import Item
 from torchgpipe.microbatch import Flat
 from torchgpipe.program import Links
@@ -35,18 +35,16 @@ from torchgpipe.seeds import Seeds
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task_graph import leaves
 
-GRACE = 2.0
-"""Seconds: how long to wait for word of who has failed before a broken connection is all that is known."""
+GRACE = timedelta(seconds=2)
+"""How long to wait for word of who has failed before a broken connection is all that is known."""
 
-POLL = 0.0005
-"""Seconds between two looks at whether everything was sent."""
+KINDS = ("control", "forward", "backward", "forward skips", "backward skips", "failure", "failure heard", "end")
+"""What goes from rank to rank. Their numbers are gloo's tags."""
 
-KINDS = ("control", "forward", "backward", "forward skips", "backward skips")
-"""What wires carry. Their numbers are gloo's tags."""
+_NOTHING = torch.empty(0, device="cpu")
 
 
-HEARD = ("head", "tail", "exchange", "bye")
-"""What ranks tell all others: the first when a mini-batch begins, the last when its forward has ended, and each."""
+E = TypeVar("E", Sender, Receiver)
 
 
 class RankFailed(RuntimeError):
@@ -70,6 +68,7 @@ class Wires:
 
     def __init__(self, ranks: Sequence[int], own: int) -> None:
         self.own, self.n = own, len(ranks)
+        self._others = [peer for peer in range(self.n) if peer != own]
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._met = False
         # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
@@ -77,21 +76,20 @@ class Wires:
         self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
         self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
         _made[which] += 1
-        self._lock = threading.Lock()
         self._senders: dict[tuple[str, int], Sender] = {}
-        self._inboxes: dict[tuple[str, int], Inbox] = {}
-        self._control: dict[Hashable, Inbox] = {what: Inbox(lead=False) for what in HEARD}
-        self.error: BaseException | None = None
+        self._receivers: dict[tuple[str, int], Receiver] = {}
+        self._error: RankFailed | None = None
         self._lost: BaseException | None = None
-        self._known = threading.Event()
+        self._known = threading.Event()  # there is nothing more to learn of a failure
         self.closed = self.parted = False
         self._closing = threading.RLock()
-        self._threads: list[threading.Thread] = []
         _open.add(self)
-        for peer in self._others():
-            receiver = Receiver(self._group, peer, KINDS.index("control"), self._hear, self._broken)
-            self._threads.append(receiver.thread)
-            self.sender("control", peer)
+        self._threads = [
+            threading.Thread(target=self._listen, args=(peer,), name=f"gpipe-listens-to-{peer}", daemon=True)
+            for peer in self._others
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def meet(self, serial: int, device: torch.device, crossings: Sequence[Crossing]) -> None:
         """Let ranks agree, in their first mini-batch, how tensors travel."""
@@ -101,97 +99,98 @@ class Wires:
 
     def sender(self, kind: str, peer: int) -> Sender:
         """Return the wire to a rank, made when first asked for."""
-        with self._lock:
-            if (kind, peer) not in self._senders:
-                transfer = self._transfers.get((kind, peer))
-                sender = Sender(self._group, peer, KINDS.index(kind), self._broken, transfer)
-                self._senders[kind, peer] = sender
-                self._threads.append(sender.thread)
-            return self._senders[kind, peer]
+        if (kind, peer) not in self._senders:
+            self._senders[kind, peer] = self._wire(Sender, kind, peer)
+        return self._senders[kind, peer]
 
-    def inbox(self, kind: str, peer: int) -> Inbox:
-        """Return what arrives by the wire from a rank, which is made when first asked for."""
-        with self._lock:
-            if (kind, peer) not in self._inboxes:
-                transfer = self._transfers.get((kind, peer))
-                self._inboxes[kind, peer] = inbox = Inbox(lead=not kind.endswith("skips"), transfer=transfer)
-                pin = transfer is not None and transfer.pins
-                receiver = Receiver(self._group, peer, KINDS.index(kind), inbox.put, self._broken, pin=pin)
-                self._threads.append(receiver.thread)
-            return self._inboxes[kind, peer]
+    def receiver(self, kind: str, peer: int) -> Receiver:
+        """Return the wire from a rank, made when first asked for."""
+        if (kind, peer) not in self._receivers:
+            self._receivers[kind, peer] = self._wire(Receiver, kind, peer)
+        return self._receivers[kind, peer]
+
+    def _wire(self, end: type[E], kind: str, peer: int) -> E:
+        return end(self._group, peer, KINDS.index(kind), self._broken, self._transfers.get((kind, peer)))
 
     def tell(self, what: str, serial: int, tensors: Flat, about: Hashable = None) -> None:
-        """Tell all other ranks something."""
-        for peer in self._others():
-            self.sender("control", peer).give(Message(serial, (what, about), tensors))
+        """Tell all other ranks something; each of them has to hear it."""
+        for peer in self._others:
+            sender = self.sender("control", peer)
+            sender.begin()
+            sender.give(Message(serial, (what, about), tensors))
 
-    def heard(self, what: str) -> Message:
-        """Wait for what one rank tells all others, the head or the tail of a mini-batch."""
-        return self._control[what].take()
+    def hear(self, what: str, serial: int, peer: int) -> tuple[Sequence[Any], Any]:
+        """Wait for what a rank tells all others; return the tensors, and what is said of them."""
+        receiver = self.receiver("control", peer)
+        receiver.begin()
+        message = receiver.take()
+        check_serial(message, serial)
+        told, about = message.about
+        if told != what:
+            raise RuntimeError(f"every rank has to call the same, but rank {peer} is at its {told}, not its {what}")
+        return message.tensors, about
 
     def exchange(self, serial: int, own: Tensor) -> list[Tensor]:
         """Return what every rank gives, in their order."""
-        self.tell("exchange", serial, (own.cpu(),), self.own)
-        found: dict[int, Any] = {self.own: own}
-        while len(found) < self.n:
-            message = self.heard("exchange")
-            check_serial(message, serial)
-            found[message.about[1]] = message.tensors[0]
-        return [found[rank] for rank in range(self.n)]
+        self.tell("exchange", serial, (own.cpu(),))
+        heard: Any = {peer: self.hear("exchange", serial, peer)[0][0] for peer in self._others}
+        return [own if rank == self.own else heard[rank] for rank in range(self.n)]
 
     @property
     def stopped(self) -> bool:
         """Whether some rank has failed."""
-        return self._known.is_set() or self._lost is not None
+        return self._error is not None or self._lost is not None
 
     @property
     def sent(self) -> dict[tuple[str, int], int]:
         """Bytes of tensors that were sent, by kind and rank."""
         return {key: sender.sent for key, sender in self._senders.items()}
 
+    @property
+    def described(self) -> int:
+        """How many descriptions of messages were sent."""
+        return sum(sender.described for sender in self._senders.values())
+
     def failure(self) -> BaseException:
         """Return why programs were stopped."""
-        if self.error is None:
-            self._known.wait(GRACE)
-        return self.error or RankFailed(
+        self._known.wait(GRACE.total_seconds())
+        return self._error or RankFailed(
             f"rank {self.own} has lost a connection to another rank, which gave no reason (was its process killed?): "
             f"{self._lost}"
         )
 
     def fail(self, error: BaseException, doing: str) -> None:
         """Tell all other ranks that this one has failed."""
-        self.tell("failed", 0, (), f"rank {self.own} failed in {doing}: {type(error).__name__}: {error}")
-        end = time.monotonic() + GRACE
-        # Also if a connection has broken: another rank may have heard of it, and have left, before all others have.
-        while time.monotonic() < end and self._busy("control"):
-            time.sleep(POLL)
+        self._known.set()
+        said = f"rank {self.own} failed in {doing}: {type(error).__name__}: {error}"
+        heard = []
+        for peer in self._others:
+            with suppress(RuntimeError, Stopped):
+                self.sender("failure", peer).give(Message(0, said, ()))
+                heard.append(self._group.recv([_NOTHING], peer, KINDS.index("failure heard")))
+        for work in heard:
+            with suppress(RuntimeError):
+                work.wait(GRACE)
 
     def release(self) -> None:
         """Let everything leave that was given, since the program has no more tasks."""
-        for sender in [*self._senders.values()]:
+        for sender in self._senders.values():
             sender.release()
 
     def flush(self) -> None:
-        """Wait until everything was sent, or some rank has failed."""
-        while not self.stopped and self._busy(*KINDS):
-            time.sleep(POLL)
-
-    def _busy(self, *kinds: str) -> bool:
-        return any(sender.busy for (kind, _), sender in self._senders.items() if kind in kinds)
+        """Wait until everything was received that has left."""
+        for sender in self._senders.values():
+            sender.settle()
 
     def part(self) -> None:
         """Close the connections once the other ranks do so, too, or after a while."""
         with self._closing:
             if not self.closed and not self.stopped:
+                for transfer in self._transfers.values():
+                    transfer.finish()
                 # Whoever closes a connection may lose what the other end has not read yet.
-                self.tell("bye", 0, ())
-                patience = threading.Timer(GRACE, self._stop)
-                patience.daemon = True
-                patience.start()
-                with suppress(Stopped):
-                    for _ in self._others():
-                        self.heard("bye")
-                patience.cancel()
+                with suppress(RuntimeError):
+                    self._group.barrier().wait(GRACE)
                 self.parted = True
             self.close()
 
@@ -201,50 +200,40 @@ class Wires:
             if self.closed:
                 return
             self.closed = True
-            for transfer in self._transfers.values() if not self.stopped else ():
-                transfer.finish()
-            self._stop()
-            for sender in self._senders.values():
-                sender.stop()
-            if self.n > 1:
-                # Nothing but a wait that times out makes gloo close the connections of a group.
-                with suppress(RuntimeError):
-                    self._group.recv([torch.empty(1, device="cpu")], self._others()[0], len(KINDS)).wait(
-                        timedelta(milliseconds=1)
-                    )
-            # A thread that is still in gloo when Python ends aborts the process.
-            for thread in self._threads:
-                thread.join(GRACE)
-
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self.n) if peer != self.own]
-
-    def _hear(self, message: Message) -> None:
-        what, about = message.about
-        if what == "failed":
-            self.error = self.error or RankFailed(about)
             self._known.set()
             self._stop()
-            raise Stopped
-        self._control[what].put(message)
+            # A thread that is still in gloo when Python ends aborts the process.
+            for thread in (*self._threads, *(sender.thread for sender in self._senders.values())):
+                thread.join(GRACE.total_seconds())
+
+    def _listen(self, peer: int) -> None:
+        """Wait for word that a rank has failed; then end all waits of this one."""
+        try:
+            said = self._wire(Receiver, "failure", peer).take().about
+        except Stopped:
+            self._known.wait(GRACE.total_seconds())  # another rank may say why
+        else:
+            self._error = self._error or RankFailed(said)
+            # What has arrived may be lost when the other end closes the connection, so it waits for an answer.
+            with suppress(RuntimeError):
+                self._group.send([_NOTHING], peer, KINDS.index("failure heard")).wait(GRACE)
+        if not self._known.is_set():
+            self._known.set()
+            self._stop()
 
     def _broken(self, error: BaseException) -> None:
-        """Note that a thread has failed: a connection has broken, or it was given what it cannot send."""
-        if isinstance(error, ConnectionError):
-            self._lost = self._lost or error
-        else:
-            self.error = self.error or error
-            self._known.set()
-        self._stop()
+        self._lost = self._lost or error
 
     def _stop(self) -> None:
-        """End all that programs wait for; this rank may still say what has happened."""
-        with self._lock:
-            senders = [sender for (kind, _), sender in self._senders.items() if kind != "control"]
-            ends: list[Sender | Inbox] = [*senders, *self._inboxes.values(), *self._control.values()]
-        for end in ends:
-            end.stop()
-        for transfer in [*self._transfers.values()]:
+        """End all waits for other ranks, in all threads."""
+        # Nothing but a wait that times out makes gloo close the connections of a group; on a broken one it fails at
+        # once. The group's own methods work after `destroy_process_group()`, too.
+        for peer in self._others:
+            with suppress(RuntimeError):
+                self._group.recv([_NOTHING], peer, KINDS.index("end")).wait(timedelta(milliseconds=1))
+        for sender in [*self._senders.values()]:
+            sender.stop()
+        for transfer in self._transfers.values():
             transfer.abort()
 
 
@@ -257,12 +246,19 @@ class Messages(Links):
     def __init__(self, wires: Wires, serial: int, crossings: Sequence[Crossing]) -> None:
         before, after = wires.own - self.step, wires.own + self.step
         self._wires, self._serial = wires, serial
-        self._before = wires.inbox(self.kind, before) if 0 <= before < wires.n else None
+        self._before = wires.receiver(self.kind, before) if 0 <= before < wires.n else None
         self._after = wires.sender(self.kind, after) if 0 <= after < wires.n else None
         self._between: dict[int, list[Crossing]] = defaultdict(list)  # this rank and another
         for crossing in crossings:
             if wires.own in (crossing.source, crossing.target):
                 self._between[self._other(crossing)].append(crossing)
+        skips: list[Sender | Receiver] = [
+            (wires.sender if (other - wires.own) * self.step > 0 else wires.receiver)(f"{self.kind} skips", other)
+            for other in self._between
+        ]
+        for end in (self._before, self._after, *skips):
+            if end is not None:
+                end.begin()
         self._left: dict[int, dict[Crossing, tuple[Hashable, Tensor | None]]] = defaultdict(dict)
         self._arrived: dict[Crossing, tuple[Any, Tensor | None]] = {}
 
@@ -272,7 +268,7 @@ class Messages(Links):
 
     def admit(self) -> None:
         assert self._after is not None
-        self._after.admit()
+        self._after.settle()
 
     def announce(self) -> None:
         assert self._after is not None
@@ -283,7 +279,7 @@ class Messages(Links):
 
     def _give(self, about: Hashable, tensors: Flat) -> None:
         assert self._after is not None
-        self._after.give(Message(self._serial, about, tensors), admitted=True)
+        self._after.give(Message(self._serial, about, tensors))
 
     def _take(self) -> tuple[Any, Flat]:
         return self._read(self._before)
@@ -295,22 +291,24 @@ class Messages(Links):
         left[crossing] = about, tensor
         if len(left) == len(between):
             abouts, skips = zip(*(left[each] for each in between), strict=True)
-            self._wires.sender(f"{self.kind} skips", other).give(Message(self._serial, abouts, skips))
+            sender = self._wires.sender(f"{self.kind} skips", other)
+            sender.settle(abs(other - self._wires.own))
+            sender.give(Message(self._serial, abouts, skips))
             left.clear()
 
     def _fetch(self, crossing: Crossing) -> tuple[Any, Tensor | None]:
         if crossing not in self._arrived:
             other = self._other(crossing)
-            abouts, skips = self._read(self._wires.inbox(f"{self.kind} skips", other))
+            abouts, skips = self._read(self._wires.receiver(f"{self.kind} skips", other))
             self._arrived.update(zip(self._between[other], zip(abouts, skips, strict=True), strict=True))
         return self._arrived.pop(crossing)
 
     def _other(self, crossing: Crossing) -> int:
         return crossing.target if crossing.source == self._wires.own else crossing.source
 
-    def _read(self, inbox: Inbox | None) -> tuple[Any, Flat]:
-        assert inbox is not None
-        message = inbox.take()
+    def _read(self, receiver: Receiver | None) -> tuple[Any, Flat]:
+        assert receiver is not None
+        message = receiver.take()
         check_serial(message, self._serial)
         return message.about, message.tensors
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.batch import Batch, linked, one_node
-from torchgpipe.distributed.links import Backward, Forward, RankFailed, Wires, check_serial
+from torchgpipe.distributed.links import Backward, Forward, Wires
 from torchgpipe.microbatch import Flat, TensorOrTensors, gather, tensors_of
 from torchgpipe.observe import Observer
 from torchgpipe.relay import Stopped
@@ -35,8 +35,6 @@ def shared_failure(wires: Wires, doing: Callable[[], str]) -> Iterator[None]:
         yield
     except Stopped:
         error = wires.failure()
-        if not isinstance(error, RankFailed):  # this rank's own, in a thread that sends
-            wires.fail(error, "sending")
         wires.close()
         raise error from None
     except BaseException as error:
@@ -88,7 +86,7 @@ class Step(Batch):
             self._wires.release()
             self._check_kept()
             if not self._last:
-                (scalar, *state), (needs, self._seeds.drew) = self._hear("tail")
+                (scalar, *state), (needs, self._seeds.drew) = self._wires.hear("tail", self._serial, self._wires.n - 1)
         if self._last:
             before = torch.get_rng_state()
             self.program.doing = "the criterion"
@@ -100,6 +98,7 @@ class Step(Batch):
             return result
         if state:
             torch.set_rng_state(state[0])
+        self._wires.flush()  # all has been received by now
         scalar = scalar.to(self.program.stage.device)
         return one_node(self, [1], leaves((scalar,), (True,)), inputs)[0] if needs else scalar
 
@@ -112,12 +111,10 @@ class Step(Batch):
             self._wires.release()
             # What was not sent would be lost if the process ended now.
             self._wires.flush()
-            if self._wires.stopped:
-                raise Stopped
         return grads
 
     def _hear_head(self) -> tuple[int, int]:
-        (head,), theirs = self._hear("head")
+        (head,), theirs = self._wires.hear("head", self._serial, 0)
         for (name, own), first in zip(self._settings.items(), theirs, strict=True):
             if own != first:
                 raise ValueError(
@@ -126,8 +123,3 @@ class Step(Batch):
                 )
         m, base = head.tolist()
         return m, base
-
-    def _hear(self, what: str) -> tuple[Sequence[Any], Any]:
-        message = self._wires.heard(what)
-        check_serial(message, self._serial)
-        return message.tensors, message.about[1]

@@ -1,27 +1,31 @@
-"""A wire: messages of tensors from one process to another over gloo, each way with a thread of its own.
+"""A wire: messages of tensors from one process to another, over gloo.
 
 A message is a description and tensors. The description says everything but the tensors' contents: shapes, types,
 and whatever the sender adds. Each wire numbers its descriptions and sends each one once, so that a message is
 
-    a slot of at most 4 KiB:    serial | number of the description | its length, if it is new | it | small tensors
+    a slot of at most 64 KiB:   serial | number of the description | its length, if it is new | it | small tensors
     large tensors, one by one   where they do not fit into the slot
 
-The receiver always waits for a slot, and with it learns what else will come. Gloo leaves no other way: a buffer that is
-too small ends the process, and one that is too large is filled in part without a word.
+The receiver is always ready for a slot, which says what else comes. Gloo leaves no other way: a buffer that is too
+small ends the process, and one that is too large is filled in part without a word. But to ask for a large tensor only
+then costs time in which nothing moves. So while a task runs, the receiver is ready for the tensors, too, that the
+message at this place had in the mini-batch before. The sender knows that. If its message is another one, it first sends
+an empty tensor for each of them.
 
-Gloo's `isend` and `irecv` come to an end only when somebody waits for them, and a wait that times out closes all
-connections of its process group. So each wire has a thread that does nothing but wait for gloo, once for each message.
-Programs touch queues only.
+Sending returns at once, and whoever takes a message waits for gloo. Such a wait ends when connections are closed (see
+links.py), and not by Ctrl-C. One that times out closes all connections of its group. A wait for sending to end may go
+on even when the connection has broken, so each wire has a thread for it, and programs wait for a queue.
 """
 
 from __future__ import annotations
 
-import math
+import mmap
 import pickle
 import struct
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,9 +44,8 @@ if TYPE_CHECKING:
 NEVER = timedelta(days=365)
 """The timeout of an operation between ranks. A rank may wait as long as another one computes."""
 
-SLOT = 4096
+SLOT = 2**16
 _HEAD = struct.Struct("<qqq")
-_STOP = object()
 
 
 class Message(NamedTuple):
@@ -54,31 +57,83 @@ class Message(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A tensor's type, shape and strides; its contents come by NCCL if it is on `meta`."""
+    """A tensor's type, shape, strides, and bytes that go over gloo: none if it is on `meta`, and so comes by NCCL."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    bytes: int
     meta: bool
 
-    @property
-    def bytes(self) -> int:  # that go over gloo
-        return 0 if self.meta else math.prod(self.shape) * self.dtype.itemsize
+
+_Description = tuple[Hashable, tuple[_Layout | None, ...]]
 
 
 class Departure(NamedTuple):
-    """What goes over gloo for a message's tensors, and what the thread waits for before and after it sends that."""
+    """What goes over gloo for a message's tensors, and what to wait for before that is sent, and after."""
 
     tensors: Flat
     before: torch.cuda.Event | None = None
     after: torch.cuda.Event | None = None
 
 
-class Sender:
-    """Send messages to `rank` of the group, in order, by a thread of its own.
+class _End:
+    """One end of a wire, and which description the next message has, if all is as in the mini-batch before.
+
+    Both ends see the same messages and beginnings of mini-batches in the same order, so they expect the same.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, tag: int, broken: Callable[[BaseException], None]) -> None:
+        self._group, self._rank, self._tag, self._broken = group, rank, tag, broken
+        self._known: list[_Description] = []
+        self._before: list[int] = []  # numbers of the descriptions in the mini-batch before
+        self._now: list[int] = []
+        self._expected: int | None = None
+
+    def begin(self) -> None:
+        """Begin a mini-batch. Both ends do so between the same messages."""
+        self._before, self._now = self._now, []
+        self._look_ahead()
+
+    def _seen(self, number: int) -> None:
+        self._now.append(number)
+        self._expected = None
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        if self._expected is None and len(self._now) < len(self._before):
+            self._expected = self._before[len(self._now)]
+
+    def _ahead(self) -> list[int]:
+        """Return the sizes of the large tensors of the message that is expected."""
+        layouts = () if self._expected is None else self._known[self._expected][1]
+        return [size for size, place in _places(layouts, _HEAD.size) if place is None]
+
+    def _gloo(self, what: Callable[..., Any], *given: Any) -> Any:
+        """Do something that fails if a connection has broken."""
+        try:
+            return what(*given)
+        except RuntimeError as error:
+            self._broken(error)
+            raise Stopped from None
+
+
+class _Posted(NamedTuple):
+    """A message that has departed, what to wait for, and its tensors as the program has them, with their versions."""
+
+    message: Message
+    works: list[Any] | None
+    departure: Departure
+    tensors: Flat
+    before: list[int | None]
+
+
+class Sender(_End):
+    """Send messages to `rank` of the group, in order.
 
     Attributes:
         sent: bytes of tensors that were sent; headers and descriptions are not counted.
+        described: how many descriptions were sent.
     """
 
     def __init__(
@@ -89,31 +144,25 @@ class Sender:
         broken: Callable[[BaseException], None],
         transfer: Transfer | None = None,
     ) -> None:
-        self._group, self._rank, self._tag, self._broken = group, rank, tag, broken
+        super().__init__(group, rank, tag, broken)
         self._transfer = transfer
-        self._held: deque[tuple[Message, list[int | None], bool]] = deque()
-        self._queue = Queue()
-        self._tickets = Queue()
-        self._tickets.put(None)
-        self._known: dict[Hashable, int] = {}
+        self._held: deque[tuple[Message, list[int | None]]] = deque()
+        self._posted: SimpleQueue[_Posted | None] = SimpleQueue()
+        self._under_way = 0  # messages that have departed, and of which `settle` does not know that they were received
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # for each of them, whether all was right
+        self._numbers: dict[_Description, int] = {}
         self.sent = 0
-        self._given = self._done = 0  # messages; each number is changed by one thread only
-        self.thread = _started(self._run, f"gpipe-to-{rank}")
+        self.thread = threading.Thread(target=self._wait, name=f"gpipe-to-{rank}", daemon=True)
+        self.thread.start()
 
     @property
-    def busy(self) -> bool:
-        """Whether a message that was given is not sent yet, and still can be."""
-        return self._given > self._done and self.thread.is_alive()
+    def described(self) -> int:
+        return len(self._numbers)
 
-    def admit(self) -> None:
-        """Wait until the message that was admitted before has been sent."""
-        self._tickets.get()
-
-    def give(self, message: Message, *, admitted: bool = False) -> None:
-        """Send a message. Of those that were `admitted`, at most one waits; of others, any number."""
-        self._given += 1
-        # The versions of now: the thread sends later, and a layer must not change the tensors in between.
-        self._held.append((message, versions(message.tensors), admitted))
+    def give(self, message: Message) -> None:
+        """Send a message, and do not wait until it is received."""
+        # The versions of now: a layer must not change the tensors before they are sent.
+        self._held.append((message, versions(message.tensors)))
         if self._transfer is None or len(self._held) > self._transfer.late:
             self._depart()
 
@@ -122,170 +171,201 @@ class Sender:
         while self._held:
             self._depart()
 
+    def settle(self, left: int = 0) -> None:
+        """Wait until at most `left` messages that have departed are not received."""
+        while self._under_way > left:
+            error = self._ended.get()
+            if error is not None:
+                self._ended.put(error)  # for whoever waits again
+                raise error
+            self._under_way -= 1
+
     def stop(self) -> None:
-        """End the thread, and every wait for it."""
-        self._queue.stop()
-        self._tickets.stop()
+        """End every wait, now and later, and the thread."""
+        self._ended.put(Stopped())
+        self._posted.put(None)
 
     def _depart(self) -> None:
-        message, before, admitted = self._held.popleft()
+        message, before = self._held.popleft()
         tensors = message.tensors
         departure = Departure(tensors) if self._transfer is None else self._transfer.depart(tensors)
-        self._queue.put((message, before, admitted, departure))
+        message = message._replace(tensors=departure.tensors)
+        # From a GPU it is sent when a stream has got there, for which the thread of the program must not wait.
+        works = self._post(message) if self._transfer is None else None
+        self._under_way += 1
+        self.sent += sum(x.nbytes for x in tensors if x is not None)
+        self._posted.put(_Posted(message, works, departure, tensors, before))
 
-    def _run(self) -> None:
+    def _wait(self) -> None:
+        """Wait, in a thread, until each message is received."""
         try:
             if self._transfer is not None:
                 self._transfer.begin()
-            while True:
-                if self._send(*self._queue.get()):
-                    self._tickets.put(None)
-                self._done += 1
-        except Stopped:
-            pass
+            while (posted := self._posted.get()) is not None:
+                self._ended.put(self._end(*posted))
+                del posted  # and the tensors
         except BaseException as error:
-            self._broken(error)
+            self._ended.put(error)
 
-    def _send(self, message: Message, before: list[int | None], admitted: bool, departure: Departure) -> bool:
+    def _end(
+        self, message: Message, works: list[Any] | None, departure: Departure, tensors: Flat, before: list[int | None]
+    ) -> BaseException | None:
         if departure.before is not None:
             departure.before.synchronize()
-        parts = self._parts(message._replace(tensors=departure.tensors))
-        for work in [self._group.send([part], self._rank, self._tag) for part in parts]:
-            _wait(work)
+        for work in self._post(message) if works is None else works:
+            self._gloo(work.wait)
         if departure.after is not None:
             departure.after.synchronize()
-        self.sent += sum(x.nbytes for x in message.tensors if x is not None)
-        if versions(message.tensors) != before:
-            raise RuntimeError(
-                f"an input of partition {self._rank} was changed in place before it was sent: a layer returns memory "
-                "that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
-            )
-        return admitted
+        if versions(tensors) == before:
+            return None
+        return RuntimeError(
+            f"an input of partition {self._rank} was changed in place before it was sent: a layer returns memory "
+            "that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
+        )
+
+    def _post(self, message: Message) -> list[Any]:
+        return [self._gloo(self._group.send, [part], self._rank, self._tag) for part in self._parts(message)]
 
     def _parts(self, message: Message) -> list[Tensor]:
         """Return what to send, as bytes: the slot, then what does not fit into it."""
-        flat = [None if x is None else _flat(x) for x in message.tensors]
-        description = (message.about, tuple(None if x is None else x[0] for x in flat))
-        new = b""
-        number = self._known.get(description)
+        flat = [None if x is None else dense(x) for x in message.tensors]
+        layouts = tuple([None if x is None else _layout(x) for x in flat])
+        description = (message.about, layouts)
+        number, new = self._numbers.get(description), b""
         if number is None:
-            number = self._known[description] = len(self._known)
-            new = pickle.dumps(description)
-        head = _HEAD.pack(message.serial, number, len(new))
-        bodies = [x[1] for x in flat if x is not None and x[0].bytes]
-        size = sum(x[0].bytes for x in flat if x is not None)
-        if len(head) + len(new) + size <= SLOT:
-            return [torch.cat([_bytes(head + new), *bodies])]
-        if len(head) + len(new) <= SLOT:
-            return [_bytes(head + new), *bodies]
-        return [_bytes(head), _bytes(new), *bodies]
+            number, new = len(self._known), pickle.dumps(description)
+            self._numbers[description] = number
+            self._known.append(description)
+        fillers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in self._ahead() if number != self._expected]
+        self._seen(number)
+        slot, at = [_bytes(_HEAD.pack(message.serial, number, len(new)))], _HEAD.size
+        large: list[Tensor] = []
+        if new:
+            fits = at + len(new) <= SLOT
+            (slot if fits else large).append(_bytes(new))
+            at += len(new) * fits
+        rows = [row(x) for x, layout in zip(flat, layouts, strict=True) if x is not None and layout and layout.bytes]
+        for x, (_, place) in zip(rows, _places(layouts, at), strict=True):
+            (large if place is None else slot).append(x)
+        return [torch.cat(slot), *fillers, *large]
 
 
-class Receiver:
-    """Receive messages from `rank` of the group, in order, by a thread of its own, which hands each to `deliver`."""
+class Receiver(_End):
+    """Receive messages from `rank` of the group, in order."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         rank: int,
         tag: int,
-        deliver: Callable[[Message], None],
         broken: Callable[[BaseException], None],
-        *,
-        pin: bool = False,
+        transfer: Transfer | None = None,
     ) -> None:
-        self._group, self._rank, self._tag = group, rank, tag
-        self._deliver, self._broken = deliver, broken
-        self._pin = pin
-        self._known: list[tuple[Hashable, Sequence[_Layout | None]]] = []
-        self.thread = _started(self._run, f"gpipe-from-{rank}")
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._deliver(self._message())
-        except Stopped:
-            pass
-        except BaseException as error:
-            self._broken(error)
-
-    def _message(self) -> Message:
-        slot = self._receive(torch.empty(SLOT, dtype=torch.uint8, device="cpu"))
-        serial, number, length = _HEAD.unpack(slot[: _HEAD.size].numpy().tobytes())
-        at = _HEAD.size
-        if length:
-            if at + length <= SLOT:
-                new, at = slot[at : at + length], at + length
-            else:
-                new = self._receive(torch.empty(length, dtype=torch.uint8, device="cpu"))
-                at = SLOT + 1  # nothing more is in the slot
-            self._known.append(pickle.loads(new.numpy().tobytes()))
-        about, layouts = self._known[number]
-        fits = at + sum(x.bytes for x in layouts if x is not None) <= SLOT
-        tensors: list[Tensor | None] = []
-        for layout in layouts:
-            if layout is None:
-                tensors.append(None)
-                continue
-            on, pin = ("meta", False) if layout.meta else ("cpu", self._pin)
-            x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=on, pin_memory=pin)
-            tensors.append(x)
-            if layout.bytes and fits:
-                row(x).copy_(slot[at : at + layout.bytes])
-                at += layout.bytes
-            elif layout.bytes:
-                self._receive(row(x))
-        return Message(serial, about, tuple(tensors))
-
-    def _receive(self, buffer: Tensor) -> Tensor:
-        _wait(self._group.recv([buffer], self._rank, self._tag))
-        return buffer
-
-
-class Inbox:
-    """Messages that have arrived and wait to be taken; with `lead`, no more than one of them."""
-
-    def __init__(self, *, lead: bool, transfer: Transfer | None = None) -> None:
+        super().__init__(group, rank, tag, broken)
         self._transfer = transfer
-        self._queue = Queue()
-        self._taken = Queue()
-        self._lead = lead
+        self._memory = _Memory(pinned=transfer is not None and transfer.pins)
+        self._content = bytearray(SLOT)
+        self._slot = torch.frombuffer(self._content, dtype=torch.uint8)
+        self._next = self._receive(self._slot)
+        self._large: list[tuple[Tensor, Any]] = []  # tensors of the message that is expected, and the waits for them
 
-    def put(self, message: Message) -> None:
-        """Add a message; with `lead`, wait until it is taken."""
-        self._queue.put(message)
-        if self._lead:
-            self._taken.get()
+    def begin(self) -> None:
+        ready = self._expected is not None
+        super().begin()
+        if not ready:
+            self._prepare()
 
     def take(self) -> Message:
         """Wait for the next message."""
-        message: Message = self._queue.get()
-        if self._lead:
-            self._taken.put(None)
-        if self._transfer is not None:
-            return message._replace(tensors=self._transfer.arrive(message.tensors))
-        return message
+        self._gloo(self._next.wait)
+        serial, number, length = _HEAD.unpack_from(self._content)
+        at = _HEAD.size
+        large, as_expected = self._large, number == self._expected
+        if not as_expected:
+            self._wait(large)
+        if length:
+            if at + length <= SLOT:
+                new, at = self._content[at : at + length], at + length
+            else:
+                new = bytearray(length)
+                self._gloo(self._receive(torch.frombuffer(new, dtype=torch.uint8)).wait)
+            self._known.append(pickle.loads(new))
+        about, layouts = self._known[number]
+        places = [*_places(layouts, at)]
+        if not as_expected:
+            large = self._received([size for size, place in places if place is None])
+        apart = iter(large)
+        rows = [next(apart)[0] if at is None else self._slot[at : at + size].clone() for size, at in places]
+        self._seen(number)
+        self._next = self._receive(self._slot)
+        self._prepare()
+        self._wait(large)
+        remaining = iter(rows)
+        tensors = tuple([None if layout is None else _tensor(layout, remaining) for layout in layouts])
+        return Message(serial, about, tensors if self._transfer is None else self._transfer.arrive(tensors))
 
-    def stop(self) -> None:
-        """End every wait."""
-        self._queue.stop()
-        self._taken.stop()
+    def _prepare(self) -> None:
+        self._large = self._received(self._ahead())
+
+    def _received(self, sizes: Sequence[int]) -> list[tuple[Tensor, Any]]:
+        rows = [self._memory.row(size) for size in sizes]
+        return [(x, self._receive(x)) for x in rows]
+
+    def _receive(self, x: Tensor) -> Any:
+        return self._gloo(self._group.recv, [x], self._rank, self._tag)
+
+    def _wait(self, received: Sequence[tuple[Tensor, Any]]) -> None:
+        for _, work in received:
+            self._gloo(work.wait)
 
 
-class Queue(SimpleQueue[Any]):
-    """A queue whose waits end by `Stopped` once it has been stopped."""
+class _Memory:
+    """Memory for large tensors that arrive, which is used again when no tensor is in it any more.
 
-    def get(self, *_: Any) -> Any:
-        """Wait for the next item."""
-        item = super().get()
-        if item is _STOP:
-            self.put(_STOP)  # for whoever waits, too
-            raise Stopped
-        return item
+    New memory would come from the system page by page, which takes longer than to receive what goes into it.
+    """
 
-    def stop(self) -> None:
-        """End every wait, now and later."""
-        self.put(_STOP)
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: list[mmap.mmap] = []
+
+    def row(self, size: int) -> Tensor:
+        """Return memory of `size` bytes."""
+        if self._pinned:  # of which PyTorch keeps what is free
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        memory = next((x for x in self._free if len(x) == size), None)
+        if memory is None:
+            self._free.clear()  # shapes have changed
+            memory = mmap.mmap(-1, size)
+        else:
+            self._free.remove(memory)
+        view = memoryview(memory)  # PyTorch holds it as long as there are tensors in it
+        weakref.finalize(view, self._free.append, memory).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _places(layouts: Iterable[_Layout | None], at: int) -> Iterator[tuple[int, int | None]]:
+    """Yield each tensor's size and its place in the slot, of which `at` bytes are taken; `None` where it is too large.
+
+    Tensors without contents are left out.
+    """
+    for layout in layouts:
+        if layout is not None and layout.bytes:
+            fits = at + layout.bytes <= SLOT
+            yield layout.bytes, at if fits else None
+            at += layout.bytes * fits
+
+
+def _layout(x: Tensor) -> _Layout:
+    return _Layout(x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else x.nbytes, x.is_meta)
+
+
+def _tensor(layout: _Layout, rows: Iterator[Tensor]) -> Tensor:
+    if not layout.bytes:
+        device = "meta" if layout.meta else "cpu"
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+    x = torch.empty(0, dtype=layout.dtype, device="cpu")
+    return x.set_(next(rows).untyped_storage(), 0, layout.shape, layout.stride)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -295,7 +375,9 @@ def dense(x: Tensor) -> Tensor:
             f"only dense tensors travel between ranks, but a partition returned a {type(x).__name__} of {x.layout}"
         )
     x = x.detach().resolve_conj().resolve_neg()
-    return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.contiguous()
+    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
+        return x
+    return x.contiguous()
 
 
 def row(x: Tensor) -> Tensor:
@@ -303,23 +385,5 @@ def row(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _flat(x: Tensor) -> tuple[_Layout, Tensor]:
-    x = dense(x)
-    return _Layout(x.dtype, tuple(x.shape), x.stride(), x.is_meta), row(x)
-
-
-def _wait(work: Any) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise ConnectionError(str(error).splitlines()[0]) from error
-
-
 def _bytes(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _started(run: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread

@@ -318,8 +318,7 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
     sender.give(Message(1, None, ()))
     assert not [entry for entry in log if entry != "begin in gpipe-to-1"], "it is late by one message"
     sender.release()
-    while sender.busy:
-        pass
+    sender.settle()
     sender.stop()
     sender.thread.join()
     assert log == ["begin in gpipe-to-1", "depart", "wait before", "send", "sent", "wait after"] or log == [

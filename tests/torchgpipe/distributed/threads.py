@@ -40,12 +40,12 @@ class Work(NamedTuple):
 
     def wait(self, timeout: timedelta | None = None) -> None:
         world, name, own = self.group.world, self.group.name, self.group.own
+        patience = PATIENCE if timeout is None else timeout.total_seconds()
         with world.changed:
-            if timeout is not None:  # nothing will come, and gloo closes the connections of the group
-                world.closed.add((name, own))
-                world.changed.notify_all()
             lost = {(name, own), (name, self.peer)}
-            done = world.changed.wait_for(lambda: (self.attempt() and "done") or lost & world.closed, PATIENCE)
+            done = world.changed.wait_for(lambda: (self.attempt() and "done") or lost & world.closed, patience)
+            if not done and timeout is not None:  # gloo closes the connections of the group
+                world.closed.add((name, own))
             world.changed.notify_all()
         if done != "done":
             raise RuntimeError("Connection closed by peer")
@@ -79,6 +79,11 @@ class Group:
             return False
 
         return Work(self, peer, take)
+
+    def barrier(self) -> Work:
+        there = self.world.boxes[self.name, "barrier"]
+        there.append(self.own)
+        return Work(self, self.own, lambda: len(there) == self.world.n)
 
 
 @dataclass(eq=False)
