@@ -8,6 +8,7 @@ from reproduce.cli.shared import devices, on
 from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, PUBLISHED_BALANCE, Experiment, Row, Scale
 from reproduce.experiments.scale import why_not
 from reproduce.machine.devices import Devices, find_devices
+from reproduce.run import engines
 from reproduce.tables.layout import Column, Table, many, table
 
 OURS = "nobody has published these rows; those named .../mb are at equal micro-batch size"
@@ -44,8 +45,10 @@ def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Tabl
     """Return a table of the rows that reproduce published ones, and one of ours, which nobody has published."""
     reason = why_not(scale, devices)
     if experiment.measures in ("speed", "ablation"):
-        measured = sum(row.devices <= devices.count and row.configuration != PUBLISHED_BALANCE for row in scale.rows)
-        rows = f"measures {measured} and emulates all of {len(scale.rows)} rows"
+        measured = [r for r in scale.rows if r.devices <= devices.count and r.configuration != PUBLISHED_BALANCE]
+        rows = f"measures {len(measured)} and emulates all of {len(scale.rows)} rows"
+        ranks = sum(engines.why_not("ranks", row, devices) is None for row in measured)
+        rows += f"; --engine ranks measures {ranks}" * bool(ranks)
     else:
         rows = f"all {len(scale.rows)} rows"
     here = f"cannot run; {reason}" if reason else f"can run; {rows}"
