@@ -34,7 +34,7 @@ from torchgpipe.skip.layout import Crossing
 _NO_GPU, _UNFIT = b"0" * 36, b"-" * 36
 """In place of a GPU's UUID: on a CPU, and where NCCL cannot serve the rank."""
 
-_BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT")
+_BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 """Variables that make the host wait for an operation of NCCL, and so for other ranks."""
 
 

@@ -326,6 +326,22 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
     ]  # fmt: skip
 
 
+def test_ranks_on_other_kinds_of_devices_are_refused(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = play(monkeypatch, streams, GPUS[:2])
+    monkeypatch.setattr(cuda, "_identity", lambda device: cuda._UNFIT if device.type == "cpu" else cuda._NO_GPU)
+
+    def program(rank: int) -> None:
+        device = ["cpu:0", "meta"][rank]
+        model = DistributedGPipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], device=device)
+        with pytest.raises(
+            (ValueError, RankFailed), match="the kind of device is 'cpu' on rank 0 and 'meta' on rank 1"
+        ):
+            model(torch.rand(3, 3))
+        model.close()
+
+    assert world.run(program) == [None] * 2
+
+
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"])
 def test_where_the_host_would_wait_for_nccl_it_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
