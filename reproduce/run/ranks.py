@@ -9,6 +9,7 @@ does the end of the input, which comes at the latest when the process that asks 
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import pickle
@@ -63,7 +64,8 @@ def answered() -> Iterator[Any]:
             yield step(engaged, start)
         else:
             engine, make = request
-            engaged = None  # or two of them would need memory at once
+            engaged = None  # or two of them would need memory at once, and threads
+            gc.collect()
             engaged = Engaged(engine, make())
             yield None
 
