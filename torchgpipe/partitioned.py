@@ -208,7 +208,7 @@ _BUILT = ("_engine", "_stages", "_wires")
 
 _MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
-    "name the devices when wrapping the module: GPipe(module, balance, devices=[…])"
+    "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… on a rank"
 )
 
 

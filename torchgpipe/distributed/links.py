@@ -79,7 +79,7 @@ class Wires:
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         self._error: RankFailed | None = None
-        self._lost: BaseException | None = None
+        self._lost: RankFailed | None = None
         self._known = threading.Event()  # there is nothing more to learn of a failure
         self.closed = self.parted = False
         self._closing = threading.RLock()
@@ -110,7 +110,8 @@ class Wires:
         return self._receivers[kind, peer]
 
     def _wire(self, end: type[E], kind: str, peer: int) -> E:
-        return end(self._group, peer, KINDS.index(kind), self._broken, self._transfers.get((kind, peer)))
+        broken = partial(self._broken, peer)
+        return end(self._group, peer, KINDS.index(kind), broken, self._transfers.get((kind, peer)))
 
     def tell(self, what: str, serial: int, tensors: Flat, about: Hashable = None) -> None:
         """Tell all other ranks something; each of them has to hear it."""
@@ -154,15 +155,13 @@ class Wires:
     def failure(self) -> BaseException:
         """Return why programs were stopped."""
         self._known.wait(GRACE.total_seconds())
-        return self._error or RankFailed(
-            f"rank {self.own} has lost a connection to another rank, which gave no reason (was its process killed?): "
-            f"{self._lost}"
-        )
+        return self._error or self._lost or RankFailed(f"rank {self.own} has failed, and closed its connections")
 
     def fail(self, error: BaseException, doing: str) -> None:
         """Tell all other ranks that this one has failed."""
         self._known.set()
-        said = f"rank {self.own} failed in {doing}: {type(error).__name__}: {error}"
+        line, *_ = str(error).splitlines() or [""]
+        said = f"rank {self.own} failed in {doing}: {type(error).__name__}: {line}"
         heard = []
         for peer in self._others:
             with suppress(RuntimeError, Stopped):
@@ -221,8 +220,12 @@ class Wires:
             self._known.set()
             self._stop()
 
-    def _broken(self, error: BaseException) -> None:
-        self._lost = self._lost or error
+    def _broken(self, peer: int, error: BaseException) -> None:
+        if self._lost is None:
+            self._lost = RankFailed(
+                f"rank {self.own} has lost its connection to rank {peer}, which gave no reason: has its process ended?"
+            )
+            self._lost.__cause__ = error
 
     def _stop(self) -> None:
         """End all waits for other ranks, in all threads."""

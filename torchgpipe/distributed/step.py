@@ -36,7 +36,7 @@ def shared_failure(wires: Wires, doing: Callable[[], str]) -> Iterator[None]:
     except Stopped:
         error = wires.failure()
         wires.close()
-        raise error from None
+        raise error from error.__cause__
     except BaseException as error:
         wires.fail(error, doing())
         wires.close()

@@ -281,6 +281,14 @@ def errors_between_calls(rank: int) -> None:
     loss_of(threads).backward()
     assert_same_gradients(ours, threads)
 
+    # As if rank 1 had been killed.
+    if rank == 1:
+        ours._connected().close()
+    else:
+        with pytest.raises(RankFailed, match=f"rank {rank} has lost its connection to rank 1, which gave no reason"):
+            loss_of(ours)
+    ours.close()
+
     wrong: dict[str, tuple[str, Any]] = {
         "chunks must be a whole number of at least 1, but got 0": ("chunks", 0),
         "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
