@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 
+from .everywhere import Everywhere
+
 Tensors = Tensor | tuple[Tensor, ...]
 
 
@@ -37,5 +39,8 @@ class Plain(nn.Sequential):
         return list(zip(*(self.split(x) for x in value), strict=True))
 
 
-def piped(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> GPipe:
+def piped(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> Any:
+    """Return a pipeline on the CPU; with `engine="ranks"` one over the processes that run the test (ranks.py)."""
+    if options.get("engine") == "ranks":
+        return Everywhere(layers, balance, chunks=chunks, **{k: x for k, x in options.items() if k != "engine"})
     return GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, **options)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchgpipe import GPipe, sequential
+from torchgpipe import sequential
 from torchgpipe.trace.parts import tensors_in
 
+from ..plain import piped
 from ..traced import CASES, Case
 from .compare import REORDERED, state, total
 
@@ -42,7 +43,7 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
     layers = sequential(module, sample, **case.options)
     n = min(n, len(layers))
     balance = [len(layers) - n + 1] + [1] * (n - 1)
-    model = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, **way)
+    model = piped(layers, balance, chunks, **way)
     outputs = called(model, sample)
     expected = [called(plain, parts(sample, i, chunks)) for i in range(chunks)]
     joined = tuple(torch.cat(column) for column in zip(*map(tuple, map(tensors_in, expected)), strict=True))

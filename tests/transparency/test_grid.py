@@ -36,7 +36,7 @@ def test_every_component_can_be_switched_off(switch: str, balance: list[int], wa
     assert_transparent(layers(), torch.randn(13, 5).requires_grad_(), balance, chunks=8, **way | {switch: False})
 
 
-@pytest.mark.parametrize("engine", ["auto", "graph", "workers"])
+@pytest.mark.parametrize("engine", ["auto", "graph", "workers", "ranks"])
 def test_mini_batches_of_different_sizes(way: dict[str, Any]) -> None:
     # With a single sample there is nothing to overlap, for which "auto" has another engine.
     def use(run: nn.Module) -> list[Any]:

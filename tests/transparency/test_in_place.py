@@ -61,7 +61,9 @@ def test_an_output_whose_memory_is_used_again_is_refused(way: dict[str, Any]) ->
         piped(module, [1, 1], **way)(torch.randn(9, WIDTH))
 
 
-@pytest.mark.parametrize("engine, checkpoint", [("graph", "always"), ("workers", "always"), ("workers", "never")])
+@pytest.mark.parametrize(
+    "engine, checkpoint", [("graph", "always"), ("workers", "always"), ("workers", "never"), ("ranks", "never")]
+)
 def test_an_output_changed_in_place_changes_nothing_else(way: dict[str, Any]) -> None:
     """Also where there is one micro-batch, whose outputs are not concatenated."""
     x = torch.randn(7, WIDTH).requires_grad_()

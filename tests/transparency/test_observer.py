@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,18 +43,22 @@ def linears() -> nn.Sequential:
     return nn.Sequential(*(linear() for _ in range(6)))
 
 
-def observed(module: nn.Sequential, balance: list[int], chunks: int, way: dict[str, Any]) -> tuple[GPipe, Log]:
+def observed(
+    module: nn.Sequential, balance: list[int], chunks: int, way: dict[str, Any]
+) -> tuple[Any, Log, Sequence[int]]:
+    """Return a pipeline, what it tells its observer, and the partitions of which that may hear: a rank's own."""
     model = piped(module, balance, chunks, **way)
     log = model.observer = Log()
-    return model, log
+    return model, log, [model.rank] if way["engine"] == "ranks" else range(len(balance))
 
 
-def tasks(kind: Any, m: int, n: int) -> set[Task]:
-    return {Task(kind, i, j) for i in range(m) for j in range(n)}
+def tasks(kind: Any, m: int, partitions: Sequence[int]) -> set[Task]:
+    return {Task(kind, i, j) for i in range(m) for j in partitions}
 
 
-def expected_tasks(m: int, n: int, checkpoint: Any) -> set[Task]:
-    return tasks("forward", m, n) | tasks("recompute", checkpointed(checkpoint, m), n) | tasks("backward", m, n)
+def expected_tasks(m: int, partitions: Sequence[int], checkpoint: Any) -> set[Task]:
+    kinds = {"forward": m, "recompute": checkpointed(checkpoint, m), "backward": m}
+    return {task for kind, count in kinds.items() for task in tasks(kind, count, partitions)}
 
 
 @pytest.mark.parametrize("batch, chunks, m", [(8, 1, 1), (8, 4, 4), (13, 8, 7)])
@@ -66,23 +70,22 @@ def expected_tasks(m: int, n: int, checkpoint: Any) -> set[Task]:
 def test_every_task_once_and_in_order(
     build: Any, balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]
 ) -> None:
-    n = len(balance)
-    model, log = observed(build(), balance, chunks, way)
+    model, log, partitions = observed(build(), balance, chunks, way)
     for _ in range(2):
         log.started.clear()
         log.ended.clear()
         y = model(torch.randn(batch, 4))
-        assert set(log.started) == set(log.ended) == tasks("forward", m, n)
+        assert set(log.started) == set(log.ended) == tasks("forward", m, partitions)
         y.sum().backward()
         assert max(Counter(log.started).values()) == 1
-        assert set(log.started) == set(log.ended) == expected_tasks(m, n, way["checkpoint"])
+        assert set(log.started) == set(log.ended) == expected_tasks(m, partitions, way["checkpoint"])
 
     def before(earlier: Task, later: Task) -> bool:
         return log.ended.index(earlier) < log.ended.index(later)
 
     for i in range(m):
-        for j in range(n):
-            if j:
+        for j in partitions:
+            if j - 1 in partitions:
                 assert before(Task("forward", i, j - 1), Task("forward", i, j))
                 assert before(Task("backward", i, j), Task("backward", i, j - 1))
             if i:
@@ -109,22 +112,22 @@ def test_layers_run_within_their_task(way: dict[str, Any]) -> None:
                 y.register_hook(lambda grad: seen.append((log.running.task, False, False)))
             return y
 
-    model, log = observed(nn.Sequential(*map(Witness, range(3))), [1, 1, 1], 4, way)
+    model, log, partitions = observed(nn.Sequential(*map(Witness, range(3))), [1, 1, 1], 4, way)
     model(torch.randn(8, 4)).sum().backward()
     count = checkpointed(way["checkpoint"], 4)
     assert set(seen) == {
         (task, task.kind == "forward" and task.micro_batch < count, task.kind == "recompute")
-        for task in expected_tasks(4, 3, way["checkpoint"])
+        for task in expected_tasks(4, partitions, way["checkpoint"])
     }
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "frozen"])
 def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None:
-    model, log = observed(linears(), [2, 4], 4, way)
+    model, log, partitions = observed(linears(), [2, 4], 4, way)
     model.requires_grad_(mode != "frozen")
     with torch.set_grad_enabled(mode != "no_grad"):
         model(torch.randn(8, 4))
-    assert Counter(log.started) == Counter(tasks("forward", 4, 2))
+    assert Counter(log.started) == Counter(tasks("forward", 4, partitions))
 
 
 def test_copies_between_devices_belong_to_the_sender() -> None:

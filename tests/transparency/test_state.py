@@ -104,9 +104,10 @@ def test_copies_work_and_are_independent(duplicate: Callable[[GPipe], GPipe], us
         model(x).sum().backward()
         model.zero_grad()
     twin = duplicate(model)
-    for attribute in ("balance", "devices", "chunks", "checkpoint"):
-        assert getattr(twin, attribute) == getattr(model, attribute)
-    assert [[*partition.children()] for partition in twin.partitions] == [list(twin)[k : k + 2] for k in (0, 2, 4)]
+    if isinstance(model, GPipe):
+        for attribute in ("balance", "devices", "chunks", "checkpoint"):
+            assert getattr(twin, attribute) == getattr(model, attribute)
+        assert [[*partition.children()] for partition in twin.partitions] == [list(twin)[k : k + 2] for k in (0, 2, 4)]
 
     before = copy.deepcopy(model.state_dict())
     outcome = observe(twin, x)

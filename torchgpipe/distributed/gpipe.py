@@ -161,7 +161,8 @@ class DistributedGPipe(Partitioned):
         def finish(output: TensorOrTensors) -> tuple[Any, Tensor]:
             result = output if self._signature is None else self._signature.structured(output)
             if criterion is None:
-                return result, torch.zeros((), requires_grad=any(y.requires_grad for y in tensors_of(output)))
+                needs = any(y.requires_grad for y in tensors_of(output))
+                return result, torch.zeros((), device=stage.device, requires_grad=needs)
             loss = criterion(result)
             if not isinstance(loss, Tensor) or loss.dim():
                 given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

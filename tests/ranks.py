@@ -1,0 +1,253 @@
+"""Processes that run tests together: each is a rank of `torch.distributed`, and lives as long as the test run.
+
+They are forked when all tests have been collected and none has run, so that each has them. The test run tells all of
+them which test is next; each runs it, its fixtures too, and says how it went. What they have to tell each other goes
+through the test run (`Rank.exchange`), which thus knows if one of them waits in vain.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+WORLD = 4
+PATIENCE = 60  # seconds; only what hangs takes as long
+
+
+class Ranks:
+    """The processes, as the test run sees them."""
+
+    def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+        importlib.import_module("torch._dynamo")  # takes seconds; here only once
+        self._index = {item.nodeid: k for k, item in enumerate(items)}
+        self._printed = [tempfile.TemporaryFile() for _ in range(WORLD)]  # noqa: SIM115
+        pairs = [Pipe() for _ in range(WORLD)]
+        self._links, theirs = [ours for ours, _ in pairs], [link for _, link in pairs]
+        self._processes: list[int] = []
+        self._ended = ""
+        for index in range(WORLD):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of BLAS do nothing now
+                process = os.fork()
+            if process:
+                self._processes.append(process)
+                continue
+            try:  # this process must never go on as a second test run
+                for end in {*self._links, *theirs} - {theirs[index]}:
+                    end.close()
+                Rank(index, theirs[index]).serve(config, items, self._printed[index].fileno())
+            finally:
+                os._exit(1)
+        for end in theirs:
+            end.close()
+
+    def run(self, test: str) -> str:
+        """Run a test on all ranks; return what those have to say on which it failed."""
+        if self._ended:
+            return self._ended
+        told: dict[int, str] = {}
+        offered: dict[int, tuple[int, bytes]] = {}
+        try:
+            for link in self._links:
+                link.send_bytes(pickle.dumps(self._index[test]))
+            while len(told) < WORLD:
+                busy = {*range(WORLD)} - {*told} - {*offered}
+                heard = _heard([self._links[index] for index in busy])
+                if not heard:
+                    return self._end(f"nothing happened for {PATIENCE} s in {test}")
+                for index in busy:
+                    if self._links[index] in heard:
+                        said = pickle.loads(self._links[index].recv_bytes())
+                        if isinstance(said, str):
+                            told[index] = said
+                        else:
+                            offered[index] = said
+                self._answer(offered, told)
+        except (EOFError, ConnectionError):
+            return self._end(f"a rank's process ended in {test}")
+        return "\n".join(f"on rank {index}:\n{text}" for index, text in sorted(told.items()) if text)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, link in zip(self._processes, self._links, strict=True):
+            link.close()
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        self._processes, self._links = [], []
+
+    def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
+        """Give ranks that wait for an exchange what each of them offers, or nothing if one has ended the test."""
+        if not offered:
+            return
+        ranks = range(max(n for n, _ in offered.values()))
+        complete = offered.keys() == {*ranks}
+        if not complete and told.keys().isdisjoint(ranks):
+            return
+        answer = pickle.dumps([offered[index][1] for index in ranks] if complete else None)
+        for index in offered:
+            self._links[index].send_bytes(answer)
+        offered.clear()
+
+    def _end(self, why: str) -> str:
+        """End the processes; return what they have printed, and where their threads are."""
+        for process in self._processes:
+            os.kill(process, signal.SIGUSR1)
+        time.sleep(1)
+        self.close()
+        self._ended = f"earlier, {why}"
+        for index, file in enumerate(self._printed):
+            file.seek(0)
+            why += f"\nrank {index}:\n{file.read().decode()[-9999:]}"
+        return why
+
+
+def _heard(links: list[Any]) -> list[Any]:
+    """Wait for what ranks say; return the links of those that have said something."""
+    for _ in range(PATIENCE):  # not in one go: time must not count while everything is stopped
+        if heard := wait(links, 1):
+            return heard
+    return []
+
+
+class Left(BaseException):
+    """End a test on a rank that takes no part in it."""
+
+
+class Rank:
+    """One of the processes, as a test sees it that runs there."""
+
+    def __init__(self, index: int, link: Connection) -> None:
+        self.index, self._link = index, link
+        self._heard: SimpleQueue[Any] = SimpleQueue()
+        self._failed: list[str] = []
+        self._left = False
+        self._used: dict[int, Any] = {}
+        self._store: Any = None
+        self._test = 0
+
+    def __reduce__(self) -> Any:
+        return current, ()  # a copy is itself
+
+    def serve(self, config: pytest.Config, items: Sequence[pytest.Item], output: int) -> NoReturn:
+        """Run tests until the test run ends; print to the file `output`."""
+        global _current
+        _current = self
+        gc.freeze()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run hears it, too, and then ends
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        faulthandler.enable(2)
+        faulthandler.register(signal.SIGUSR1, 2)
+        threading.Thread(target=self._hear, daemon=True).start()
+        for plugin in ("terminalreporter", "capturemanager"):
+            config.pluginmanager.unregister(name=plugin)
+        config.pluginmanager.register(self)
+        while True:
+            self._test = self._heard.get()
+            self._store = self._store or self._meet()
+            self._say(self._run(config, items[self._test]))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a failure."""
+        if report.failed:
+            self._failed.append(report.longreprtext)
+
+    def join(self, n: int) -> None:
+        """Make a world of the first n ranks, if the test has none yet; end the test here if this is none of them."""
+        if self.index >= n:
+            self._left = True
+            raise Left
+        if dist.is_initialized():
+            assert dist.get_world_size() == n, "all pipelines of a test have to have equally many partitions"
+            return
+        assert n <= WORLD, f"there are {WORLD} ranks"
+        store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
+        patience = timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", store=store, rank=self.index, world_size=n, timeout=patience)
+
+    def use(self, pipeline: Any) -> None:
+        """Close this pipeline when the test ends."""
+        self._used[id(pipeline)] = pipeline
+
+    def exchange(self, n: int, value: Any) -> list[Any]:
+        """Return what each of the first n ranks offers."""
+        with torch.device("cpu"):  # a test may have another default
+            self._say((n, pickle.dumps(value)))
+            found = self._heard.get()
+            assert found is not None, "another rank has ended the test"
+            return [pickle.loads(each) for each in found]
+
+    def _close(self, *, failed: bool) -> None:
+        """Close what has been used."""
+        for pipeline in self._used.values():
+            if failed and pipeline._wires is not None:
+                pipeline._wires.close()  # or other ranks would wait for this one
+            pipeline.close()
+        self._used.clear()
+
+    def _run(self, config: pytest.Config, item: pytest.Item) -> str:
+        """Run a test; return what to say about it, nothing if it passed."""
+        self._failed, self._left = [], False
+        try:
+            config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        except BaseException as error:
+            self._failed.append(repr(error))
+        told = "" if self._left else "\n".join(self._failed)
+        self._close(failed=bool(told))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        elif not self._left and not told:
+            told = "the test made no pipeline over ranks"
+        return told
+
+    def _say(self, what: Any) -> None:
+        self._link.send_bytes(pickle.dumps(what))
+
+    def _hear(self) -> NoReturn:
+        # In a thread of its own, so that this process ends even if it is busy.
+        while True:
+            try:
+                self._heard.put(pickle.loads(self._link.recv_bytes()))
+            except (EOFError, ConnectionError):
+                os._exit(0)
+
+    def _meet(self) -> Any:
+        """Return a store that all ranks have in common."""
+        tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+        own = tcp("127.0.0.1", 0, WORLD, True, wait_for_workers=False) if self.index == 0 else None
+        port = self.exchange(WORLD, own and own.port)[0]
+        return own or tcp("127.0.0.1", port, WORLD)
+
+
+_current: Rank | None = None
+
+
+def current() -> Rank:
+    """Return the rank that this process is."""
+    assert _current is not None, "only tests in tests/transparency run over ranks"
+    return _current
+
+
+def is_rank() -> bool:
+    """Return whether this process is a rank."""
+    return _current is not None
