@@ -53,16 +53,22 @@ class Work:
 
 
 class Engaged:
-    """Some work on an engine, a training step at a time. Where partitions are processes, each of them makes one."""
+    """Some work on an engine, a training step at a time. Where partitions are processes, each of them makes one.
+
+    Attributes:
+        steps: how many were done.
+    """
 
     def __init__(self, engine: Engine, work: Work) -> None:
         make = {"threads": _threads, "ranks": _ranks}.get(engine)
         module, self._forward_and_backward = make(work) if make else _scheduled(engine, work)
+        self.steps = 0
         # An optimizer refuses to have no parameters.
         self._optimizers = [work.optimizer(module)] if any(True for _ in module.parameters()) else []
 
     def step(self) -> float | None:
         """Do one whole training step; return its loss, or `None` where this process does not know it."""
+        self.steps += 1
         loss = self._forward_and_backward()
         for optimizer in self._optimizers:
             optimizer.step()

@@ -21,6 +21,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from reproduce.run.engines import Engaged
@@ -75,6 +76,7 @@ def step(engaged: Engaged, start: float) -> tuple[float, float | None]:
 
     `start` is a time of the clock that all processes of a machine share.
     """
+    torch.manual_seed(engaged.steps)  # as `MeasuredSteps` does, so that random layers do the same
     while time.perf_counter() < start:
         pass  # awake, as ranks are that have just done another step
     loss = engaged.step()

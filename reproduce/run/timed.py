@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
@@ -46,6 +48,7 @@ class MeasuredSteps:
 
     def run(self) -> None:
         """Run one more step."""
+        torch.manual_seed(len(self.losses))  # whatever other rows have drawn: every engine's k-th step begins alike
         self.steps.append(self._timed())
         self.losses.append(self.steps[-1][1])
 

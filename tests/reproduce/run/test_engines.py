@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS, Experiment
@@ -22,6 +23,7 @@ from reproduce.machine.devices import Devices
 from reproduce.records.record import Engine, load
 from reproduce.run.engines import OFFERED, Engaged, check_same, why_not
 from reproduce.run.processes import Processes
+from reproduce.run.timed import MeasuredSteps
 
 from .fakes import Fake, Run
 from .works import failing, ids, killed, work
@@ -50,6 +52,17 @@ def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpo
     seconds, losses = zip(*(processes.step() for _ in range(3)), strict=True)
     assert losses == pytest.approx([threads.step() for _ in range(3)], rel=1e-5)
     assert losses[0] - losses[1] > 1e-3 and 0 < min(seconds) < max(seconds) < PATIENCE
+
+
+def test_ranks_draw_what_threads_draw(processes: Processes) -> None:
+    threads, losses = Engaged("threads", work(dropout=0.5)), []
+    processes.make("ranks", partial(work, dropout=0.5))
+    measured = MeasuredSteps(ROW, lambda: (1.0, threads.step() or 0.0))
+    for _ in range(3):
+        measured.run()
+        torch.rand(5)  # what another row draws
+        losses.append(processes.step()[1])
+    assert losses == pytest.approx(measured.losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(

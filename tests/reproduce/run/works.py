@@ -45,10 +45,11 @@ class Failing(nn.Module):
         return x
 
 
-def work(checkpoint: Mode = "never") -> Work:
+def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
     torch.manual_seed(0)
+    first = nn.Sequential(nn.Dropout(dropout), Split(4, 4))
     return Work(
-        layers=nn.Sequential(Split(4, 4), Joined()), balance=(1, 1), chunks=2, checkpoint=checkpoint,
+        layers=nn.Sequential(first, Joined()), balance=(1, 1), chunks=2, checkpoint=checkpoint,
         input=torch.rand(6, 4), target=torch.rand(6, 4), loss=nn.functional.mse_loss, optimizer=_sgd,
     )  # fmt: skip
 
