@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ def trained(model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], replica:
     seen: dict[str, Any] = {}
     for k in range(3):
         seen[f"loss {k}"] = step(torch.randn(BATCH, 5, generator=data), torch.randint(4, (BATCH,), generator=data))
+        clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
+        seen[f"norm {k}"] = whole(clip(0.3))
         seen |= {f"gradient {k} of {name}": whole(p.grad) for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
