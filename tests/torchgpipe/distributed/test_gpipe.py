@@ -44,6 +44,13 @@ class Halves(nn.Module):
         return x[:, :3], x[:, 3:]
 
 
+class Repeated(nn.Module):
+    times = 3_000
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, self.times)
+
+
 class Joined(nn.Module):
     def forward(self, halves: tuple[Tensor, Tensor]) -> Tensor:
         return torch.cat(halves, 1)
@@ -145,6 +152,34 @@ def only_what_is_needed_is_sent(rank: int) -> None:
         {("backward", 1): boundary, ("backward skips", 0): boundary},
     ]
     assert sent == expected[rank], sent
+    ours.close()
+
+
+def large_tensors_of_changing_sizes(rank: int) -> None:
+    """So large that they travel apart from their description, and are expected where the mini-batch before had them."""
+
+    def wide() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(5, 6), Repeated(), Stash(),
+            nn.Tanh(), nn.Dropout(0.3), nn.Tanh(), Halves(),
+            Joined(), Pop(), nn.Linear(6 * Repeated.times, 4),
+        )  # fmt: skip
+
+    for checkpoint in CHECKPOINTS:
+        ours, threads = built(4, checkpoint, False, wide)
+        for size in (13, 13, 8, 13):
+            assert_part_of(step(ours, size), step(threads, size))
+        ours.close()
+
+
+def shapes_are_described_once(rank: int) -> None:
+    ours, _ = built(4, "always", False)
+    counts = []
+    for size in (20, 20, 15, 20, 15):
+        step(ours, size)
+        counts.append(ours._wires.described)
+    first, again, others, *later = counts
+    assert first == again < others == later[0] == later[1], counts
     ours.close()
 
 
@@ -348,6 +383,8 @@ SCENES = (
     a_state_of_the_model_loads,
     layers_on_meta_are_filled,
     only_what_is_needed_is_sent,
+    large_tensors_of_changing_sizes,
+    shapes_are_described_once,
     a_failure_is_heard_by_all,
     calls_in_any_order,
     copies_train,
