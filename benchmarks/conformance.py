@@ -94,8 +94,8 @@ def table(record: Record, style: str = "simple") -> str:
     return "\n\n".join(
         [
             render(["engine", "version", *KINDS], summary, style),
-            render(["", "check", "what must hold, and why", *engines], rows, style),
-            render(["check", "engine", "", "what is said, or differs"], details, style),
+            render(["group", "check", "what must hold, and why", *engines], rows, style),
+            render(["check", "engine", "how it ends", "what is said, or differs"], details, style),
         ]
     )
 

@@ -13,7 +13,7 @@ CHECKS = Checks()
 check = CHECKS.add
 
 FAILURES = "an exception"
-RAISES = "Every rank raises, that one the layer's own error; none hangs, and none is killed."
+RAISES = "Every rank raises, the failing one the layer's own error; none hangs or is killed."
 
 
 def heard(pipe: Pipeline) -> list[BaseException]:

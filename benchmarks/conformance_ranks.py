@@ -6,7 +6,6 @@ written to a file, and put together here.
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ import traceback
 from functools import partial
 from multiprocessing import connection, get_context
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -152,13 +150,9 @@ def judged(error: BaseException, package: str) -> Outcome:
         return Outcome("not offered", str(error))
     while error.__cause__ is not None:  # what is around it says where it was
         error = error.__cause__
-    frame: TracebackType | None = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    own = f"/{package}/" in last.filename and (last.line or "").startswith("raise ")
     said = " ".join(str(error).split())
-    own = False
-    if frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        line = linecache.getline(file, frame.tb_lineno).strip()
-        own = f"/{package}/" in file and line.startswith("raise ")
-    return Outcome("refused" if own and said else "fails", f"{type(error).__name__}: {_without_folders(said)}"[:300])
+    name = type(error).__name__
+    text = f"{name}: {_without_folders(said)}"[:300] if said else f"{name} without a message"
+    return Outcome("refused" if own and said else "fails", text)
