@@ -52,7 +52,10 @@ def run(check: Check, engine: type[Pipeline], limit: float = LIMIT) -> Outcome:
     expected = run_ranks(check, partial(Plain, by_micro_batch=check.by_micro_batch), 1, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{check.name}: the plain layers end in {expected}")
-    found = run_ranks(check, engine, check.ranks if engine.ranks else 1, limit)
+    ranks = check.ranks if engine.ranks else 1
+    found = run_ranks(check, engine, ranks, limit)
+    if isinstance(found, Outcome) and found.kind == "hangs":  # or the machine has
+        found = run_ranks(check, engine, ranks, limit)
     return found if isinstance(found, Outcome) else compared(found, expected[0])
 
 

@@ -102,13 +102,13 @@ FAULTS: list[tuple[type[Pipeline], str, str, str]] = [
     (Fails, "equal micro-batches", "fails", "RuntimeError: The size of tensor a"),
     (HasNone, "equal micro-batches", "not offered", "it takes no step"),
     (Ends, "equal micro-batches", "ends", "SIGKILL"),
-    (Hangs, "equal micro-batches", "hangs", "not finished after 5 seconds"),
+    (Hangs, "equal micro-batches", "hangs", "not finished after 4 seconds"),
 ]
 
 
 @pytest.mark.parametrize("engine, check, kind, said", FAULTS)
 def test_how_a_check_ends(engine: type[Pipeline], check: str, kind: str, said: str) -> None:
-    outcome = run(CHECKS[check], engine, limit=5.0 if engine is Hangs else 60.0)
+    outcome = run(CHECKS[check], engine, limit=4.0 if engine is Hangs else 60.0)
     assert outcome.kind == kind and outcome.said.startswith(said), outcome
 
 
