@@ -22,6 +22,7 @@ from torchgpipe.distributed import DistributedGPipe, RankFailed, cuda
 from torchgpipe.distributed.cuda import Transfer
 from torchgpipe.distributed.wire import Departure, Message, Sender, dense
 from torchgpipe.plan.replay import Event, replay
+from torchgpipe.relay import Stopped
 from torchgpipe.skip import Namespace
 
 from ...parts import Fails
@@ -230,6 +231,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 def test_any_tensor_travels(name: str, way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = TENSORS[name]()
     there, back = ends(way, streams, monkeypatch)
+    monkeypatch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is one device in truth
     tensors = (x, None, x)
     sent = there.depart(tensors).tensors
     assert [y is not None and y.is_meta for y in sent] == [way == "NCCL", False, way == "NCCL"]
@@ -324,6 +326,18 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
     assert log == ["begin in gpipe-to-1", "depart", "wait before", "send", "sent", "wait after"] or log == [
         "depart", "begin in gpipe-to-1", "wait before", "send", "sent", "wait after",
     ]  # fmt: skip
+
+
+def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for broken, error in ((True, RuntimeError), (False, Stopped)):
+        transfer, _ = ends("NCCL", streams, monkeypatch)
+        pair: Any = transfer._group
+        if broken:
+            pair.abort()
+        else:
+            transfer.abort()
+        with pytest.raises(error):
+            transfer.depart((X,))
 
 
 def test_ranks_on_other_kinds_of_devices_are_refused(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
