@@ -111,6 +111,7 @@ class Everywhere(nn.Module):
             error = raised
         layers = {name: _state(layer) for name, layer, here in self._layers() if here}
         found = self._rank.exchange(self._n, (value, _picklable(error), layers))
+        assert all(type(each) is tuple for each in found), "another rank has ended this part of the test"
         mine = {module for _, layer, here in self._layers() if here for module in layer.modules()}
         states = {name: state for _, _, theirs in found for name, state in theirs.items()}
         for name, layer, here in self._layers():

@@ -17,13 +17,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -197,6 +198,22 @@ class Rank:
             assert found is not None, "another rank has ended the test"
             return [pickle.loads(each) for each in found]
 
+    def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
+        """Return what `run` returns for a part of a test; raise on all ranks if it raises on one."""
+        result, error = None, ""
+        try:
+            result = run(case)
+        except Exception:
+            error = traceback.format_exc()
+        self._close(failed=bool(error))
+        found: list[Any] = [None]
+        while not all(isinstance(each, _Verdict) for each in found):  # others may still wait for this rank elsewhere
+            found = self.exchange(n, _Verdict(repr(case), error))
+        assert len({each.case for each in found}) == 1, "ranks have drawn different cases"
+        errors = [f"on rank {index}:\n{each.error}" for index, each in enumerate(found) if each.error]
+        assert not errors, "\n".join(errors)
+        return result
+
     def _close(self, *, failed: bool) -> None:
         """Close what has been used."""
         for pipeline in self._used.values():
@@ -237,6 +254,13 @@ class Rank:
         own = tcp("127.0.0.1", 0, WORLD, True, wait_for_workers=False) if self.index == 0 else None
         port = self.exchange(WORLD, own and own.port)[0]
         return own or tcp("127.0.0.1", port, WORLD)
+
+
+class _Verdict(NamedTuple):
+    """How a part of a test went on a rank."""
+
+    case: str
+    error: str
 
 
 _current: Rank | None = None

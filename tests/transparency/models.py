@@ -55,6 +55,13 @@ ALIASES = [
     "add in place",
 ]
 
+# What is not drawn for ranks: what two partitions have in common, which they refuse; what no module has, which other
+# ranks do not see; parameters that a forward changes, which are not sent to them; and what works with backward() only,
+# since `Everywhere` has autograd.grad run each rank's part.
+NOT_FOR_RANKS = {
+    "tied", "shared", "shared norm", "borrowed", "embedding, rescaled", "parameter in place", "checkpointed, reentrant",
+}  # fmt: skip
+
 FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap"}
 USE_TWICE = {
     "tied", "shared", "shared norm", "borrowed", "lstm", "embedding", "pruned", "spectral norm",
@@ -121,7 +128,8 @@ class Case:
         return torch.randn(self.batch, WIDTH, dtype=torch.float64).requires_grad_(self.input != "no gradient")
 
     def options(self) -> dict[str, Any]:
-        names = ("chunks", "engine", "checkpoint", "deferred_batch_norm", "portals", "dependency")
+        names = ["chunks", "engine", "checkpoint", "deferred_batch_norm"]
+        names += ["portals", "dependency"] if self.engine != "ranks" else []
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
@@ -140,13 +148,17 @@ class Case:
 
 
 @st.composite
-def cases(draw: Callable[..., Any]) -> Case:
+def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
+    """Draw a model for one process, or for as many ranks."""
     # Few in place: PyTorch refuses much of what they do.
     apart = [kind for kind in KINDS if "in place" not in kind]
-    kind = st.one_of(st.sampled_from(apart), st.sampled_from(ALIASES), st.sampled_from([*KINDS]))
-    kinds = draw(st.lists(kind, min_size=1, max_size=7))
+    fit = (lambda kind: True) if ranks is None else (lambda kind: kind not in NOT_FOR_RANKS)
+    several = (apart, ALIASES, [*KINDS])
+    kind = st.one_of(*(st.sampled_from([kind for kind in kinds if fit(kind)]) for kinds in several))
+    kinds = draw(st.lists(kind, min_size=ranks or 1, max_size=7))
     n = len(kinds)
-    cuts = draw(st.sets(st.integers(1, n - 1), max_size=3)) if n > 1 else set()
+    count = {"max_size": 3} if ranks is None else {"min_size": ranks - 1, "max_size": ranks - 1}
+    cuts = draw(st.sets(st.integers(1, n - 1), **count)) if n > 1 else set()
     pair = st.sampled_from([(a, b) for b in range(n) for a in range(b)] or [(0, 0)])
     skip = st.builds(lambda pair, *how: Skip(*pair, *how), pair, st.sampled_from([*STASHES]), st.sampled_from([*POPS]))
     run = st.sampled_from(["backward"] * 2 + [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)])
@@ -158,7 +170,7 @@ def cases(draw: Callable[..., Any]) -> Case:
         input=draw(st.sampled_from([*INPUTS])),
         batch=draw(st.integers(1, 9)),
         chunks=draw(st.integers(1, 5)),
-        engine=draw(st.sampled_from(["graph", "workers"])),
+        engine=draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks",
         checkpoint=draw(st.sampled_from(CHECKPOINT)),
         deferred_batch_norm=draw(st.booleans()),
         portals=not draw(st.booleans()),
