@@ -33,7 +33,7 @@ def describe_setup(best: Candidate, bound: float, memory: float, room: float, so
     gap = best.seconds / bound - 1
     lines = [
         f"balance     {balance_text(setup.balance, WIDTH - 12)}",
-        f"chunks      {len(setup.sizes)} micro-batch{'es'[: 2 * (len(setup.sizes) > 1)]} of {setup.sizes[0]}",
+        f"chunks      {len(setup.sizes)}, each a micro-batch of {setup.sizes[0]}",
         f"checkpoint  {setup.checkpoint}",
         f"step        {duration(best.seconds)} predicted, {setup.batch_size / best.seconds:.4g} samples/s",
         f"{INDENT}no balance, chunks or checkpoint can be "
