@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train.py resnet18
     torchrun --nproc-per-node 4 examples/train.py amoebanetd
 
-It prints the loss of each step: the same either way, but for the last digits of convolutions, which differ from one
+It prints the loss of each step: the same either way, but for the last digits of convolutions, which may differ from one
 start of Python to the next. Data are random.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,14 @@ from torchgpipe.distributed import DistributedGPipe
 
 
 def built(name: str) -> tuple[nn.Sequential, torch.Tensor]:
-    """Return a model's layers, of AmoebaNet-D or of any classifier of torchvision, and a sample of images for it."""
+    """Return a model's layers and a sample: of AmoebaNet-D, a transformer, or any classifier of torchvision."""
     if name == "amoebanetd":
         from reproduce.models import amoebanetd
 
         return amoebanetd(3, 16, num_classes=10), torch.zeros(2, 3, 224, 224)
+    if name == "transformer":
+        layers = [nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(8)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 10)), torch.zeros(2, 16, 64)
     import torchvision
 
     sample = torch.zeros(2, 3, 64, 64)
@@ -64,13 +68,15 @@ def main() -> None:
     for step in range(options.steps):
         x = torch.rand(options.batch, *sample.shape[1:], generator=data)
         target = torch.randint(10, (options.batch,), generator=data)
+        began = time.perf_counter()
         loss = model.loss(nn.functional.cross_entropy, x, target)
         loss.backward()
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if not ranks or dist.get_rank() == 0:
-            print(f"step {step}: loss {loss.item():.6f}, gradient norm {norm.item():.6f}", flush=True)
+            seconds = time.perf_counter() - began
+            print(f"step {step}: loss {loss.item()}, gradient norm {norm.item()}, {seconds:.3f} s", flush=True)
     if ranks:
         dist.destroy_process_group()
 
