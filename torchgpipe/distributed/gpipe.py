@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe._autograd import sharded
+from torchgpipe._autograd import backward_id, sharded
 from torchgpipe.checkpoint import Mode
 from torchgpipe.contents import modules_of
 from torchgpipe.distributed.links import Wires
@@ -185,6 +185,11 @@ class DistributedGPipe(Partitioned):
             return step.forward(finish)
 
         with shared_failure(wires, lambda: "the call" if step is None else step.program.doing):
+            if backward_id() != -1:
+                raise RuntimeError(
+                    "a pipeline over ranks cannot run within a backward, which each rank reaches at a time of its own (by "
+                    "torch.utils.checkpoint around it?); let the pipeline checkpoint instead"
+                )
             if sharded([self]):
                 raise TypeError(
                     "fully_shard of a pipeline would gather parameters once for all micro-batches; use it on the "

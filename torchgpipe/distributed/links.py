@@ -236,7 +236,7 @@ class Wires:
                 self._group.recv([_NOTHING], peer, KINDS.index("end")).wait(timedelta(milliseconds=1))
         for sender in [*self._senders.values()]:
             sender.stop()
-        for transfer in self._transfers.values():
+        for transfer in [*self._transfers.values()]:
             transfer.abort()
 
 
