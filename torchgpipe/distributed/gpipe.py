@@ -187,8 +187,8 @@ class DistributedGPipe(Partitioned):
         with shared_failure(wires, lambda: "the call" if step is None else step.program.doing):
             if backward_id() != -1:
                 raise RuntimeError(
-                    "a pipeline over ranks cannot run within a backward, which each rank reaches at a time of its own (by "
-                    "torch.utils.checkpoint around it?); let the pipeline checkpoint instead"
+                    "a pipeline over ranks cannot run within a backward, which each rank reaches at a time of its own "
+                    "(by torch.utils.checkpoint around it?); let the pipeline checkpoint instead"
                 )
             if sharded([self]):
                 raise TypeError(

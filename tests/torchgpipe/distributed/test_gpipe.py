@@ -18,7 +18,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as plain_checkpoint
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
@@ -318,7 +318,7 @@ def errors_between_calls(rank: int) -> None:
     assert_same_gradients(ours, threads)
 
     with pytest.raises(RuntimeError, match="a pipeline over ranks cannot run within a backward"):
-        checkpoint(ours, X, use_reentrant=False).sum().backward()
+        plain_checkpoint.checkpoint(ours, X, use_reentrant=False).sum().backward()
     ours.close()
 
     # As if rank 1 had been killed.
