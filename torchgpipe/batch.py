@@ -40,7 +40,7 @@ class Batch:
         refuse_transforms(forward_mode=ambient.grad)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
         self._overlaps = overlaps(m, n)
-        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, base=base)
+        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, alone=len(stages) < n, base=base)
         # On a GPU, a rank's tasks draw from a generator that no other rank draws from in between.
         self._private = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
         draws = self._seeds.of if self._private else in_order

@@ -2,7 +2,7 @@
 
 Generators that one thread uses at a time are set back to the states that they had before the first pass. Workers draw
 at once, and the CPU's default generator is one for all threads. So a worker's task draws from a private generator
-instead, with a seed of its own (seeds.py).
+instead, with a seed of its own (seeds.py). A rank's task draws from the default generator, put into that state.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever sets the state of a default generator, which all threads share."""
 
 _setting_back = threading.RLock()
+
+SET = (
+    "a layer, or another thread, has set the default generator (torch.manual_seed), which all partitions share; give "
+    "the layer a torch.Generator of its own, or use GPipe with engine='graph'"
+)
+
+UNLIKE = (
+    "a recomputation drew more or fewer random numbers than its first pass: a layer draws otherwise in it, or another "
+    "thread drew from the same generator; give that thread a torch.Generator of its own"
+)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -106,10 +116,7 @@ class Randomness:
         for g, state in zip(self.generators, self._present, strict=True):
             _set(g, state)
         if kind is None and not alike:
-            raise RuntimeError(
-                "a recomputation drew more or fewer random numbers than its first pass: a layer draws otherwise in it, "
-                "or another thread drew from the same generator; give that thread a torch.Generator of its own"
-            )
+            raise RuntimeError(UNLIKE)
 
 
 def _state(g: torch.Generator) -> State:
@@ -129,6 +136,37 @@ def _set(g: torch.Generator, state: State) -> None:
     else:
         g.manual_seed(state[0])
         g.set_offset(state[1])
+
+
+class SeededDefault:
+    """Let a task draw from the default generator, with a seed of the task's own; enter it around both passes.
+
+    Afterwards the generator is as it was before. `drew` is called then, if there was a draw. A private generator would
+    cost time at every operator.
+    """
+
+    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
+        self._seed, self._drew = seed, drew
+        self._end: State | None = None
+
+    def __enter__(self) -> None:
+        with DEFAULT_GENERATOR_LOCK:
+            self._outer = torch.default_generator.get_state()
+            self._begin = torch.default_generator.manual_seed(self._seed).get_state()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with DEFAULT_GENERATOR_LOCK:
+            seed, end = torch.default_generator.initial_seed(), torch.default_generator.get_state()
+            torch.default_generator.set_state(self._outer)
+        if not _same(self._begin, end):
+            self._drew()
+        if kind is not None:
+            return
+        if seed != self._seed % 2**64:
+            raise RuntimeError(SET)
+        if self._end is not None and not _same(self._end, end):
+            raise RuntimeError(UNLIKE)
+        self._end = end
 
 
 class _Thread(threading.local):
@@ -185,10 +223,7 @@ class PrivateGenerator(TorchDispatchMode):
         self._drew()
         # First without the lock, which is rarely needed.
         if torch.default_generator.initial_seed() != self._default_seed != _default_seed():
-            raise RuntimeError(
-                "a layer, or another thread, has set the default generator (torch.manual_seed), which all workers "
-                "share; give the layer a torch.Generator of its own, or use engine='graph'"
-            )
+            raise RuntimeError(SET)
         if kind == "takes a generator":
             return func(*args, **{**kwargs, "generator": self._generator})
         with DEFAULT_GENERATOR_LOCK:

@@ -1,12 +1,17 @@
-"""Seeds: which tasks of workers draw from a private generator, and with which seed.
+"""Seeds: which tasks of a pipeline at work draw random numbers of their own, and with which seed.
 
-A generator that watches every operator costs time, so not every task has one. In each mini-batch a partition's first
-task has, and if that draws, the others have, too. A layer that draws in a later micro-batch only would go unseen. But
-then the default generator has changed in the end. So where it has, the recomputations of that mini-batch are watched,
-and refused if they draw. If only another thread of the program drew, the check finds nothing, and no error follows.
+Tasks of workers run at once, so they have private generators. Those of a rank are alone in their process, and have the
+default generator, put into a state of their own. Both draw the same numbers.
 
-A layer may set the default generator back by itself and draw again in backward, as checkpoint functions do. So the
-backward of a partition's first task is watched, too, if that task has drawn.
+A private generator watches every operator, which costs time, so not every task has one. In each mini-batch a
+partition's first task has, and if that draws, the others have, too. A layer that draws in a later micro-batch only
+would go unseen. But then the default generator has changed in the end. So where it has, the recomputations of that
+mini-batch are watched, and refused if they draw. If only another thread of the program drew, the check finds nothing,
+and no error follows.
+
+A layer may set the default generator back by itself and draw again in backward, as checkpoint functions do. With a
+private generator it would draw other numbers, so the backward of a partition's first task is watched, too, if that task
+has drawn.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from torchgpipe.randomness import (
     DEFAULT_GENERATOR_LOCK,
     PrivateGenerator,
     Randomness,
+    SeededDefault,
     within_plain_checkpoint,
 )
 from torchgpipe.stage import Stage
@@ -34,15 +40,15 @@ class Seeds:
     """Seed the tasks of one mini-batch on `n` partitions. Enter it around the forward.
 
     The default generator decides the seeds, and goes on by one number if any task has drawn. `recomputed` says whether
-    some tasks will run twice.
+    some tasks will run twice, and `alone` whether this process runs one task at a time.
 
     Attributes:
         base: what the seeds begin with; drawn on entering, unless it was given.
         drew: whether any task has drawn, of those that are known of.
     """
 
-    def __init__(self, n: int, *, recomputed: bool, grad: bool, base: int | None = None) -> None:
-        self._n = n
+    def __init__(self, n: int, *, recomputed: bool, grad: bool, alone: bool = False, base: int | None = None) -> None:
+        self._n, self._alone = n, alone
         self.base = base
         self.drew = False
         self._recomputed = recomputed
@@ -55,6 +61,9 @@ class Seeds:
         j, own = stage.index, stage.generators if recomputed else ()
         if i == 0 or self._drew[j]:
             seed = (self.base or 0) + i * self._n + j
+            if self._alone:
+                seeded = SeededDefault(seed, lambda: self._note(j))
+                return Randomness(own, lambda: seeded)
             guard = (lambda: self._guard(j)) if i == 0 else None
             return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)), guard)
         return Randomness(own, self._watch if self._recomputed else None)
@@ -85,7 +94,7 @@ class Seeds:
 
     def _note(self, j: int) -> None:
         self._drew[j] = self.drew = True
-        if self._grad and within_plain_checkpoint():
+        if self._grad and not self._alone and within_plain_checkpoint():
             raise RuntimeError(
                 f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "
                 "worker thread; use engine='graph', or let the pipeline checkpoint instead"

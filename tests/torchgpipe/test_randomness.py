@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
-from torchgpipe.randomness import PrivateGenerator, Randomness
+from torchgpipe.randomness import PrivateGenerator, Randomness, SeededDefault
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(4),
@@ -44,11 +44,18 @@ def private(seed: int = 7, drew: Callable[[], None] = lambda: None) -> PrivateGe
     return PrivateGenerator(seed, drew)
 
 
+def seeded() -> Randomness:
+    """Return the random numbers of a rank's task."""
+    both = SeededDefault(7, lambda: None)
+    return Randomness(private=lambda: both)
+
+
 # What sets the generators of a task, and whether its first pass draws from the default one.
 WAYS: dict[str, tuple[Callable[[], Randomness], bool]] = {
     "set back": (lambda: Randomness([torch.default_generator]), True),
     "private": (lambda: Randomness(private=private), False),
     "both": (lambda: Randomness([torch.Generator()], private), False),
+    "seeded": (seeded, False),
 }
 
 
@@ -70,6 +77,37 @@ def test_both_passes_draw_the_same(way: Callable[[], Randomness], default: bool)
     assert all(map(torch.equal, first, second))
     assert torch.equal(torch.get_rng_state(), before), "the second pass has moved the default generator"
     assert not torch.equal(first[0], draw())
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_the_default_generator_draws_what_a_private_one_draws(draw: Callable[[], Tensor]) -> None:
+    drew: list[str] = []
+    with private(2**61):
+        expected = draw()
+    before = torch.get_rng_state()
+    with SeededDefault(2**61, lambda: drew.append("drew")):
+        found = draw()
+    assert torch.equal(found, expected)
+    assert drew == ["drew"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "first, second, message",
+    [
+        (lambda: torch.manual_seed(0), lambda: None, r"set the default generator \(torch.manual_seed\)"),
+        (lambda: torch.rand(2), lambda: torch.rand(3), "drew more or fewer random numbers than its first pass"),
+        (lambda: torch.rand(2), lambda: None, "drew more or fewer random numbers than its first pass"),
+    ],
+)
+def test_a_seeded_task_refuses(first: Callable[[], object], second: Callable[[], object], message: str) -> None:
+    randomness, before = seeded(), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=message):
+        with randomness.first():
+            first()
+        with randomness.again():
+            second()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_attention_without_dropout_draws_nothing() -> None:

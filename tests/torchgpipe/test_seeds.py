@@ -1,4 +1,4 @@
-"""Seeds: which tasks of workers draw from a private generator, and what becomes of the default one."""
+"""Seeds: which tasks draw random numbers of their own, and what becomes of the default generator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ M = 3
 class MiniBatch:
     """Run the tasks of a mini-batch; `draws` says which partition draws in which micro-batch."""
 
-    def __init__(self, draws: list[list[bool]], meanwhile: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, draws: list[list[bool]], meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False
+    ) -> None:
         self.draws = draws
         self.drawn: dict[tuple[int, int], list[float]] = {}
         self.private: set[tuple[int, int]] = set()
@@ -26,7 +28,7 @@ class MiniBatch:
         self.stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(len(draws))]
         for stage in self.stages:
             stage.look()
-        seeds = Seeds(len(draws), recomputed=True, grad=True)
+        seeds = Seeds(len(draws), recomputed=True, grad=True, alone=alone)
         with seeds:
             for i in range(len(draws[0])):
                 for j in range(len(draws)):
@@ -58,11 +60,12 @@ CASES: dict[str, tuple[list[list[bool]], set[tuple[int, int]]]] = {
 }
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["workers", "a rank"])
 @pytest.mark.parametrize("draws, private", CASES.values(), ids=CASES)
-def test_tasks(draws: list[list[bool]], private: set[tuple[int, int]]) -> None:
+def test_tasks(draws: list[list[bool]], private: set[tuple[int, int]], *, alone: bool) -> None:
     before = torch.get_rng_state()
-    batch = MiniBatch(draws)
-    assert batch.private == private
+    batch = MiniBatch(draws, alone=alone)
+    assert batch.private == (set() if alone else private)
     assert len({tuple(numbers) for numbers in batch.drawn.values()}) == len(batch.drawn), "two tasks drew the same"
     # Where a task draws, the default generator goes on by one number; where none does, it stays.
     after = torch.get_rng_state()
@@ -72,6 +75,13 @@ def test_tasks(draws: list[list[bool]], private: set[tuple[int, int]]) -> None:
     assert torch.equal(torch.get_rng_state(), after)
     assert batch.recompute() == batch.drawn
     assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_ranks_draw_what_workers_draw() -> None:
+    state = torch.get_rng_state()
+    workers = MiniBatch([ALWAYS, NEVER])
+    torch.set_rng_state(state)
+    assert MiniBatch([ALWAYS, NEVER], alone=True).drawn == workers.drawn
 
 
 def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
