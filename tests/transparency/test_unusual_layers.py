@@ -90,7 +90,8 @@ class Seeding(nn.Module):
 def test_layers_that_set_the_generator(layer: type[nn.Module], match: str, way: dict[str, Any]) -> None:
     x = torch.ones(6, 50, requires_grad=True)
     model = piped(nn.Sequential(layer(), nn.Identity()), [1, 1], 3, **way)
-    with refused(match if way["engine"] != "graph" else None):
+    # A layer that sets the generator back by itself is at odds with private generators only.
+    with refused(match if way["engine"] == "workers" or (way["engine"], layer) == ("ranks", Seeding) else None):
         y = model(x)
         y.sum().backward()
         assert x.grad is not None and torch.equal(y, x.grad)
@@ -128,7 +129,7 @@ def test_numbers_that_another_thread_draws_amid_the_first_pass(way: dict[str, An
 
     x = torch.ones(6, 50, requires_grad=True)
     y = piped(nn.Sequential(Meanwhile(), nn.Identity()), [1, 1], 3, **way)(x)
-    with refused(None if way["checkpoint"] == "never" or way["engine"] != "graph" else "more or fewer random"):
+    with refused(None if way["checkpoint"] == "never" or way["engine"] == "workers" else "more or fewer random"):
         y.sum().backward()
         assert x.grad is not None and torch.equal(y, x.grad)
 
