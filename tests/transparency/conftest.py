@@ -23,7 +23,7 @@ LEFT_OUT = {
     "test_two_threads": "ranks have to run mini-batches in one order, and so cannot run two at once",
     "test_threads_that_draw_random_numbers": "likewise",
     "test_two_backwards_at_once": "likewise",
-    "test_within_plain_checkpointing[True]": "tests call autograd.grad on each rank, which reentrant checkpoints refuse",
+    "test_within_plain_checkpointing[True]": "ranks are tested by autograd.grad, which that kind refuses",
     "test_a_pipeline_within_plain_checkpointing": "each rank would run the forward again at a time of its own",
 }
 
