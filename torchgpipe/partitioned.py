@@ -63,6 +63,7 @@ class Partitioned(nn.Module):
         check_module(module)
         check_settings(chunks, checkpoint)
         verify_skippables(module)
+        self._deferred = deferred_batch_norm
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, None)
         partitions = split(module, balance)

@@ -117,5 +117,5 @@ def _refuse_in_backward() -> None:
 def _refuse() -> None:
     raise RuntimeError(
         "a layer drew random numbers in a later micro-batch, but not in the first one, so its recomputation would draw "
-        "others; draw in every micro-batch, or use engine='graph'"
+        "others; draw in every micro-batch, or use GPipe with engine='graph'"
     )

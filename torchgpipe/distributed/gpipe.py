@@ -150,7 +150,8 @@ class DistributedGPipe(Partitioned):
                     "other ranks, make a pipeline and load the state"
                 )
             self._wires = Wires(self._ranks, self.rank)
-            weakref.finalize(self, _part, self._wires).atexit = False
+            # Not the wires themselves, which a pipeline may close; those that are open are kept by their threads.
+            weakref.finalize(self, _part, weakref.ref(self._wires)).atexit = False
         return self._wires
 
     def _run(self, args: Any, kwargs: Any, criterion: Callable[[Any], Tensor] | None) -> Any:
@@ -173,13 +174,16 @@ class DistributedGPipe(Partitioned):
             nonlocal step
             micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
             wires.meet(self._serial, stage.device, self._crossings)
+            kind = stage.device.type
             settings = {
                 "the balance": (*self.balance,),
                 "chunks": self.chunks,
                 "checkpoint": self.checkpoint,
                 "training": self.training,
+                "deferred_batch_norm": self._deferred,
+                "autocast": kind != "meta" and torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)),
                 "a loss": criterion is not None,
-                "the kind of device": stage.device.type,
+                "the kind of device": kind,
             }
             step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
             return step.forward(finish)
@@ -209,6 +213,7 @@ class DistributedGPipe(Partitioned):
         return self._micro_batches(args[0])
 
 
-def _part(wires: Wires) -> None:
+def _part(reference: weakref.ref[Wires]) -> None:
     # In a thread of its own: nothing may wait where a pipeline is collected, which can be anywhere.
-    threading.Thread(target=wires.part, name="gpipe-parts", daemon=True).start()
+    if (wires := reference()) is not None:
+        threading.Thread(target=wires.part, name="gpipe-parts", daemon=True).start()

@@ -4,8 +4,9 @@ Every rank has a wire to every other for control: what rank 0 says when a mini-b
 when its forward has ended. Programs' items have wires of their own, and so have skips, which go straight from the rank
 that stashes to the rank that pops.
 
-A rank that fails tells all others its error. For that, each rank has a thread for every other that only listens. When
-it hears of a failure, it closes this rank's connections, which ends all that waits for any rank.
+A rank that fails tells all others its error, and one that has ended tells them that. For both, each rank has a thread
+for every other that only listens. When it hears of a failure, it closes this rank's connections, which ends all that
+waits for any rank.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from torchgpipe.task_graph import leaves
 GRACE = timedelta(seconds=2)
 """How long to wait for word of who has failed before a broken connection is all that is known."""
 
-KINDS = ("control", "forward", "backward", "forward skips", "backward skips", "failure", "failure heard", "end")
+KINDS = ("control", "forward", "backward", "forward skips", "backward skips", "word", "word heard", "end")
 """What goes from rank to rank. Their numbers are gloo's tags."""
 
 _NOTHING = torch.empty(0, device="cpu")
 
+_PARTED = None
+"""The word of a rank that has ended; that of one that has failed says why."""
 
 E = TypeVar("E", Sender, Receiver)
 
@@ -78,8 +81,10 @@ class Wires:
         _made[which] += 1
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
-        self._error: RankFailed | None = None
-        self._lost: RankFailed | None = None
+        # Texts, since an error would keep the frames that it has come through alive.
+        self._error: str | None = None
+        self._lost: str | None = None
+        self._gone: set[int] = set()  # ranks that have parted
         self._known = threading.Event()  # there is nothing more to learn of a failure
         self.closed = self.parted = False
         self._closing = threading.RLock()
@@ -155,18 +160,22 @@ class Wires:
     def failure(self) -> BaseException:
         """Return why programs were stopped."""
         self._known.wait(GRACE.total_seconds())
-        return self._error or self._lost or RankFailed(f"rank {self.own} has failed, and closed its connections")
+        return RankFailed(self._error or self._lost or f"rank {self.own} has failed, and closed its connections")
 
     def fail(self, error: BaseException, doing: str) -> None:
         """Tell all other ranks that this one has failed."""
         self._known.set()
         line, *_ = str(error).splitlines() or [""]
         said = f"rank {self.own} failed in {doing}: {type(error).__name__}: {line}"
+        self._say(said)
+
+    def _say(self, word: str | None) -> None:
+        """Give all other ranks a last word, and wait until they have it: closing a connection may lose what is sent."""
         heard = []
         for peer in self._others:
             with suppress(RuntimeError, Stopped):
-                self.sender("failure", peer).give(Message(0, said, ()))
-                heard.append(self._group.recv([_NOTHING], peer, KINDS.index("failure heard")))
+                self.sender("word", peer).give(Message(0, word, ()))
+                heard.append(self._group.recv([_NOTHING], peer, KINDS.index("word heard")))
         for work in heard:
             with suppress(RuntimeError):
                 work.wait(GRACE)
@@ -182,14 +191,18 @@ class Wires:
             sender.settle()
 
     def part(self) -> None:
-        """Close the connections once the other ranks do so, too, or after a while."""
+        """Close the connections when other ranks have what was sent to them; they may go on among themselves."""
         with self._closing:
             if not self.closed and not self.stopped:
                 for transfer in self._transfers.values():
                     transfer.finish()
-                # Whoever closes a connection may lose what the other end has not read yet.
-                with suppress(RuntimeError):
-                    self._group.barrier().wait(GRACE)
+                patience = threading.Timer(GRACE.total_seconds(), self._stop)
+                patience.daemon = True
+                patience.start()
+                with suppress(RuntimeError, Stopped):
+                    self.flush()
+                patience.cancel()
+                self._say(_PARTED)
                 self.parted = True
             self.close()
 
@@ -208,24 +221,26 @@ class Wires:
     def _listen(self, peer: int) -> None:
         """Wait for word that a rank has failed; then end all waits of this one."""
         try:
-            said = self._wire(Receiver, "failure", peer).take().about
+            word = self._wire(Receiver, "word", peer).take().about
         except Stopped:
             self._known.wait(GRACE.total_seconds())  # another rank may say why
         else:
-            self._error = self._error or RankFailed(said)
-            # What has arrived may be lost when the other end closes the connection, so it waits for an answer.
+            if word is _PARTED:
+                self._gone.add(peer)
+            else:
+                self._error = self._error or word
             with suppress(RuntimeError):
-                self._group.send([_NOTHING], peer, KINDS.index("failure heard")).wait(GRACE)
+                self._group.send([_NOTHING], peer, KINDS.index("word heard")).wait(GRACE)
+            if word is _PARTED:
+                return
         if not self._known.is_set():
             self._known.set()
             self._stop()
 
     def _broken(self, peer: int, error: BaseException) -> None:
-        if self._lost is None:
-            self._lost = RankFailed(
-                f"rank {self.own} has lost its connection to rank {peer}, which gave no reason: has its process ended?"
-            )
-            self._lost.__cause__ = error
+        why = "which has closed it" if peer in self._gone else "which gave no reason: has its process ended?"
+        line, *_ = str(error).splitlines() or [""]
+        self._lost = self._lost or f"rank {self.own} has lost its connection to rank {peer}, {why} ({line})"
 
     def _stop(self) -> None:
         """End all waits for other ranks, in all threads."""

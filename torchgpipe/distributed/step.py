@@ -36,7 +36,7 @@ def shared_failure(wires: Wires, doing: Callable[[], str]) -> Iterator[None]:
     except Stopped:
         error = wires.failure()
         wires.close()
-        raise error from error.__cause__
+        raise error from None
     except BaseException as error:
         wires.fail(error, doing())
         wires.close()
@@ -86,21 +86,28 @@ class Step(Batch):
             self._wires.release()
             self._check_kept()
             if not self._last:
-                (scalar, *state), (needs, self._seeds.drew) = self._wires.hear("tail", self._serial, self._wires.n - 1)
+                (scalar, *state), (needs, ours, self._seeds.drew) = self._wires.hear(
+                    "tail", self._serial, self._wires.n - 1
+                )
         if self._last:
             before = torch.get_rng_state()
             self.program.doing = "the criterion"
-            result, scalar = finish(gather(linked(self, outputs, inputs)))
+            output = gather(linked(self, outputs, inputs))
+            result, scalar = finish(output)
+            through = [y for y in tensors_of(output) if y.requires_grad]
+            if result is scalar and scalar.requires_grad and through:
+                result = scalar = _Through.apply(scalar, *through)
             after = torch.get_rng_state()
             state = [after] * (not self._overlaps or not torch.equal(before, after))
-            about = (scalar.requires_grad, self._seeds.drew)
+            about = (scalar.requires_grad, scalar.requires_grad and bool(through), self._seeds.drew)
             self._wires.tell("tail", self._serial, (scalar.detach().cpu(), *state), about)
             return result
         if state:
             torch.set_rng_state(state[0])
         self._wires.flush()  # all has been received by now
         scalar = scalar.to(self.program.stage.device)
-        return one_node(self, [1], leaves((scalar,), (True,)), inputs)[0] if needs else scalar
+        (scalar,) = leaves((scalar,), (needs,))
+        return one_node(self, [1], (scalar,), inputs)[0] if ours else scalar
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs, on the first rank."""
@@ -123,3 +130,16 @@ class Step(Batch):
                 )
         m, base = head.tolist()
         return m, base
+
+
+class _Through(torch.autograd.Function):
+    """A loss, whose backward goes on to the output also where the criterion has left that out: other ranks wait."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *output: Tensor) -> Tensor:
+        ctx.width = len(output)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*grads, *[None] * ctx.width)

@@ -26,6 +26,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -193,7 +194,7 @@ class Sender(_End):
         # From a GPU it is sent when a stream has got there, for which the thread of the program must not wait.
         works = self._post(message) if self._transfer is None else None
         self._under_way += 1
-        self.sent += sum(x.nbytes for x in tensors if x is not None)
+        self.sent += sum(_once(x.detach()).nbytes for x in tensors if x is not None and x.layout is torch.strided)
         self._posted.put(_Posted(message, works, departure, tensors, before))
 
     def _wait(self) -> None:
@@ -228,7 +229,7 @@ class Sender(_End):
 
     def _parts(self, message: Message) -> list[Tensor]:
         """Return what to send, as bytes: the slot, then what does not fit into it."""
-        flat = [None if x is None else dense(x) for x in message.tensors]
+        flat = [None if x is None else _disjoint(x) for x in message.tensors]
         layouts = tuple([None if x is None else _layout(x) for x in flat])
         description = (message.about, layouts)
         number, new = self._numbers.get(description), b""
@@ -244,7 +245,8 @@ class Sender(_End):
             fits = at + len(new) <= SLOT
             (slot if fits else large).append(_bytes(new))
             at += len(new) * fits
-        rows = [row(x) for x, layout in zip(flat, layouts, strict=True) if x is not None and layout and layout.bytes]
+        sent = [x for x, layout in zip(flat, layouts, strict=True) if x is not None and layout and layout.bytes]
+        rows = [row(dense(_once(x))) for x in sent]
         for x, (_, place) in zip(rows, _places(layouts, at), strict=True):
             (large if place is None else slot).append(x)
         return [torch.cat(slot), *fillers, *large]
@@ -312,11 +314,23 @@ class Receiver(_End):
         return [(x, self._receive(x)) for x in rows]
 
     def _receive(self, x: Tensor) -> Any:
-        return self._gloo(self._group.recv, [x], self._rank, self._tag)
+        try:
+            return self._group.recv([x], self._rank, self._tag)
+        except RuntimeError as error:  # the connection is closed: no matter, if nothing more is to come
+            return _Never(error)
 
     def _wait(self, received: Sequence[tuple[Tensor, Any]]) -> None:
         for _, work in received:
             self._gloo(work.wait)
+
+
+class _Never(NamedTuple):
+    """What stands for an operation that could not begin."""
+
+    error: RuntimeError
+
+    def wait(self) -> None:
+        raise self.error
 
 
 class _Memory:
@@ -336,12 +350,22 @@ class _Memory:
         memory = next((x for x in self._free if len(x) == size), None)
         if memory is None:
             self._free.clear()  # shapes have changed
-            memory = mmap.mmap(-1, size)
+            memory = _fresh(size)
         else:
             self._free.remove(memory)
         view = memoryview(memory)  # PyTorch holds it as long as there are tensors in it
         weakref.finalize(view, self._free.append, memory).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _fresh(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # or a fork would see what comes later
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _places(layouts: Iterable[_Layout | None], at: int) -> Iterator[tuple[int, int | None]]:
@@ -357,24 +381,55 @@ def _places(layouts: Iterable[_Layout | None], at: int) -> Iterator[tuple[int, i
 
 
 def _layout(x: Tensor) -> _Layout:
-    return _Layout(x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else x.nbytes, x.is_meta)
+    return _Layout(x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else _once(x).nbytes, x.is_meta)
 
 
 def _tensor(layout: _Layout, rows: Iterator[Tensor]) -> Tensor:
     if not layout.bytes:
         device = "meta" if layout.meta else "cpu"
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-    x = torch.empty(0, dtype=layout.dtype, device="cpu")
-    return x.set_(next(rows).untyped_storage(), 0, layout.shape, layout.stride)
+    content = next(rows)
+    reach = 1 + sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
+    if reach * layout.dtype.itemsize == layout.bytes:
+        x = torch.empty(0, dtype=layout.dtype, device="cpu")
+        return x.set_(content.untyped_storage(), 0, layout.shape, layout.stride)
+    # With gaps as at the sender: PyTorch adds up in another order where there are none.
+    x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
+    once = _once(x)
+    once.copy_(content.view(layout.dtype).view(once.shape))
+    return x
+
+
+def _once(x: Tensor) -> Tensor:
+    """Return the tensor without the repetitions of `expand`."""
+    for d, (n, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if n > 1 and step == 0:
+            x = x.narrow(d, 0, 1)
+    return x
+
+
+def _disjoint(x: Tensor) -> Tensor:
+    """Return the tensor as it is in memory, or a copy if some memory is of several elements, but for `expand`."""
+    x = _plain(x)
+    reach = 1
+    for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1 and step:
+            if step < reach:
+                return x.contiguous()
+            reach += (n - 1) * step
+    return x
+
+
+def _plain(x: Tensor) -> Tensor:
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
+        kind = type(x).__name__ if x.layout is torch.strided else f"tensor of {x.layout}"
+        raise TypeError(f"only dense tensors travel between ranks, but a partition returned a {kind}")
+    return x.detach().resolve_conj().resolve_neg()
 
 
 def dense(x: Tensor) -> Tensor:
     """Return the tensor without gaps in its memory; itself, detached, where it has none."""
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
-        raise TypeError(
-            f"only dense tensors travel between ranks, but a partition returned a {type(x).__name__} of {x.layout}"
-        )
-    x = x.detach().resolve_conj().resolve_neg()
+    x = _plain(x)
     if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
         return x
     return x.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -372,6 +373,59 @@ def small_of(layer: Callable[[nn.Module], nn.Module]) -> DistributedGPipe:
     return DistributedGPipe(nn.Sequential(*(layer(nn.Linear(4, 4)) for _ in range(WORLD))), [1] * WORLD)
 
 
+class Late(torch.autograd.Function):
+    """Let the first backward begin when all other ranks have closed their connections."""
+
+    waits = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Late.waits:
+            Late.waits = False
+            dist.barrier()
+        return grad
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Late.apply(super().forward(x))
+        return y
+
+
+def the_last_ranks_end_first(rank: int) -> None:
+    """They need nothing from those before them, which go on. Nothing is left of connections that were closed."""
+    layers = nn.Sequential(Slow(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    ours = DistributedGPipe(layers, [1] * WORLD, chunks=2, checkpoint="never")
+    loss_of(ours).backward()
+    wires = weakref.ref(ours._wires)
+    if rank:
+        ours.close()
+        dist.barrier()
+    ours.close()
+    assert all(p.grad is not None for p in ours.parameters())
+    ours.zero_grad()
+    loss_of(ours).backward()
+    gc.collect()
+    assert wires() is None
+    ours.close()
+
+
+def a_loss_without_the_output(rank: int) -> None:
+    ours, threads = small()
+    scale = torch.ones(4, requires_grad=True)
+    for model in (ours, threads):
+        for part in (lambda y: y.detach(), lambda y: y):
+            model.loss(lambda y, target, part=part: (part(y) * scale).sum(), X, TARGET).backward()
+    assert_same_gradients(ours, threads)
+    ours.requires_grad_(False)
+    ours.loss(lambda y, target: (y * scale).sum(), X, TARGET).backward()
+    ours.close()
+
+
 def one_rank_is_enough(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "pp"))
     for checkpoint in CHECKPOINTS:
@@ -390,6 +444,8 @@ SCENES = (
     only_what_is_needed_is_sent,
     large_tensors_of_changing_sizes,
     shapes_are_described_once,
+    the_last_ranks_end_first,
+    a_loss_without_the_output,
     a_failure_is_heard_by_all,
     calls_in_any_order,
     copies_train,

@@ -174,7 +174,38 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed() -> None:
         sender.settle()
 
 
+X = torch.arange(24.0)
+PLACED: dict[str, tuple[Tensor, int]] = {  # and how many of its numbers travel
+    "columns first": (X.view(4, 6).t(), 24),
+    "every other": (X[::2], 12),
+    "part of each row": (X.view(4, 6)[:, 1:3], 8),
+    "large, part of each row": (torch.rand(8, LARGE)[:, 1:], 8 * (LARGE - 1)),
+    "large, columns first": (torch.rand(8, LARGE).t(), 8 * LARGE),
+    "one number, repeated": (X[3:4].expand(5), 1),
+    "rows, repeated": (X.view(4, 6)[:, None, 2:].expand(-1, 3, -1), 16),
+    "one after another, shared": (X.as_strided((5, 3), (2, 1)), 15),
+    "a number": (X[5], 1),
+    "nothing": (X[:0], 0),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_tensor_is_placed_in_memory_as_it_was(name: str) -> None:
+    """PyTorch adds up in another order where it is not."""
+    x, numbers = PLACED[name]
+    _, sender, receiver = wire()
+    for _ in range(2):
+        sender.give(Message(1, "", (x,)))
+        (y,) = receiver.take().tensors
+        assert y is not None and torch.equal(y, x)
+        assert y.stride() == (x.contiguous() if name == "one after another, shared" else x).stride()
+    sender.settle()
+    assert sender.sent == 2 * 4 * numbers
+
+
 def test_what_is_not_dense_is_refused() -> None:
     _, sender, _ = wire()
-    with pytest.raises(TypeError, match="only dense tensors travel between ranks, but a partition returned a Tensor"):
+    with pytest.raises(
+        TypeError, match="only dense tensors travel between ranks, but a partition returned a tensor of"
+    ):
         sender.give(Message(1, "", (torch.eye(3).to_sparse(),)))

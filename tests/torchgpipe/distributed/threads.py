@@ -18,7 +18,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe import batch
 from torchgpipe.distributed import cuda, links
+from torchgpipe.seeds import Seeds
 
 PATIENCE = 30.0
 
@@ -79,11 +81,6 @@ class Group:
             return False
 
         return Work(self, peer, take)
-
-    def barrier(self) -> Work:
-        there = self.world.boxes[self.name, "barrier"]
-        there.append(self.own)
-        return Work(self, self.own, lambda: len(there) == self.world.n)
 
 
 @dataclass(eq=False)
@@ -240,5 +237,7 @@ def play(
         monkeypatch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
     monkeypatch.setattr(links, "_get_default_store", lambda: "")
     monkeypatch.setattr(links, "_made", OfEach())
+    # These ranks have one default generator.
+    monkeypatch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
     monkeypatch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
     return world

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchgpipe.gpipe
+import torchgpipe.partitioned
 from torchgpipe import GPipe
 from torchgpipe.microbatch import mapped
 from torchgpipe.plan.count import Counts, count
@@ -80,7 +80,9 @@ def real_peaks(
     """
     with pytest.MonkeyPatch.context() as patch:
         # The mini-batch stays where it is.
-        patch.setattr(torchgpipe.gpipe, "mapped", lambda change, x: mapped(change, x) if change is torch.clone else x)
+        patch.setattr(
+            torchgpipe.partitioned, "mapped", lambda change, x: mapped(change, x) if change is torch.clone else x
+        )
         devices = [f"meta:{j}" for j in range(len(balance))]
         pipeline = GPipe(model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
         # All are on one device, `meta`; groups are updated apart, as devices are.
