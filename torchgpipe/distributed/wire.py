@@ -134,7 +134,6 @@ class Sender(_End):
 
     Attributes:
         sent: bytes of tensors that were sent; headers and descriptions are not counted.
-        described: how many descriptions were sent.
     """
 
     def __init__(
@@ -158,6 +157,7 @@ class Sender(_End):
 
     @property
     def described(self) -> int:
+        """How many descriptions were sent."""
         return len(self._numbers)
 
     def give(self, message: Message) -> None:
@@ -272,6 +272,7 @@ class Receiver(_End):
         self._large: list[tuple[Tensor, Any]] = []  # tensors of the message that is expected, and the waits for them
 
     def begin(self) -> None:
+        """Begin a mini-batch, and post receives for what it is expected to begin with."""
         ready = self._expected is not None
         super().begin()
         if not ready:
