@@ -1,9 +1,9 @@
 """`Everywhere`: a pipeline over ranks that looks on each of them as if it were there as a whole.
 
-So a test runs on all ranks as it does in one process, and passes if it passes on each. A rank has all layers, but its
-pipeline has those of its own partition only, and the others are never run. What has become of them on their own ranks
-(gradients, buffers, what they wrote down) is sent to all after each forward and each backward, as are outputs and
-errors. The rank that sends it compares what it has itself.
+A test is written for one process, and every rank runs all of it. It passes if it passes on each rank. A rank builds all
+layers, but its pipeline holds and runs only those of its own partition. After each forward and each backward, every
+rank sends the others its layers' gradients and buffers, and what they wrote down, as well as outputs and errors. So the
+test can look at any layer on any rank. On the rank that runs a layer, it looks at that layer itself, and not at a copy.
 """
 
 from __future__ import annotations

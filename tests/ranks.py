@@ -1,8 +1,9 @@
 """Processes that run tests together: each is a rank of `torch.distributed`, and lives as long as the test run.
 
-They are forked when all tests have been collected and none has run, so that each has them. The test run tells all of
-them which test is next; each runs it, its fixtures too, and says how it went. What they have to tell each other goes
-through the test run (`Rank.exchange`), which thus knows if one of them waits in vain.
+They are forked when all tests have been collected and none has run, so that each process knows all tests. The
+test run tells every process which test is next. Each runs that test with its fixtures, and says how it went. What ranks
+tell each other goes through the test run (`Rank.exchange`). So it notices if a rank waits for something that will not
+come.
 """
 
 from __future__ import annotations

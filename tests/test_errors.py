@@ -159,6 +159,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "an error of PyTorch": lambda: torch.OutOfMemoryError("tried to allocate too much"),
     "Ctrl-C": KeyboardInterrupt,
     "exit": lambda: SystemExit(3),
+    "the end of a generator": GeneratorExit,
     "the end of an iterator": lambda: StopIteration("data"),
 }
 

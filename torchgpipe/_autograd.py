@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -38,6 +38,9 @@ without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.
 
 push_mode, pop_mode = _push_mode, _pop_mode
 """Let a mode see the operators of this thread; its own `__enter__` also writes to variables that all threads share."""
+
+present_mode: Callable[[], object] = _get_current_dispatch_mode
+"""Return the innermost mode that sees the operators of this thread."""
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 from torchgpipe._autograd import default_device, torch_function_enabled, with_torch_function
 from torchgpipe.checkpoint import Passing, is_checkpointing, is_recomputing
 from torchgpipe.observe import NOTHING
+from torchgpipe.randomness import PrivateGenerator
 
 # Devices that have an autocast of their own; others, such as meta, follow no autocast state.
 _AUTOCAST = ("cpu", "cuda", "xpu")
@@ -73,6 +74,24 @@ class Ambient:
                 if enabled or torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
             yield
+
+
+class Modes:
+    """The modes of this thread that contexts around tasks change, to set them back after a failure.
+
+    An interrupt (Ctrl-C) can come right before a context is left, and then it never is.
+    """
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._passing = Passing(checkpointing=is_checkpointing(), recomputing=is_recomputing())
+        self._private = PrivateGenerator.present()
+
+    def set_back(self) -> None:
+        """Set the modes as they were."""
+        torch.set_grad_enabled(self._grad)
+        self._passing.__enter__()
+        PrivateGenerator.back_to(self._private)
 
 
 _lock = threading.Lock()

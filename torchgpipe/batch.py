@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe._autograd import backward_id, keeps_graph, refuse_transforms
-from torchgpipe.ambient import Ambient
+from torchgpipe.ambient import Ambient, Modes
 from torchgpipe.checkpoint import Mode, checkpointed
 from torchgpipe.item import Item, unshared
 from torchgpipe.microbatch import Flat, TensorOrTensors
@@ -23,7 +24,7 @@ from torchgpipe.stage import Stage
 from torchgpipe.task_graph import mark, refuse_create_graph
 
 
-class Batch:
+class Batch(ABC):
     """One mini-batch of `m` micro-batches: a program for each of `stages`, which are all `n` partitions or some.
 
     `base` is what its seeds begin with, if another process has decided that.
@@ -62,9 +63,9 @@ class Batch:
             contents.begin(backward_id())
         return Ambient([program.stage.device for program in self.programs])
 
+    @abstractmethod
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs."""
-        raise NotImplementedError
 
 
 def linked(batch: Batch, outputs: Sequence[Item], inputs: Sequence[Tensor]) -> list[TensorOrTensors]:
@@ -105,6 +106,11 @@ class _Node(torch.autograd.Function):
         remaining = iter(grads)
         output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
         keep = keeps_graph()
-        input_grads = batch.backward(output_grads, keep=keep)
+        modes = Modes()
+        try:
+            input_grads = batch.backward(output_grads, keep=keep)
+        except BaseException:
+            modes.set_back()
+            raise
         sums = [g for contents in batch.contents for g in contents.leaves.take(last=not keep)]
         return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)

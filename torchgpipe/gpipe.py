@@ -46,15 +46,18 @@ class GPipe(Partitioned):
         portals: send skips straight to the partition that pops them, not through those in between.
         init: called as `init(k, layer)` for each layer k, with random numbers that depend on k and the default
             generator's seed alone. Layers on device `meta` need it.
+        silence: after how many seconds a worker's task counts as hanging that neither ends nor computes: the call, or
+            backward, raises `TimeoutError`, and the next one works. What runs in the calling thread, the last partition
+            and the graph engine, is not watched: Ctrl-C ends it. `None`: nothing is.
 
     Attributes:
-        balance, devices, chunks, checkpoint, partitions: as above.
+        balance, devices, chunks, checkpoint, partitions, silence: as above.
         observer: called with each `torchgpipe.observe.Task`, returns a context to run it in; `None` by default.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.
-        ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a parameter on two
-            devices, occurs twice; a layer is on `meta`, and there is no `init`.
+        ValueError: `chunks`, `checkpoint`, `engine`, `silence` or `balance` is out of range; a layer, or a parameter on
+            two devices, occurs twice; a layer is on `meta`, and there is no `init`.
         IndexError: there are fewer devices than partitions.
     """
 
@@ -75,8 +78,16 @@ class GPipe(Partitioned):
         copy_streams: bool = True,
         portals: bool = True,
         init: Init | None = None,
+        silence: float | None = None,
     ) -> None:
-        super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
+        super().__init__(
+            module,
+            balance,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+            silence=silence,
+        )
         self.devices = chosen = choose_devices(devices, len(self.balance))
         check_engine(engine, chosen)
         self._switches = (engine, dependency, copy_streams, portals)
@@ -85,11 +96,10 @@ class GPipe(Partitioned):
     def _build(self) -> None:
         super()._build()
         engine, dependency, copy_streams, _ = self._switches
-        made = make_engine(engine, self._stages, dependency=dependency, copy_streams=copy_streams)
-        self._engine = made
-        if isinstance(made, WorkersEngine):
+        self._engine = make_engine(engine, self._stages, dependency=dependency, copy_streams=copy_streams)
+        if isinstance(self._engine, WorkersEngine):
             # Only of the workers: the engine holds the layers, which may hold this module, so it would live forever.
-            weakref.finalize(self, made.workers.close)
+            weakref.finalize(self, self._engine.workers.close)
 
     def _layout(self) -> list[Crossing]:
         self._shared_buffers = shared_buffers(self.partitions, self.partitions)
@@ -130,6 +140,8 @@ class GPipe(Partitioned):
         self._check()
         if not self._stages:
             return input
+        if isinstance(self._engine, WorkersEngine):
+            self._engine.silence = self.silence
         micro_batches = self._micro_batches(input)
         return gather(self._mini_batch(lambda: self._engine.run(micro_batches, self.checkpoint, self.observer)))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe._autograd import averages_gradients
+from torchgpipe.ambient import Modes
 from torchgpipe.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.contents import begins_in_place
@@ -36,7 +40,7 @@ from torchgpipe.trace.layer import Layers, keep_names
 T = TypeVar("T")
 
 
-class Partitioned(nn.Module):
+class Partitioned(nn.Module, ABC):
     """Layers in partitions, of which this process holds all or some; `GPipe` and `DistributedGPipe` run them.
 
     The layers that this process holds are the module's own children, by their own names: its state is that of the
@@ -47,6 +51,7 @@ class Partitioned(nn.Module):
     chunks: int
     checkpoint: Mode
     observer: Observer | None
+    silence: float | None
     _partitions: nn.ModuleList
     _stages: list[Stage]
 
@@ -58,10 +63,11 @@ class Partitioned(nn.Module):
         chunks: int,
         checkpoint: Mode,
         deferred_batch_norm: bool,
+        silence: float | None = None,
     ) -> None:
         super().__init__()
         check_module(module)
-        check_settings(chunks, checkpoint)
+        check_settings(chunks, checkpoint, silence)
         verify_skippables(module)
         self._deferred = deferred_batch_norm
         if deferred_batch_norm:
@@ -70,7 +76,7 @@ class Partitioned(nn.Module):
         # Past `__setattr__`, which would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self.balance = list(map(len, partitions))
-        self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
+        self.chunks, self.checkpoint, self.observer, self.silence = chunks, checkpoint, None, silence
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
@@ -104,13 +110,13 @@ class Partitioned(nn.Module):
             for stage in self._stages:
                 stage.connect(crossings)
 
+    @abstractmethod
     def _layout(self) -> list[Crossing]:
         """Return the skips that cross from partition to partition."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _run(self, *args: Any) -> Any:
         """Run a mini-batch."""
-        raise NotImplementedError
 
     def _uncompiled(self, *args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -120,7 +126,7 @@ class Partitioned(nn.Module):
 
     def _check(self) -> None:
         """Check, before a mini-batch, what may have been changed since the last one."""
-        check_settings(self.chunks, self.checkpoint)
+        check_settings(self.chunks, self.checkpoint, self.silence)
         layers = {name: layer for stage in self._stages for name, layer in stage.partition._modules.items()}
         if self._modules != layers or [stage.partition for stage in self._stages] != [*self._partitions]:
             raise RuntimeError(
@@ -148,7 +154,7 @@ class Partitioned(nn.Module):
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = tuple([module._buffers.get(name) for module, name in self._shared_buffers])
         before = versions(shared)
-        grad = torch.is_grad_enabled()
+        modes = Modes()
         try:
             result = run()
             if versions(shared) != before:
@@ -156,20 +162,22 @@ class Partitioned(nn.Module):
                     "two partitions have layers that change the same buffer (such as one batch norm in both), and not "
                     "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
                 )
+            commit(norms)
         except BaseException:
-            torch.set_grad_enabled(grad)  # Ctrl-C can come before the exit of a context is set up
+            modes.set_back()
             for norm in norms:
                 norm.discard()
             raise
-        commit(norms)
         return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm."""
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type, self._of_all_ranks)
+        with self._together("clip_grad_norm_") as exchange:
+            return clip_grad_norm_(self.parameters(), max_norm, norm_type, exchange)
 
-    def _of_all_ranks(self, own: Tensor) -> list[Tensor]:
-        return [own]
+    def _together(self, doing: str) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
+        """Enter what all ranks do together, with a function that returns what each of them gives."""
+        return nullcontext(lambda own: [own])
 
     def train(self: P, mode: bool = True) -> P:
         """Set training or evaluation mode, of the partitions too."""
@@ -213,9 +221,12 @@ _MOVING = (
 )
 
 
-def check_settings(chunks: object, checkpoint: object) -> None:
-    """Raise `ValueError` if chunks or checkpoint is out of range."""
+def check_settings(chunks: object, checkpoint: object, silence: object) -> None:
+    """Raise `ValueError` if chunks, checkpoint or silence is out of range."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
     if checkpoint not in MODES:
         raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
+    if silence is None or (isinstance(silence, int | float) and silence is not True and 0 < silence < inf):
+        return
+    raise ValueError(f"silence must be a positive number of seconds, or None, but got {silence!r}")

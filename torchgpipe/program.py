@@ -11,7 +11,8 @@ costs no time unless a recomputation takes longer than the backward of the parti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -68,6 +69,7 @@ class Program:
     Attributes:
         contents: what the layers hold, if there may be a backward.
         doing: what it does now or did last, in words.
+        computing: the same while a task is computed; `None` while it waits for other programs, or has ended.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Program:
         self._observer = observer
         self._graphs: list[TaskGraph] = []
         self.doing = "forward"
+        self.computing: str | None = None
 
     def forward(self, links: Links, micro_batches: Sequence[TensorOrTensors]) -> list[Item]:
         """Run every task's forward; return the outputs without a graph, if this is the last partition."""
@@ -104,7 +107,8 @@ class Program:
                     item = item.with_skip(links.fetch(i, arrival), j)
 
                 links.check()
-                item = self._task(i, item)
+                with self.computes(f"forward of micro-batch {i}"):
+                    item = self._task(i, item)
 
                 for departure in reversed(stage.departures):
                     item, skip = item.parted()
@@ -138,15 +142,17 @@ class Program:
                 if recomputed and not last:
                     links.expect()
                 links.check()
-                if not (last and all_none(output_grads[i])):
-                    graph.recompute(keep=keep)
+                if recomputed and not (last and all_none(output_grads[i])):
+                    with self.computes(f"recomputation of micro-batch {i}"):
+                        graph.recompute(keep=keep)
                 grads: Flat = output_grads[i] if last else links.take()
                 grads = (*grads, *(links.fetch(i, departure) for departure in stage.departures))
 
                 links.check()
                 if recomputed and not first:
                     links.announce()
-                grads = graph.backward(grads, keep=keep)
+                with self.computes(f"backward of micro-batch {i}"):
+                    grads = graph.backward(grads, keep=keep)
 
                 for arrival in reversed(stage.arrivals):
                     links.leave(i, arrival, grads[-1])
@@ -159,6 +165,15 @@ class Program:
                     links.give(grads)
                 del grads
         return results
+
+    @contextmanager
+    def computes(self, task: str) -> Iterator[None]:
+        """Compute a task."""
+        self.doing = self.computing = task
+        try:
+            yield
+        finally:
+            self.computing = None
 
     def _enter(self, micro_batch: TensorOrTensors) -> Item:
         flat = tensors_of(micro_batch)

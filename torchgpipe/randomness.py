@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe._autograd import pop_mode, push_mode
+from torchgpipe._autograd import pop_mode, present_mode, push_mode
 from torchgpipe.observe import NOTHING
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
@@ -202,6 +202,19 @@ class PrivateGenerator(TorchDispatchMode):
     def in_use() -> bool:
         """Return whether the running thread is within such a context."""
         return _thread.private is not None
+
+    @staticmethod
+    def present() -> PrivateGenerator | None:
+        """Return the innermost such context that the running thread is within."""
+        return _thread.private
+
+    @staticmethod
+    def back_to(outer: PrivateGenerator | None) -> None:
+        """Leave all such contexts within `outer`, one of them perhaps halfway left already."""
+        while (inner := _thread.private) is not outer and inner is not None:
+            if present_mode() is inner:
+                pop_mode()
+            _thread.private = inner._outer
 
     def __enter__(self) -> PrivateGenerator:
         self._outer, _thread.private = _thread.private, self

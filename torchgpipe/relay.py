@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
-import os
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -110,125 +107,8 @@ class Queues(Links):
         return self._left.pop((i, crossing))
 
 
-_running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar("running", default=())
-"""The workers whose programs the code that looks at it is part of."""
-
-
-class Workers:
-    """Threads that wait for programs; `count` of them, started when first needed.
-
-    A program meets the context variables (`contextvars`) of the thread that calls `run`.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._process = os.getpid()
-        self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(count)]
-        self._threads: list[threading.Thread | None] = [None] * count
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run one program per worker and a last one in this thread; return when all have ended.
-
-        Raises the first exception of any program, with its own traceback. On an interrupt (Ctrl-C) the programs
-        stop after their present tasks; a second interrupt does not wait for that.
-        """
-        if os.getpid() != self._process:
-            # A fork leaves the threads behind, and whatever they held.
-            Workers.__init__(self, self._count)
-        if self in _running.get():
-            # A layer or a hook of a program runs the pipeline again: these threads are busy until that returns.
-            again = Workers(self._count)
-            try:
-                return again.run(relay, programs)
-            finally:
-                again.close()
-        # In a context of the programs' own: what an interrupt could leave behind in the caller's would stay there.
-        context = contextvars.copy_context()
-        context.run(_running.set, (*_running.get(), self))
-        *others, own = programs
-        posted = 0
-        ended: list[None] = []
-        wake: SimpleQueue[None] = SimpleQueue()
-
-        def finish(program: Callable[[], None]) -> None:
-            try:
-                relay.attempt(program)
-            finally:
-                ended.append(None)
-                wake.put(None)
-
-        def wait() -> None:
-            # Count `ended`, not what `get` returned: Ctrl-C can come right after `get`.
-            while len(ended) < posted:
-                wake.get()
-
-        try:
-            try:
-                # Two threads may run a mini-batch each. The lock lets all workers get the two in one order.
-                with self._lock:
-                    self._start()
-                    for inbox, program in zip(self._inboxes, others, strict=True):
-                        inbox.put(partial(finish, partial(context.copy().run, program)))
-                        posted += 1
-                relay.attempt(partial(context.run, own))
-                wait()
-            except KeyboardInterrupt as interrupt:
-                if isinstance(relay.error, KeyboardInterrupt):
-                    raise
-                relay.stop(interrupt)
-                wait()
-            if relay.error is not None:
-                raise relay.error
-        finally:
-            # Break the cycle: the error's traceback refers to this frame, and the frame to the error.
-            relay.error = None
-            if self._closed:
-                with self._lock:
-                    self._end()
-
-    def close(self) -> None:
-        """End the threads when their present programs have ended.
-
-        A later run, by the backward of an output that outlives the pipeline, starts them again and then ends them.
-        """
-        self._closed = True
-        # The pipeline may be collected in any thread, also during a run. That run ends the threads itself.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._lock.release()
-
-    def _start(self) -> None:
-        for j, thread in enumerate(self._threads):
-            # A thread without ident has failed to start.
-            if thread is None or thread.ident is None:
-                self._threads[j] = new = threading.Thread(
-                    target=_serve, args=(self._inboxes[j],), name=f"gpipe-partition-{j}", daemon=True
-                )
-                new.start()
-
-    def _end(self) -> None:
-        for j, thread in enumerate(self._threads):
-            if thread is not None and thread.ident is not None:
-                self._inboxes[j].put(None)
-            self._threads[j] = None
-
-
 def _get(queue: SimpleQueue[Any]) -> Any:
     item = queue.get()
     if item is _STOP:
         raise Stopped
     return item
-
-
-def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
-    # Refers to nothing but its inbox, so that a waiting thread keeps no pipeline alive.
-    while True:
-        program = inbox.get()
-        if program is None:
-            return
-        program()
-        del program

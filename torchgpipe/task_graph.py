@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe._autograd import caches_parametrizations, run_backward
-from torchgpipe.ambient import Ambient, without_fast_attention
+from torchgpipe.ambient import Ambient, Modes, without_fast_attention
 from torchgpipe.checkpoint import checkpointing, recomputing
 from torchgpipe.contents import Buffers, Contents
 from torchgpipe.item import Shared, versions
@@ -78,8 +78,13 @@ class TaskGraph:
         """
         if self._kept is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
-                # A copy, as other threads may recompute at the same time.
-                self.ambient.context.copy().run(self._recompute, *self._kept, keep)
+                modes = Modes()
+                try:
+                    # A copy, as other threads may recompute at the same time.
+                    self.ambient.context.copy().run(self._recompute, *self._kept, keep)
+                except BaseException:
+                    modes.set_back()
+                    raise
             self.contents.leaves.check_without_gradients()
 
     def _recompute(self, inputs: Flat, atomic: bool, keep: bool) -> None:

@@ -16,8 +16,8 @@ from reproduce.records.record import write_atomically
               help="Folder that holds the folders paper, predicted and measured. Default: results, and all runs in "
               "runs.")  # fmt: skip
 @click.option("--out", type=FILE, metavar="FILE", help="Where to write it. Default: DIR/report.html.")
-@click.option("--trace", "traces", type=PATH, multiple=True, metavar="FILE", help="Timeline of a measured step to "
-              "draw, as run --trace writes it. May be given more than once.")  # fmt: skip
+@click.option("--trace", "traces", type=PATH, multiple=True, metavar="FILE", help="Timeline of measured steps to "
+              "draw, as run --trace or torchgpipe.timeline writes it. May be given more than once.")  # fmt: skip
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
@@ -32,5 +32,5 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
     if not records:
         raise click.UsageError(f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}")
     path = out or folder / "report.html"
-    write_atomically(path, page(records, [read_trace(trace) for trace in traces]))
+    write_atomically(path, page(records, [each for trace in traces for each in read_trace(trace)]))
     click.echo(f"written: {path}")

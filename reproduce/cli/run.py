@@ -62,7 +62,7 @@ Chosen = list[tuple[Experiment, Scale]]
 @click.option("--out", type=PATH, default=RUNS, metavar="DIR", help="Where to put the record and the tables. Default: "
               "runs, which git ignores.")  # fmt: skip
 @click.option("--trace", type=FILE, metavar="FILE", help="Run one more step of every speed row, and write when each of "
-              "its tasks ran: as FILE.json for Perfetto, and as a picture, FILE.svg or .png.")  # fmt: skip
+              "its tasks ran, on any rank: as FILE.json for Perfetto, and as a picture, FILE.svg or .png.")  # fmt: skip
 @click.option("--data", type=PATH, metavar="DIR", help="Accuracy only: the folder of ImageNet, with "
               "train/<class>/*.JPEG and val/<class>/*.JPEG.")  # fmt: skip
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy only: train each row from K seeds. Default: as many "
@@ -109,7 +109,7 @@ def run(
     chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
     prepare_folder(out)
     emulate = 0 if no_emulate else emulate
-    tracer = None if trace is None else make_tracer(trace, chosen, emulate)
+    tracer = None if trace is None else make_tracer(trace, chosen, several=emulate > 0 or len(engines) > 1)
     accuracy: dict[str, AccuracyNeeds] = {}
     if "accuracy" in measured:
         checkpoints = Checkpoints(out / "checkpoints", fresh=fresh)
@@ -192,12 +192,12 @@ def run(
         raise click.ClickException(f"--trace: {tracer.problems[0]}")
 
 
-def make_tracer(trace: Path, chosen: Chosen, emulate: int) -> Tracer:
-    """Return what writes timelines; refuse now what could not be written later."""
+def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Tracer:
+    """Return what writes timelines; refuse now what could not be written later. A row may have `several`."""
     timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
     if not timed:
         measures = chosen[0][0].measures
         raise click.UsageError(f"--trace: {measures} experiments time no step; name a speed experiment")
     prepare_folder(trace.absolute().parent, "--trace")
-    several = emulate > 0 or sum(len(at.rows) for at in timed) > 1  # a row may be measured and emulated
+    several = several or sum(len(at.rows) for at in timed) > 1
     return Tracer(trace, several=several, experiments=len(timed) > 1, draw=matplotlib_problem() is None)

@@ -1,14 +1,12 @@
-"""Write and read a step's timeline as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens, too.
-
-The format is the Trace Event Format's JSON object: complete events (`"ph": "X"`) in microseconds, and metadata
-events (`"ph": "M"`) that name processes and threads. A row is a process, a device a thread, and its copies another.
-"""
+"""Write and read a step's timeline as a trace for Perfetto (ui.perfetto.dev); `torchgpipe.timeline` has the format."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -18,73 +16,70 @@ from reproduce.records.decode import decode, read_json
 from reproduce.records.record import write_atomically
 from torchgpipe.observe import Kind
 from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.timeline.perfetto import MICROSECONDS, perfetto
 
-MICROSECONDS = 1e6
 PICTURES = (".svg", ".png")
 
 
 class _Name(Struct, tag_field="ph", tag="M"):
     name: str  # what is named: 'process_name' or 'thread_name'
-    pid: int
-    tid: int
     args: dict[str, str]
 
 
+class _Start(Struct, tag_field="ph", tag="s"):
+    """An arrow's start, and below its end: of no use here."""
+
+
+class _End(Struct, tag_field="ph", tag="f"):
+    pass
+
+
 class _Place(Struct, rename="kebab"):
-    micro_batch: int
     partition: int
+    micro_batch: int = 0
+    mini_batch: int = 0
 
 
-class _Task(Struct, tag_field="ph", tag="X"):
-    name: str
-    cat: Kind
-    pid: int
-    tid: int
+class _Span(Struct, tag_field="ph", tag="X"):
+    cat: Kind | Literal["bubble"]
     ts: float
     dur: float
     args: _Place
 
 
+class _Other(Struct):
+    step_seconds: list[float] = []
+
+
 class _Trace(Struct, rename="camel"):
-    trace_events: list[_Name | _Task]
-    display_time_unit: str = "ms"
-    other_data: dict[str, float] = {}
+    trace_events: list[_Name | _Span | _Start | _End]
+    other_data: _Other = msgspec.field(default_factory=_Other)
 
 
-def chrome_trace(timeline: Timeline, title: str) -> bytes:
-    """Return the JSON of a timeline."""
-    copying = sorted({event.partition for event in timeline.events if event.kind == "copy"})
-    names = {2 * j: f"device {j}" for j in range(timeline.partitions)}
-    names |= {2 * j + 1: f"device {j}, copies" for j in copying}
-    events: list[_Name | _Task] = [_Name("process_name", 0, 0, {"name": title})]
-    events += [_Name("thread_name", 0, thread, {"name": name}) for thread, name in names.items()]
-    for kind, i, j, start, end in sorted(timeline.events, key=lambda event: event.start):
-        thread = 2 * j + (kind == "copy")
-        times = start * MICROSECONDS, (end - start) * MICROSECONDS
-        events.append(_Task(f"{kind} {i}", kind, 0, thread, *times, _Place(i, j)))
-    other = {"step_seconds": timeline.seconds, "bubble": timeline.bubble}
-    return msgspec.json.encode(_Trace(events, other_data=other)) + b"\n"
-
-
-def read_trace(path: Path) -> tuple[str, Timeline]:
-    """Return the title and the timeline of a trace that `chrome_trace` wrote.
+def read_trace(path: Path) -> list[tuple[str, Timeline]]:
+    """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote.
 
     Raises:
         Error: the file cannot be read, or is no such trace.
     """
     trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
-    title, events = path.stem, []
+    title, steps = path.stem, defaultdict(list)
     for event in trace.trace_events:
-        if isinstance(event, _Task):
-            times = event.ts / MICROSECONDS, (event.ts + event.dur) / MICROSECONDS
-            events.append(Event(event.cat, event.args.micro_batch, event.args.partition, *times))
-        elif event.name == "process_name":
+        if isinstance(event, _Span) and event.cat != "bubble":
+            at, times = event.args, (event.ts / MICROSECONDS, (event.ts + event.dur) / MICROSECONDS)
+            steps[at.mini_batch].append(Event(event.cat, at.micro_batch, at.partition, *times))
+        elif isinstance(event, _Name) and event.name == "process_name":
             title = event.args["name"]
-    if not any(event.kind != "copy" for event in events):
+    if not any(event.kind != "copy" for events in steps.values() for event in events):
         raise Error(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
-    events.sort(key=lambda event: event.start)
-    seconds = trace.other_data.get("step_seconds") or max(event.end for event in events)
-    return title, Timeline(events, seconds, max(event.partition for event in events) + 1)
+    partitions = 1 + max(event.partition for events in steps.values() for event in events)
+    seconds = dict(enumerate(trace.other_data.step_seconds))
+    found = []
+    for number, events in sorted(steps.items()):
+        events.sort(key=lambda event: event.start)
+        timeline = Timeline(events, seconds.get(number, events[-1].end - events[0].start), partitions)
+        found.append((f"{title}, mini-batch {number}" if len(steps) > 1 else title, timeline))
+    return found
 
 
 class Tracer:
@@ -108,7 +103,7 @@ class Tracer:
         if self.several:
             name = f"{experiment} {row}" if self.experiments else row
             base += "-" + re.sub("[^A-Za-z0-9]+", "-", name)
-        self._write(Path(f"{base}.json"), chrome_trace(timeline, title))
+        self._write(Path(f"{base}.json"), perfetto([timeline], title, "device"))
         if not self.draw:
             return
         path = Path(base + self.kind)

@@ -19,7 +19,7 @@ from statistics import median
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.run.links import Link, counts
-from reproduce.run.timeline import Mark, watch_tasks
+from reproduce.run.timeline import record_tasks
 from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, update
 from torchgpipe.observe import Kind, Task
 from torchgpipe.plan.memory import setup_memory
@@ -27,6 +27,7 @@ from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
 from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.schedule import overlaps
+from torchgpipe.timeline.stopwatch import Mark
 
 MOST_EXECUTED = 4  # micro-batches of a step; the times of equal ones stand for the rest
 
@@ -106,7 +107,7 @@ class Emulation:
         with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
             self.devices.synchronize()
             started = Mark(device)
-            watched = watch_tasks(training, lambda: losses.append(training.forward_and_backward()))
+            watched = record_tasks(training, lambda: losses.append(training.forward_and_backward()))
             updated = [Mark(device)]
             for optimizer in self.optimizers:
                 update(optimizer)

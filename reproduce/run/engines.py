@@ -57,11 +57,13 @@ class Engaged:
 
     Attributes:
         steps: how many were done.
+        pipeline: what a timeline can be recorded of; `None` for PyTorch's schedules.
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
         make = {"threads": _threads, "ranks": _ranks}.get(engine)
         module, self._forward_and_backward = make(work) if make else _scheduled(engine, work)
+        self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
         # An optimizer refuses to have no parameters.
         self._optimizers = [work.optimizer(module)] if any(True for _ in module.parameters()) else []

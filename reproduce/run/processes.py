@@ -20,6 +20,7 @@ from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.records.record import Engine
 from reproduce.run.engines import Work
+from torchgpipe.plan.replay import Event, Timeline
 
 PATIENCE = 30.0  # seconds: how long torchrun may take to end its processes
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -32,6 +33,7 @@ class Processes:
     """
 
     def __init__(self, count: int) -> None:
+        self._count = count
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._torchrun = subprocess.Popen(
             [sys.executable, *TORCHRUN, f"--nproc-per-node={count}", "-m", "reproduce.run.ranks"],
@@ -64,6 +66,15 @@ class Processes:
         """
         seconds, loss = self._ask(None)
         return seconds, loss
+
+    def record(self) -> Timeline:
+        """Run a training step of ranks, and return its timeline.
+
+        Raises:
+            Error, torch.OutOfMemoryError: a rank has failed.
+        """
+        seconds, events = self._ask("record")
+        return Timeline([Event(*each) for each in events], seconds, self._count)
 
     def close(self) -> None:
         """End all processes."""

@@ -1,9 +1,10 @@
 """Be one rank of a pipeline: `processes.py` starts as many as it has partitions, by torchrun.
 
 Rank 0 reads requests from its standard input, each a pickled object in a line of base 64, and tells them to the others:
-an engine and a function that makes its work, or `None` for a step. It answers each by a line of JSON: none, or the
-step's seconds and its loss. A rank that fails writes a line that says why, and ends; torchrun then ends the others. So
-does the end of the input, which comes at the latest when the process that asks has ended.
+an engine and a function that makes its work, `None` for a step, or `"record"` for a step with its timeline. It answers
+each by a line of JSON: none; the step's seconds and its loss; or its seconds and its tasks. A rank that fails writes a
+line that says why, and ends; torchrun then ends the others. So does the end of the input, which comes at the latest
+when the process that asks has ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from reproduce.run.engines import Engaged
 from reproduce.run.failure import explain
+from torchgpipe.timeline import record
 
 PATIENCE = timedelta(days=365)  # others may take their turns for as long as they like
 AHEAD = 0.01  # seconds from a request to its step, so that every rank has heard of it before
@@ -63,6 +65,12 @@ def answered() -> Iterator[Any]:
         if request is None:
             assert engaged is not None
             yield step(engaged, start)
+        elif request == "record":
+            assert engaged is not None and engaged.pipeline is not None
+            with record(engaged.pipeline) as recording:
+                seconds, _ = step(engaged, start)
+            (timeline,) = recording.steps
+            yield seconds, timeline.events
         else:
             engine, make = request
             engaged = None  # or two of them would need memory at once, and threads

@@ -28,7 +28,7 @@ from reproduce.run.failure import Failure, explain
 from reproduce.run.processes import Processes
 from reproduce.run.progress import duration
 from reproduce.run.session import Session
-from reproduce.run.timed import EmulatedSteps, MeasuredSteps, time_step, watch
+from reproduce.run.timed import EmulatedSteps, MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 
 Steps = MeasuredSteps | EmulatedSteps
@@ -186,13 +186,15 @@ class _Timing:
             return EmulatedSteps(Emulation(*shared, session.link(task.row)))
         if task.engine == "threads":
             training = Training(*shared)
-            timed, watched = partial(time_step, training, session.devices), partial(watch, training, session.devices)
-            return MeasuredSteps(training.row, timed, watched)
+            given = training, session.devices
+            return MeasuredSteps(training.row, partial(time_step, *given), partial(watch, *given))
         torch.manual_seed(session.seed)
         row = session.balancer.balanced(task.row, task.row.build(), data)
         processes = self.processes.enter_context(contextlib.closing(Processes(row.devices)))
         processes.make(task.engine, partial(work_of, row, session.seed))
-        return MeasuredSteps(row, processes.step)
+        if task.engine != "ranks":
+            return MeasuredSteps(row, processes.step)
+        return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
     def run_one(self, task: Task, made: Steps) -> None:
         """Run one step.
@@ -252,8 +254,8 @@ class _Timing:
             values, timeline = steps.watch()
             self.session.add_values(task.row, values, **task.kind)
             if timeline is not None and self.session.trace is not None:
-                name = f"{task.row.name} emulated" if task.emulated else task.row.name
-                self.session.trace(self.session.experiment.name, name, timeline)
+                how = "emulated" if task.emulated else "" if task.engine == "threads" else task.engine
+                self.session.trace(self.session.experiment.name, f"{task.row.name} {how}".rstrip(), timeline)
         self.session.progress.stop()
 
     def start(self, what: str, task: Task) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
 from reproduce.run.emulation import Emulation, Executed
 from reproduce.run.failure import explain
-from reproduce.run.timeline import watch_step
+from reproduce.run.timeline import record_step
 from reproduce.run.training import Training
 from reproduce.run.utilization import ask_driver
 from torchgpipe.plan.replay import Timeline
@@ -102,13 +103,21 @@ def watch(training: Training, devices: Devices) -> tuple[Values, Timeline | None
         training.step()
         devices.synchronize()
 
+    driver = partial(ask_driver, training.devices, step) if devices.kind == "cuda" else None
+    return watched(lambda: record_step(training, devices), driver)
+
+
+def watched(
+    run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
+) -> tuple[Values, Timeline | None]:
+    """Return what `watch` does, of the step that `run` runs; `driver` says how busy devices are, if tasks do not."""
     values: Values = {}
     timeline = None
     try:
-        timeline = watch_step(training, devices)
+        timeline = run()
         values = busy(timeline)
-        if devices.kind == "cuda":
-            values["utilization"] = ask_driver(training.devices, step)
+        if driver is not None:
+            values["utilization"] = driver()
     except Exception as error:
         values.pop("utilization", None)
         values["utilization_problem"] = explain(error).reason

@@ -22,7 +22,7 @@ import torchgpipe.relay
 from benchmarks.counted_step import Configuration, count
 from benchmarks.counts import differences
 from torchgpipe.microbatch import gather
-from torchgpipe.relay import Workers
+from torchgpipe.pool import Workers
 from torchgpipe.task_graph import TaskGraph
 
 WORKERS = Configuration("linear", 2, 4, "always", "workers")

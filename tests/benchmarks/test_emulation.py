@@ -15,7 +15,7 @@ from benchmarks.emulation import OwnRow, Subject, errors, main, settled, table, 
 from reproduce.experiments import EXPERIMENTS, Optimizer
 from reproduce.records.record import Record, Result
 from reproduce.records.record import load as load_record
-from reproduce.run.timeline import watch_step
+from reproduce.run.timeline import record_step
 from torchgpipe.plan.replay import Costs, Event, replay
 
 
@@ -64,7 +64,7 @@ def test_the_replay_runs_tasks_in_the_order_of_a_real_run(balance: tuple[int, ..
     row = replace(BASE, balance=balance, partitions=len(balance), chunks=chunks, checkpoint=mode)  # type: ignore[arg-type]
     subject = Subject(row)
     emulated = subject.emulation.step([subject.emulation.run()]).timeline
-    real = watch_step(subject.training, subject.devices)
+    real = record_step(subject.training, subject.devices)
     assert order(emulated.tasks, chunks > 1) == order(real.tasks, chunks > 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.contents import SMALL, Contents, begins_in_place, modules_of
+from torchgpipe.stage import Stage
 
 LARGE = SMALL // 4 + 1  # elements
 
 
 def contents(*layers: nn.Module) -> Contents:
-    return Contents(3, modules_of(nn.Sequential(*layers)), threading.RLock(), recomputed=True)
+    stage = Stage(3, nn.Sequential(*layers), torch.device("cpu"))
+    stage.look()
+    return Contents(stage, recomputed=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ modules, balances and devices it refuses, in test_partition.py.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe._autograd import present_mode
+from torchgpipe.checkpoint import Passing
+from torchgpipe.randomness import PrivateGenerator
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -182,3 +186,63 @@ def test_the_input_may_be_on_another_device() -> None:
     y.sum().backward()
     assert (y.device, y.shape) == (META, (4, 2))
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
+def test_an_interrupt_before_deferred_batch_norms_are_committed_leaves_gradients_on(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit runs without gradients, and Ctrl-C can come before what would turn them on again."""
+
+    def interrupted(norms: object) -> None:
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    model = made(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)), deferred_batch_norm=True, engine=engine)
+    monkeypatch.setattr("torchgpipe.partitioned.commit", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.rand(4, 2))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+    monkeypatch.undo()
+    model(torch.rand(4, 2))
+    norm = model[0]
+    assert norm.num_batches_tracked == 1
+
+
+# A context that is never left, since Ctrl-C comes just before its exit; and whether this thread is still in it.
+LEFT: dict[str, tuple[type, Callable[[], bool]]] = {
+    "a pass": (Passing, lambda: is_checkpointing() or is_recomputing()),
+    "a private generator": (PrivateGenerator, lambda: PrivateGenerator.in_use() or present_mode() is not None),
+}
+
+
+@pytest.mark.parametrize("kind, within", LEFT.values(), ids=LEFT)
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_interrupt_before_a_context_is_left(
+    kind: Any, within: Callable[[], bool], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this thread, which runs the last partition."""
+    model = made(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), chunks=2, checkpoint="always", engine="workers")
+    here, leave = threading.get_ident(), kind.__exit__
+    interrupted: list[None] = []
+
+    def exit(context: Any, *error: Any) -> Any:
+        if threading.get_ident() == here and not interrupted:
+            interrupted.append(None)
+            raise KeyboardInterrupt
+        return leave(context, *error)
+
+    def step() -> None:
+        if when == "forward":
+            monkeypatch.setattr(kind, "__exit__", exit)
+        loss = model(torch.rand(4, 2)).sum()
+        monkeypatch.setattr(kind, "__exit__", exit)
+        loss.backward()
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    monkeypatch.undo()
+    assert not within()
+    model(torch.rand(4, 2)).sum().backward()

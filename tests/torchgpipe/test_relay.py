@@ -16,7 +16,8 @@ from functools import partial
 
 import pytest
 
-from torchgpipe.relay import Queues, Relay, Stopped, Workers
+from torchgpipe.pool import Workers
+from torchgpipe.relay import Queues, Relay, Stopped
 
 PATIENCE = 120  # seconds; only a hang takes as long
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchgpipe.copy import Dock, new_stream, using
-from torchgpipe.distributed.wire import NEVER, Departure, dense, row
+from torchgpipe.distributed.layout import dense, row
+from torchgpipe.distributed.wire import NEVER, Departure
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
 from torchgpipe.skip.layout import Crossing

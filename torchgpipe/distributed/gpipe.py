@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchgpipe._autograd import backward_id, sharded
 from torchgpipe.checkpoint import Mode
 from torchgpipe.contents import modules_of
-from torchgpipe.distributed.links import Wires
 from torchgpipe.distributed.step import Step, shared_failure
+from torchgpipe.distributed.wires import Wires
 from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.partition import Init, choose_devices
 from torchgpipe.partitioned import Partitioned
@@ -42,10 +44,13 @@ class DistributedGPipe(Partitioned):
         device: this rank's; `"cuda"` is the current GPU. Between GPUs, tensors travel by NCCL if each rank has one of
             its own, or else through the host's memory.
         init: as for `GPipe`, for the layers of this rank.
+        silence: after how many seconds a rank counts as failed that gives no sign of life, or whose task neither ends
+            nor computes, and all ranks if all wait for each other; `None` is never. It has to be longer than the
+            largest message takes.
         chunks, checkpoint, deferred_batch_norm: as for `GPipe`.
 
     Attributes:
-        balance, chunks, checkpoint, observer: as of `GPipe`.
+        balance, chunks, checkpoint, observer, silence: as of `GPipe` and above.
         partition: this rank's layers, an `nn.Sequential`.
         rank: the index of this rank's partition.
 
@@ -66,21 +71,37 @@ class DistributedGPipe(Partitioned):
         checkpoint: Mode = "except_last",
         deferred_batch_norm: bool = False,
         init: Init | None = None,
+        silence: float | None = 300.0,
     ) -> None:
-        super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
+        super().__init__(
+            module,
+            balance,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+            silence=silence,
+        )
         if not dist.is_initialized():
             raise RuntimeError(
                 "ranks have not met: call torch.distributed.init_process_group(), in a program that torchrun started"
             )
+        if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
+            raise TypeError(f"mesh must be one dimension of a DeviceMesh, such as mesh['pp'], but got {mesh!r}")
+        if not isinstance(device, int | str | torch.device):
+            raise TypeError(f"device must be this rank's device, but got {device!r}")
         (device,) = choose_devices([device], 1)
         self._ranks = dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh.get_group())
         self.rank = self._ranks.index(dist.get_rank())
         n = len(self._ranks)
         if len(self.balance) != n:
-            raise ValueError(f"the balance {self.balance} has {len(self.balance)} partitions, but there are {n} ranks")
+            raise ValueError(
+                f"the balance {self.balance} has {len(self.balance)} partitions, but there are {n} ranks; give each "
+                f"rank a number of layers, or start {len(self.balance)} processes (torchrun --nproc-per-node)"
+            )
         check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
         self._crossings = skip_layout(self._partitions)
         self._hold([device if j == self.rank else None for j in range(n)], [f"rank {j}" for j in range(n)], init)
+        self._connected()  # a rank may fail before its first mini-batch
 
     def _build(self) -> None:
         super()._build()
@@ -121,10 +142,11 @@ class DistributedGPipe(Partitioned):
         loss: Tensor = self(*args, _criterion=lambda output: criterion(output, target), **kwargs)
         return loss
 
-    def _of_all_ranks(self, own: Tensor) -> list[Tensor]:
+    @contextmanager
+    def _together(self, doing: str) -> Iterator[Callable[[Tensor], list[Tensor]]]:
         wires = self._connected()
-        with shared_failure(wires, lambda: "clip_grad_norm_"):
-            return wires.exchange(self._serial, own)
+        with shared_failure(wires, self._serial, doing):
+            yield partial(wires.exchange, self._serial, doing)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -149,15 +171,19 @@ class DistributedGPipe(Partitioned):
                     f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank only; to begin with "
                     "other ranks, make a pipeline and load the state"
                 )
-            self._wires = Wires(self._ranks, self.rank)
+            self._wires = Wires(self._ranks, self.rank, self.silence)
             # Not the wires themselves, which a pipeline may close; those that are open are kept by their threads.
             weakref.finalize(self, _part, weakref.ref(self._wires)).atexit = False
+        if self._wires.silence != self.silence:
+            raise RuntimeError(
+                f"silence was changed from {self._wires.silence} to {self.silence} while ranks are connected; call "
+                "close() on all of them first"
+            )
         return self._wires
 
     def _run(self, args: Any, kwargs: Any, criterion: Callable[[Any], Tensor] | None) -> Any:
         wires, stage = self._connected(), self._stages[0]
         self._serial += 1
-        step: Step | None = None
 
         def finish(output: TensorOrTensors) -> tuple[Any, Tensor]:
             result = output if self._signature is None else self._signature.structured(output)
@@ -171,7 +197,6 @@ class DistributedGPipe(Partitioned):
             return loss, loss
 
         def run() -> Any:
-            nonlocal step
             micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
             wires.meet(self._serial, stage.device, self._crossings)
             kind = stage.device.type
@@ -184,11 +209,12 @@ class DistributedGPipe(Partitioned):
                 "autocast": kind != "meta" and torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)),
                 "a loss": criterion is not None,
                 "the kind of device": kind,
+                "silence": self.silence,
             }
             step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
             return step.forward(finish)
 
-        with shared_failure(wires, lambda: "the call" if step is None else step.program.doing):
+        with shared_failure(wires, self._serial, "the call"):
             if backward_id() != -1:
                 raise RuntimeError(
                     "a pipeline over ranks cannot run within a backward, which each rank reaches at a time of its own "

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from torchgpipe.batch import Batch, linked, one_node
-from torchgpipe.distributed.links import Backward, Forward, Wires
+from torchgpipe.distributed.links import Backward, Forward
+from torchgpipe.distributed.wires import Wires
 from torchgpipe.microbatch import Flat, TensorOrTensors, gather, tensors_of
 from torchgpipe.observe import Observer
+from torchgpipe.program import Program
 from torchgpipe.relay import Stopped
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.stage import Stage
@@ -20,27 +22,29 @@ from torchgpipe.task_graph import leaves
 
 
 @contextmanager
-def shared_failure(wires: Wires, doing: Callable[[], str]) -> Iterator[None]:
+def shared_failure(wires: Wires, serial: int, call: str, program: Program | None = None) -> Iterator[None]:
     """Let all ranks raise if one does: tell them what is raised within, and raise here what another one tells.
 
-    `doing` says what this rank does.
+    This rank is in a call for mini-batch `serial`, which may run a program.
     """
     if wires.parted:
         raise RuntimeError(
             "the pipeline's connections were closed by close() since this mini-batch; call backward() first"
         )
-    try:
-        if wires.stopped:
-            raise Stopped
-        yield
-    except Stopped:
-        error = wires.failure()
-        wires.close()
-        raise error from None
-    except BaseException as error:
-        wires.fail(error, doing())
-        wires.close()
-        raise
+    words = wires.words
+    with words.activity.call(serial, call, program):
+        try:
+            if words.stopped:
+                raise Stopped
+            yield
+        except Stopped:
+            error = words.failure()
+            wires.close()
+            raise error from None
+        except BaseException as error:
+            wires.fail(error)
+            wires.close()
+            raise
 
 
 class Step(Batch):
@@ -69,6 +73,7 @@ class Step(Batch):
         m, base = (len(micro_batches), None) if self._first else self._hear_head()
         super().__init__([stage], wires.n, m, settings["checkpoint"], observer, base)
         (self.program,) = self.programs
+        wires.words.activity.program = self.program
 
     def forward(self, finish: Callable[[TensorOrTensors], tuple[Any, Tensor]]) -> Any:
         """Run every task's forward; return what the caller gets.
@@ -91,9 +96,9 @@ class Step(Batch):
                 )
         if self._last:
             before = torch.get_rng_state()
-            self.program.doing = "the criterion"
             output = gather(linked(self, outputs, inputs))
-            result, scalar = finish(output)
+            with self.program.computes("the criterion"):
+                result, scalar = finish(output)
             through = [y for y in tensors_of(output) if y.requires_grad]
             if result is scalar and scalar.requires_grad and through:
                 result = scalar = _Through.apply(scalar, *through)
@@ -111,7 +116,7 @@ class Step(Batch):
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs, on the first rank."""
-        with shared_failure(self._wires, lambda: self.program.doing):
+        with shared_failure(self._wires, self._serial, "backward", self.program):
             ambient = self._begin_backward()
             links = Backward(self._wires, self._serial, self._crossings)
             grads = self.program.backward(links, ambient, output_grads, keep=keep)

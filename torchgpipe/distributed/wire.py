@@ -13,20 +13,18 @@ message at this place had in the mini-batch before. The sender knows that. If it
 an empty tensor for each of them.
 
 Sending returns at once, and whoever takes a message waits for gloo. Such a wait ends when connections are closed (see
-links.py), and not by Ctrl-C. One that times out closes all connections of its group. A wait for sending to end may go
+wires.py), and not by Ctrl-C. One that times out closes all connections of its group. A wait for sending to end may go
 on even when the connection has broken, so each wire has a thread for it, and programs wait for a queue.
 """
 
 from __future__ import annotations
 
-import mmap
 import pickle
 import struct
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe.distributed.layout import SLOT, Layout, Memory, dense, disjoint, layout_of, once, placed, places, row
 from torchgpipe.item import versions
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 NEVER = timedelta(days=365)
 """The timeout of an operation between ranks. A rank may wait as long as another one computes."""
 
-SLOT = 2**16
 _HEAD = struct.Struct("<qqq")
 
 
@@ -57,17 +55,7 @@ class Message(NamedTuple):
     tensors: Flat
 
 
-class _Layout(NamedTuple):
-    """A tensor's type, shape, strides, and bytes that go over gloo: none if it is on `meta`, and so comes by NCCL."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    bytes: int
-    meta: bool
-
-
-_Description = tuple[Hashable, tuple[_Layout | None, ...]]
+_Description = tuple[Hashable, tuple[Layout | None, ...]]
 
 
 class Departure(NamedTuple):
@@ -78,14 +66,30 @@ class Departure(NamedTuple):
     after: torch.cuda.Event | None = None
 
 
+class Route(NamedTuple):
+    """Where a wire goes: to or from `rank` of a group, by messages with this tag, and their tensors by `transfer`.
+
+    `broken` is called with what gloo raises if the connection breaks. What comes with a slot may take as long as
+    `limit`: gloo wakes nobody who waits for a tensor of which a part has arrived when its connection closes.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    tag: int
+    broken: Callable[[BaseException], None]
+    transfer: Transfer | None = None
+    limit: timedelta = NEVER
+
+
 class _End:
     """One end of a wire, and which description the next message has, if all is as in the mini-batch before.
 
-    Both ends see the same messages and beginnings of mini-batches in the same order, so they expect the same.
+    The sender calls `begin` and `give`, the receiver `begin` and `take`, and both in one order. So both always expect
+    the same description.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, tag: int, broken: Callable[[BaseException], None]) -> None:
-        self._group, self._rank, self._tag, self._broken = group, rank, tag, broken
+    def __init__(self, route: Route) -> None:
+        self._group, self._rank, self._tag, self._broken, self._transfer, self._limit = route
         self._known: list[_Description] = []
         self._before: list[int] = []  # numbers of the descriptions in the mini-batch before
         self._now: list[int] = []
@@ -108,7 +112,7 @@ class _End:
     def _ahead(self) -> list[int]:
         """Return the sizes of the large tensors of the message that is expected."""
         layouts = () if self._expected is None else self._known[self._expected][1]
-        return [size for size, place in _places(layouts, _HEAD.size) if place is None]
+        return [size for size, place in places(layouts, _HEAD.size) if place is None]
 
     def _gloo(self, what: Callable[..., Any], *given: Any) -> Any:
         """Do something that fails if a connection has broken."""
@@ -130,29 +134,21 @@ class _Posted(NamedTuple):
 
 
 class Sender(_End):
-    """Send messages to `rank` of the group, in order.
+    """Send messages by a route, in order.
 
     Attributes:
         sent: bytes of tensors that were sent; headers and descriptions are not counted.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank: int,
-        tag: int,
-        broken: Callable[[BaseException], None],
-        transfer: Transfer | None = None,
-    ) -> None:
-        super().__init__(group, rank, tag, broken)
-        self._transfer = transfer
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
         self._held: deque[tuple[Message, list[int | None]]] = deque()
         self._posted: SimpleQueue[_Posted | None] = SimpleQueue()
         self._under_way = 0  # messages that have departed, and of which `settle` does not know that they were received
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # for each of them, whether all was right
         self._numbers: dict[_Description, int] = {}
         self.sent = 0
-        self.thread = threading.Thread(target=self._wait, name=f"gpipe-to-{rank}", daemon=True)
+        self.thread = threading.Thread(target=self._wait, name=f"gpipe-to-{route.rank}", daemon=True)
         self.thread.start()
 
     @property
@@ -178,8 +174,13 @@ class Sender(_End):
             error = self._ended.get()
             if error is not None:
                 self._ended.put(error)  # for whoever waits again
-                raise error
+                raise copy(error)  # and not what stays here: it would keep the frames that it comes through alive
             self._under_way -= 1
+
+    def settled(self) -> bool:
+        """Return, without waiting, whether all messages that have departed were received."""
+        self.settle(max(0, self._under_way - self._ended.qsize()))
+        return not self._under_way
 
     def stop(self) -> None:
         """End every wait, now and later, and the thread."""
@@ -194,7 +195,7 @@ class Sender(_End):
         # From a GPU it is sent when a stream has got there, for which the thread of the program must not wait.
         works = self._post(message) if self._transfer is None else None
         self._under_way += 1
-        self.sent += sum(_once(x.detach()).nbytes for x in tensors if x is not None and x.layout is torch.strided)
+        self.sent += sum(once(x.detach()).nbytes for x in tensors if x is not None and x.layout is torch.strided)
         self._posted.put(_Posted(message, works, departure, tensors, before))
 
     def _wait(self) -> None:
@@ -229,8 +230,8 @@ class Sender(_End):
 
     def _parts(self, message: Message) -> list[Tensor]:
         """Return what to send, as bytes: the slot, then what does not fit into it."""
-        flat = [None if x is None else _disjoint(x) for x in message.tensors]
-        layouts = tuple([None if x is None else _layout(x) for x in flat])
+        flat = [None if x is None else disjoint(x) for x in message.tensors]
+        layouts = tuple([None if x is None else layout_of(x) for x in flat])
         description = (message.about, layouts)
         number, new = self._numbers.get(description), b""
         if number is None:
@@ -246,26 +247,18 @@ class Sender(_End):
             (slot if fits else large).append(_bytes(new))
             at += len(new) * fits
         sent = [x for x, layout in zip(flat, layouts, strict=True) if x is not None and layout and layout.bytes]
-        rows = [row(dense(_once(x))) for x in sent]
-        for x, (_, place) in zip(rows, _places(layouts, at), strict=True):
+        rows = [row(dense(once(x))) for x in sent]
+        for x, (_, place) in zip(rows, places(layouts, at), strict=True):
             (large if place is None else slot).append(x)
         return [torch.cat(slot), *fillers, *large]
 
 
 class Receiver(_End):
-    """Receive messages from `rank` of the group, in order."""
+    """Receive messages by a route, in order."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank: int,
-        tag: int,
-        broken: Callable[[BaseException], None],
-        transfer: Transfer | None = None,
-    ) -> None:
-        super().__init__(group, rank, tag, broken)
-        self._transfer = transfer
-        self._memory = _Memory(pinned=transfer is not None and transfer.pins)
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        self._memory = Memory(pinned=self._transfer is not None and self._transfer.pins)
         self._content = bytearray(SLOT)
         self._slot = torch.frombuffer(self._content, dtype=torch.uint8)
         self._next = self._receive(self._slot)
@@ -291,20 +284,20 @@ class Receiver(_End):
                 new, at = self._content[at : at + length], at + length
             else:
                 new = bytearray(length)
-                self._gloo(self._receive(torch.frombuffer(new, dtype=torch.uint8)).wait)
+                self._gloo(self._receive(torch.frombuffer(new, dtype=torch.uint8)).wait, self._limit)
             self._known.append(pickle.loads(new))
         about, layouts = self._known[number]
-        places = [*_places(layouts, at)]
+        parts = [*places(layouts, at)]
         if not as_expected:
-            large = self._received([size for size, place in places if place is None])
+            large = self._received([size for size, place in parts if place is None])
         apart = iter(large)
-        rows = [next(apart)[0] if at is None else self._slot[at : at + size].clone() for size, at in places]
+        rows = [next(apart)[0] if at is None else self._slot[at : at + size].clone() for size, at in parts]
         self._seen(number)
         self._next = self._receive(self._slot)
         self._prepare()
         self._wait(large)
         remaining = iter(rows)
-        tensors = tuple([None if layout is None else _tensor(layout, remaining) for layout in layouts])
+        tensors = tuple([None if layout is None else placed(layout, remaining) for layout in layouts])
         return Message(serial, about, tensors if self._transfer is None else self._transfer.arrive(tensors))
 
     def _prepare(self) -> None:
@@ -318,127 +311,23 @@ class Receiver(_End):
         try:
             return self._group.recv([x], self._rank, self._tag)
         except RuntimeError as error:  # the connection is closed: no matter, if nothing more is to come
-            return _Never(error)
+            return _Never(str(error))
 
     def _wait(self, received: Sequence[tuple[Tensor, Any]]) -> None:
         for _, work in received:
-            self._gloo(work.wait)
+            self._gloo(work.wait, self._limit)
 
 
 class _Never(NamedTuple):
-    """What stands for an operation that could not begin."""
+    """What stands for an operation that could not begin.
 
-    error: RuntimeError
-
-    def wait(self) -> None:
-        raise self.error
-
-
-class _Memory:
-    """Memory for large tensors that arrive, which is used again when no tensor is in it any more.
-
-    New memory would come from the system page by page, which takes longer than to receive what goes into it.
+    It keeps a text, since an error would keep the frames that it has come through alive, and so all of the mini-batch.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: list[mmap.mmap] = []
+    why: str
 
-    def row(self, size: int) -> Tensor:
-        """Return memory of `size` bytes."""
-        if self._pinned:  # of which PyTorch keeps what is free
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        memory = next((x for x in self._free if len(x) == size), None)
-        if memory is None:
-            self._free.clear()  # shapes have changed
-            memory = _fresh(size)
-        else:
-            self._free.remove(memory)
-        view = memoryview(memory)  # PyTorch holds it as long as there are tensors in it
-        weakref.finalize(view, self._free.append, memory).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)
-
-
-def _fresh(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # or a fork would see what comes later
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _places(layouts: Iterable[_Layout | None], at: int) -> Iterator[tuple[int, int | None]]:
-    """Yield each tensor's size and its place in the slot, of which `at` bytes are taken; `None` where it is too large.
-
-    Tensors without contents are left out.
-    """
-    for layout in layouts:
-        if layout is not None and layout.bytes:
-            fits = at + layout.bytes <= SLOT
-            yield layout.bytes, at if fits else None
-            at += layout.bytes * fits
-
-
-def _layout(x: Tensor) -> _Layout:
-    return _Layout(x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else _once(x).nbytes, x.is_meta)
-
-
-def _tensor(layout: _Layout, rows: Iterator[Tensor]) -> Tensor:
-    if not layout.bytes:
-        device = "meta" if layout.meta else "cpu"
-        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-    content = next(rows)
-    reach = 1 + sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
-    if reach * layout.dtype.itemsize == layout.bytes:
-        x = torch.empty(0, dtype=layout.dtype, device="cpu")
-        return x.set_(content.untyped_storage(), 0, layout.shape, layout.stride)
-    # With gaps as at the sender: PyTorch adds up in another order where there are none.
-    x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
-    once = _once(x)
-    once.copy_(content.view(layout.dtype).view(once.shape))
-    return x
-
-
-def _once(x: Tensor) -> Tensor:
-    """Return the tensor without the repetitions of `expand`."""
-    for d, (n, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if n > 1 and step == 0:
-            x = x.narrow(d, 0, 1)
-    return x
-
-
-def _disjoint(x: Tensor) -> Tensor:
-    """Return the tensor as it is in memory, or a copy if some memory is of several elements, but for `expand`."""
-    x = _plain(x)
-    reach = 1
-    for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
-        if n > 1 and step:
-            if step < reach:
-                return x.contiguous()
-            reach += (n - 1) * step
-    return x
-
-
-def _plain(x: Tensor) -> Tensor:
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
-        kind = type(x).__name__ if x.layout is torch.strided else f"tensor of {x.layout}"
-        raise TypeError(f"only dense tensors travel between ranks, but a partition returned a {kind}")
-    return x.detach().resolve_conj().resolve_neg()
-
-
-def dense(x: Tensor) -> Tensor:
-    """Return the tensor without gaps in its memory; itself, detached, where it has none."""
-    x = _plain(x)
-    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
-        return x
-    return x.contiguous()
-
-
-def row(x: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor in a row, as they are in memory."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    def wait(self, limit: timedelta = NEVER) -> None:
+        raise RuntimeError(self.why)
 
 
 def _bytes(content: bytes) -> Tensor:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torchgpipe.observe import Kind
 
-__all__ = ["Costs", "Event", "Timeline", "replay", "shared"]
+__all__ = ["Costs", "Event", "Timeline", "bubbles", "replay", "shared"]
 
 Table = Sequence[Sequence[float]]
 
@@ -91,6 +91,18 @@ class Timeline:
         if end <= start:
             return 0.0
         return max(0.0, 1 - sum(task.end - task.start for task in self.tasks) / (self.partitions * (end - start)))
+
+
+def bubbles(steps: Sequence[Timeline]) -> list[float]:
+    """Return the share of each partition's time in which it waits, from 0 to 1.
+
+    Only time within steps counts, each from its first task to its last on any partition.
+    """
+    seconds = sum(end - start for start, end in (step.window for step in steps))
+    if not seconds:
+        return []
+    busy = [sum(step.busy(j) for step in steps) for j in range(steps[0].partitions)]
+    return [max(0.0, 1 - each / seconds) for each in busy]
 
 
 def replay(costs: Costs) -> Timeline:

@@ -14,11 +14,12 @@ from torch import nn
 from reproduce.experiments import COMPONENTS, EXPERIMENTS, PLANNED, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import MOST_EXECUTED, EmulatedStep, Emulation, Executed, executed, memory_needed
-from reproduce.run.timeline import Watched, watch_tasks
+from reproduce.run.timeline import record_tasks
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.observe import Kind, Task
 from torchgpipe.plan import plan
 from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.timeline.stopwatch import Timed
 
 CPU = Devices("cpu", 2, threads=1)
 PLAIN = replace(
@@ -85,9 +86,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     made = Made()
     device = torch.device("cpu")
 
-    def watch(training: Training, run: Callable[[], object]) -> list[Watched]:
+    def watch(training: Training, run: Callable[[], object]) -> list[Timed]:
         made.updates = iter(UPDATES)
-        made.seen = tuple(each.task for each in watch_tasks(training, run))
+        made.seen = tuple(each.task for each in record_tasks(training, run))
         made.threads = torch.get_num_threads()
         watched, phase = [], "forward"
         for task in made.seen:
@@ -95,13 +96,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
                 phase, made.now = "backward", made.now + LOSS
             start = FakeMark(device)
             made.now += cost(task)
-            watched.append(Watched(task, start, FakeMark(device)))  # type: ignore[arg-type]
+            watched.append(Timed(task, start, FakeMark(device)))  # type: ignore[arg-type]
         return watched
 
     def update(optimizer: torch.optim.Optimizer) -> None:
         made.now += next(made.updates)
 
-    monkeypatch.setattr("reproduce.run.emulation.watch_tasks", watch)
+    monkeypatch.setattr("reproduce.run.emulation.record_tasks", watch)
     monkeypatch.setattr("reproduce.run.emulation.update", update)
     monkeypatch.setattr("reproduce.run.emulation.Mark", FakeMark)
     monkeypatch.setattr(FakeMark, "made", made, raising=False)

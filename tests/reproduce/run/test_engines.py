@@ -24,6 +24,8 @@ from reproduce.records.record import Engine, load
 from reproduce.run.engines import OFFERED, Engaged, check_same, why_not
 from reproduce.run.processes import Processes
 from reproduce.run.timed import MeasuredSteps
+from torchgpipe.observe import Task
+from torchgpipe.plan.replay import Event, Timeline
 
 from .fakes import Fake, Run
 from .works import failing, ids, killed, work
@@ -52,6 +54,12 @@ def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpo
     seconds, losses = zip(*(processes.step() for _ in range(3)), strict=True)
     assert losses == pytest.approx([threads.step() for _ in range(3)], rel=1e-5)
     assert losses[0] - losses[1] > 1e-3 and 0 < min(seconds) < max(seconds) < PATIENCE
+    if engine == "ranks":
+        timeline = processes.record()
+        kinds = {"forward": 2, "recompute": int(checkpoint == "except_last"), "backward": 2}
+        tasks = [Task(kind, i, j) for kind, m in kinds.items() for i in range(m) for j in range(2)]  # type: ignore[arg-type]
+        assert sorted(Task(*event[:3]) for event in timeline.events) == sorted(tasks)
+        assert timeline.partitions == 2 and 0 < timeline.window[1] <= timeline.seconds < PATIENCE
 
 
 def test_ranks_draw_what_threads_draw(processes: Processes) -> None:
@@ -167,6 +175,9 @@ class Faked:
         Fake.order.append("ranks")
         return 0.5, self.loss
 
+    def record(self) -> Timeline:
+        return Timeline([Event("forward", 0, 0, 0.0, 1.0)], 2.0, 2)
+
     def close(self) -> None:
         Faked.left -= 1
 
@@ -177,8 +188,10 @@ def test_a_row_is_measured_by_each_engine(
 ) -> None:
     monkeypatch.setattr("reproduce.run.speed.Processes", Faked)
     monkeypatch.setattr(Faked, "loss", loss)
+    traced: list[str] = []
     rows = tuple(row for row in tiny["tiny-speed"].scale("small").rows if row.name in ("naive n2", "GPipe n8m4"))
-    run("tiny-speed", rows=rows, warmup=1, options={"engines": ("threads", "ranks", "Schedule1F1B"), "emulate": 0})
+    options = {"engines": ("threads", "ranks", "Schedule1F1B"), "emulate": 0, "trace": lambda *t: traced.append(t[1])}
+    run("tiny-speed", rows=rows, warmup=1, options=options)
     (path,) = runs.folder.glob("*.json")
     found = {(each.row, each.engine): each for each in load(path).results}
     assert Faked.left == 0
@@ -188,6 +201,8 @@ def test_a_row_is_measured_by_each_engine(
     assert {each.status for (row, _), each in found.items() if row == "GPipe n8m4"} == {"needs devices"}
     if loss == 1.0:
         assert ranks.samples["step_time"] == [0.5] * 3 and sum(ranks.config["balance"]) == 9
+        assert ranks.values == {"utilization": [0.5, 0.0], "bubble": 0.5}
+        assert traced == ["naive n2 ranks"], "what stands in for threads cannot be watched"
         assert ranks.samples["round"] == found["naive n2", "threads"].samples["round"]
     else:
         assert ranks.status == "failed"

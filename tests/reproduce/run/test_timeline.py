@@ -12,10 +12,11 @@ import torch
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
-from reproduce.run.timeline import Mark, watch_step
+from reproduce.run.timeline import record_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
 from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.timeline.stopwatch import Mark
 
 ROW = replace(EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4)
 PIPELINE = {"partitions": 2, "chunks": 4, "balance": (30, 35), "checkpoint": "except_last"}
@@ -41,7 +42,7 @@ def watched(**changes: object) -> tuple[Training, Timeline]:
     row = replace(ROW, **changes)  # type: ignore[arg-type]
     devices = Devices("cpu", 2, 1)
     training = Training(row, devices, FakeData([row], 0), Balancer(devices), 0)
-    return training, watch_step(training, devices)
+    return training, record_step(training, devices)
 
 
 def test_every_task_of_a_pipeline_is_seen() -> None:

@@ -20,7 +20,8 @@ from torchgpipe import GPipe
 from torchgpipe.checkpoint import Mode
 from torchgpipe.distributed import DistributedGPipe, RankFailed, cuda
 from torchgpipe.distributed.cuda import Transfer
-from torchgpipe.distributed.wire import Departure, Message, Sender, dense
+from torchgpipe.distributed.layout import dense
+from torchgpipe.distributed.wire import Departure, Message, Route, Sender
 from torchgpipe.plan.replay import Event, replay
 from torchgpipe.relay import Stopped
 from torchgpipe.skip import Namespace
@@ -316,7 +317,7 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
             log.append(f"wait {self.name}")
 
     noted: Any = Noted()
-    sender = Sender(noted, 1, 0, lambda error: None, noted)
+    sender = Sender(Route(noted, 1, 0, lambda error: None, noted))
     sender.give(Message(1, None, ()))
     assert not [entry for entry in log if entry != "begin in gpipe-to-1"], "it is late by one message"
     sender.release()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import time
+import warnings
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
@@ -203,7 +206,7 @@ def a_failure_is_heard_by_all(rank: int) -> None:
             model.loss(nn.functional.mse_loss, x, target)
         except (RankFailed, ValueError) as error:
             said = str(error)
-        doing = "forward of micro-batch 1" if phase == "forward" else "backward of micro-batch 1"
+        doing = f"{'recomputation' if phase == 'recompute' else phase} of micro-batch 1"
         assert said == ("on purpose" if rank == victim else f"rank {victim} failed in {doing}: ValueError: on purpose")
         if phase == "forward":  # all ranks are in the same mini-batch
             model.loss(nn.functional.mse_loss, x, target).backward()
@@ -326,7 +329,7 @@ def errors_between_calls(rank: int) -> None:
     if rank == 1:
         ours._connected().close()
     else:
-        with pytest.raises(RankFailed, match=f"rank {rank} has lost its connection to rank 1, which gave no reason"):
+        with pytest.raises(RankFailed, match="rank 1 has closed its connections and given no reason"):
             loss_of(ours)
     ours.close()
 
@@ -335,6 +338,7 @@ def errors_between_calls(rank: int) -> None:
         "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
         r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1": ("balance", [2, 0, 1]),
         "but training is True on rank 0 and False on rank 1": ("training", False),
+        "but silence is 300.0 on rank 0 and None on rank 1": ("silence", None),
     }
     for message, (name, value) in wrong.items():
         before = getattr(ours, name)
@@ -344,6 +348,18 @@ def errors_between_calls(rank: int) -> None:
             loss_of(ours)
         setattr(ours, name, before)
     ours.close()
+
+
+def wrong_arguments(rank: int) -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number": {"balance": [5]},
+        r"mesh must be one dimension of a DeviceMesh, such as mesh\['pp'\], but got 3": {"mesh": 3},
+        r"device must be this rank's device, but got \['cpu'\]": {"device": ["cpu"]},
+        "silence must be a positive number of seconds, or None, but got 0": {"silence": 0},
+    }
+    for message, options in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            DistributedGPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), **({"balance": [1, 2, 2]} | options))
 
 
 def averaging_layers_by_themselves_is_refused(rank: int) -> None:
@@ -414,6 +430,54 @@ def the_last_ranks_end_first(rank: int) -> None:
     ours.close()
 
 
+class Held(nn.Linear):
+    """In its first call after `hold`, wait until the others have failed; after `fail`, raise in the third."""
+
+    what, calls = "", 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if (self.what, self.calls) == ("hold", 1):
+            dist.send(torch.zeros(1), dist.get_rank() - 1)
+            dist.barrier()
+        if (self.what, self.calls) == ("fail", 3):
+            dist.recv(torch.zeros(1), dist.get_rank() + 1)
+            raise ArithmeticError("it failed")
+        return super().forward(x)
+
+
+def a_failure_leaves_nothing(rank: int) -> None:
+    """No error is kept: its frames would hold an earlier loss, whose graph holds all that was sent and expected."""
+    ours = DistributedGPipe(nn.Sequential(*(Held(4, 4) for _ in range(WORLD))), [1] * WORLD, chunks=4)
+    layer: Any = ours.partition[0]
+
+    def loss_of_held() -> Tensor:
+        return ours.loss(nn.functional.mse_loss, torch.ones(4, 4), torch.zeros(4, 4))
+
+    def fail() -> weakref.ref[Any]:
+        loss = loss_of_held()
+        loss.backward()
+        layer.what, layer.calls = {held: "hold", held - 1: "fail"}.get(rank, ""), 0
+        with pytest.raises(ArithmeticError if rank == held - 1 else RankFailed, match="it failed"):
+            loss_of_held()
+        return weakref.ref(ours._wires)
+
+    for held in (1, 2):
+        wires = fail()
+        layer.what = ""
+        if rank != held:
+            dist.barrier()
+        ours.close()
+        loss_of_held().backward()
+        for _ in range(100):
+            gc.collect()
+            if wires() is None:
+                break
+            time.sleep(0.1)  # a thread may still be about to end
+        assert wires() is None, f"rank {held} was held"
+    ours.close()
+
+
 def a_loss_without_the_output(rank: int) -> None:
     ours, threads = small()
     scale = torch.ones(4, requires_grad=True)
@@ -436,6 +500,31 @@ def one_rank_is_enough(rank: int) -> None:
         assert_part_of(*results)
 
 
+def silence_is_of_a_connection(rank: int) -> None:
+    model, _ = small()
+    model.silence = 7
+    with pytest.raises(RuntimeError, match=r"silence was changed from 300.0 to 7 .* call close\(\)"):
+        loss_of(model)
+    model.close()
+    loss_of(model).backward()
+    model.close()
+
+
+def a_process_forks_after_connections_were_closed(rank: int) -> None:
+    model, _ = small()
+    for _ in range(2):
+        loss_of(model).backward()
+        model.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
+        child = os.fork()
+    if not child:
+        del model
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 SCENES = (
     equal_to_threads,
     without_gradients,
@@ -445,13 +534,17 @@ SCENES = (
     large_tensors_of_changing_sizes,
     shapes_are_described_once,
     the_last_ranks_end_first,
+    a_failure_leaves_nothing,
     a_loss_without_the_output,
     a_failure_is_heard_by_all,
     calls_in_any_order,
     copies_train,
     a_loss_outlives_its_pipeline,
     errors_between_calls,
+    wrong_arguments,
     averaging_layers_by_themselves_is_refused,
+    silence_is_of_a_connection,
+    a_process_forks_after_connections_were_closed,
     one_rank_is_enough,
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
+from datetime import timedelta
 from threading import Event
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wire import SLOT, Message, Receiver, Sender
+from torchgpipe.distributed.layout import SLOT
+from torchgpipe.distributed.wire import Message, Receiver, Route, Sender
 
 LARGE = SLOT // 4 + 1  # of these floats, a tensor does not fit into the slot
 
@@ -51,7 +53,7 @@ class Work:
     def __init__(self, x: Tensor) -> None:
         self.x, self.done = x, Event()
 
-    def wait(self) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         assert self.done.wait(10), "waits for ever"
 
 
@@ -60,8 +62,8 @@ _made: list[Sender] = []
 
 def wire() -> tuple[Group, Sender, Receiver]:
     group: Any = Group()
-    _made.append(Sender(group, 1, 0, _broken))
-    return group, _made[-1], Receiver(group, 0, 0, _broken)
+    _made.append(Sender(Route(group, 1, 0, _broken)))
+    return group, _made[-1], Receiver(Route(group, 0, 0, _broken))
 
 
 def _broken(error: BaseException) -> None:
@@ -77,7 +79,7 @@ def threads_end() -> Iterator[None]:
     _made.clear()
 
 
-def pass_on(sender: Sender, receiver: Receiver, about: Any, tensors: list[Tensor | None]) -> Message:
+def assert_arrives(sender: Sender, receiver: Receiver, about: Any, tensors: list[Tensor | None]) -> Message:
     sender.give(Message(3, about, tuple(tensors)))
     message = receiver.take()
     sender.settle()
@@ -112,7 +114,7 @@ def test_a_message_arrives_as_it_was_sent(tensors: list[Tensor | None]) -> None:
         for end in (sender, receiver):
             end.begin()
         for about in ("short", "long" * SLOT):
-            pass_on(sender, receiver, about, tensors)
+            assert_arrives(sender, receiver, about, tensors)
     assert sender.described == 2
     assert sender.sent == 6 * sum(x.nbytes for x in tensors if x is not None)
 
@@ -126,7 +128,7 @@ def test_any_messages_arrive_in_any_order() -> None:
             for end in draw.sample([sender, receiver], 2):
                 end.begin()
             for _ in range(draw.randrange(4)):
-                pass_on(sender, receiver, draw.choice(["a", "b"]), TENSORS[draw.choice(kinds)])
+                assert_arrives(sender, receiver, draw.choice(["a", "b"]), TENSORS[draw.choice(kinds)])
 
 
 def test_a_large_tensor_is_expected_where_one_was_in_the_mini_batch_before() -> None:
@@ -137,7 +139,7 @@ def test_a_large_tensor_is_expected_where_one_was_in_the_mini_batch_before() -> 
             end.begin()
         for count in (LARGE, LARGE, 7):
             sizes.append([work.x.numel() for work in group.receives[0]])
-            pass_on(sender, receiver, "", [torch.rand(count)])
+            assert_arrives(sender, receiver, "", [torch.rand(count)])
     assert sizes == [[SLOT]] * 3 + [[SLOT, 4 * LARGE]] * 2 + [[SLOT]]
 
 
@@ -146,7 +148,7 @@ def test_memory_is_used_again_only_if_nobody_holds_it() -> None:
     _, sender, receiver = wire()
 
     def arrived(value: float) -> Tensor:
-        (x,) = pass_on(sender, receiver, "", [torch.full((LARGE,), value)]).tensors
+        (x,) = assert_arrives(sender, receiver, "", [torch.full((LARGE,), value)]).tensors
         assert x is not None
         return x
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe import batch
-from torchgpipe.distributed import cuda, links
+from torchgpipe.distributed import cuda, wires
 from torchgpipe.seeds import Seeds
 
 PATIENCE = 30.0
@@ -64,7 +64,7 @@ class Group:
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         parcel = Parcel(tensors[0].clone())
         with self.world.changed:
-            self.world.sent[links.KINDS[tag], self.own, peer] += 1
+            self.world.sent[wires.KINDS[tag], self.own, peer] += 1
             self.world.boxes[self.name, self.own, peer, tag].append(parcel)
             self.world.changed.notify_all()
         return Work(self, peer, lambda: parcel.taken)
@@ -233,10 +233,11 @@ def play(
         "ProcessGroupNCCL": world.pair,
     }.items():
         monkeypatch.setattr(dist, name, value, raising=False)
-    for module in (links, cuda):
+    for module in (wires, cuda):
         monkeypatch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
-    monkeypatch.setattr(links, "_get_default_store", lambda: "")
-    monkeypatch.setattr(links, "_made", OfEach())
+    monkeypatch.setattr(wires, "_get_default_store", lambda: "")
+    monkeypatch.setattr(wires.Wires, "_gather", lambda self: None)
+    monkeypatch.setattr(wires, "_made", OfEach())
     # These ranks have one default generator.
     monkeypatch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
     monkeypatch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())

@@ -1,0 +1,137 @@
+"""How tensors are placed in memory: what a wire sends of that, and the memory that a received tensor is put into.
+
+A received tensor is placed as the sent one was, gaps and repetitions included, since PyTorch adds up in another order
+where it is not. Neither gaps nor repetitions travel.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SLOT = 2**16
+"""Bytes of the first part of a message, in which small tensors travel together."""
+
+
+class Layout(NamedTuple):
+    """A tensor's type, shape, strides, and bytes that go over gloo: none if it is on `meta`, and so comes by NCCL."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    bytes: int
+    meta: bool
+
+
+def places(layouts: Iterable[Layout | None], at: int) -> Iterator[tuple[int, int | None]]:
+    """Yield each tensor's size and its place in the slot, of which `at` bytes are taken; `None` where it is too large.
+
+    Tensors without contents are left out.
+    """
+    for layout in layouts:
+        if layout is not None and layout.bytes:
+            fits = at + layout.bytes <= SLOT
+            yield layout.bytes, at if fits else None
+            at += layout.bytes * fits
+
+
+def layout_of(x: Tensor) -> Layout:
+    """Return the layout of a tensor whose elements have memory of their own, but for `expand`."""
+    return Layout(x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else once(x).nbytes, x.is_meta)
+
+
+def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
+    """Return a tensor of this layout; its contents are the next of `rows`, if it has any."""
+    if not layout.bytes:
+        device = "meta" if layout.meta else "cpu"
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+    content = next(rows)
+    reach = 1 + sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
+    if reach * layout.dtype.itemsize == layout.bytes:
+        x = torch.empty(0, dtype=layout.dtype, device="cpu")
+        return x.set_(content.untyped_storage(), 0, layout.shape, layout.stride)
+    x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
+    distinct = once(x)
+    distinct.copy_(content.view(layout.dtype).view(distinct.shape))
+    return x
+
+
+def once(x: Tensor) -> Tensor:
+    """Return the tensor without the repetitions of `expand`."""
+    for d, (n, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if n > 1 and step == 0:
+            x = x.narrow(d, 0, 1)
+    return x
+
+
+def disjoint(x: Tensor) -> Tensor:
+    """Return the tensor as it is in memory, or a copy if some memory is of several elements, but for `expand`."""
+    x = _plain(x)
+    reach = 1
+    for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1 and step:
+            if step < reach:
+                return x.contiguous()
+            reach += (n - 1) * step
+    return x
+
+
+def _plain(x: Tensor) -> Tensor:
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
+        kind = type(x).__name__ if x.layout is torch.strided else f"tensor of {x.layout}"
+        raise TypeError(f"only dense tensors travel between ranks, but a partition returned a {kind}")
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return the tensor without gaps in its memory; itself, detached, where it has none."""
+    x = _plain(x)
+    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
+        return x
+    return x.contiguous()
+
+
+def row(x: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor in a row, as they are in memory."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+class Memory:
+    """Memory for large tensors that arrive, which is used again when no tensor is in it any more.
+
+    New memory would come from the system page by page, which takes longer than to receive what goes into it.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: list[mmap.mmap] = []
+
+    def row(self, size: int) -> Tensor:
+        """Return memory of `size` bytes."""
+        if self._pinned:  # of which PyTorch keeps what is free
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        memory = next((x for x in self._free if len(x) == size), None)
+        if memory is None:
+            self._free.clear()  # shapes have changed
+            memory = _fresh(size)
+        else:
+            self._free.remove(memory)
+        view = memoryview(memory)  # PyTorch holds it as long as there are tensors in it
+        weakref.finalize(view, self._free.append, memory).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _fresh(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # or a fork would see what comes later
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -1,0 +1,5 @@
+"""Timelines: when each task of a training ran, on all ranks, in one file for Perfetto (ui.perfetto.dev)."""
+
+from torchgpipe.timeline.record import Recording, record
+
+__all__ = ["Recording", "record"]
