@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.any_model_lists import LISTS, Case
 from benchmarks.any_model_theirs import Unequal, theirs
-from benchmarks.harness import Found, by_case, command, keep, render, start
+from benchmarks.harness import Found, by_case, command, continued, keep, render, start
 from reproduce.records.record import Record, Result, load
 from torchgpipe import GPipe, sequential
 from torchgpipe.checkpoint import MODES
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = start(options, "any_model", "models that become pipelines", {}, devices=max(PARTITIONS))
     record = replace(record, software={options.list: version(options.list)})
     if options.json is not None and options.json.exists():
-        record = _continued(record, load(options.json))
+        record = continued(record, load(options.json))
     experiment = f"{options.list}, {THEIRS}" if options.theirs else options.list
     models = LISTS[options.list]()
     there = by_case(record).get(experiment, {})
@@ -70,16 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     path = options.json if todo else None
     keep(record, path, check(experiment, todo, _theirs if options.theirs else ours), len(todo), table)
-
-
-def _continued(record: Record, before: Record) -> Record:
-    """Return a record with the results of the one before; a note says of which revision these are."""
-    assert record.run is not None and before.run is not None
-    notes, git = list(before.notes), before.run.git
-    if git is not None and git != record.run.git:
-        notes.append(f"what was found before {record.run.started} is of revision {git.revision}")
-    software = {**(before.software or {}), **(record.software or {})}
-    return replace(record, results=before.results, notes=notes, software=software)
 
 
 def check(experiment: str, models: Mapping[str, Callable[[], Case]], way: Callable[[str, str, Case], Result]) -> Found:

@@ -7,6 +7,7 @@ raises `NotOffered`. Those of others are in conformance_theirs.py.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +47,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).sum()
 
 
-class Pipeline:
+class Pipeline(ABC):
     """A pipeline of layers; on each rank, its part.
 
     Args:
@@ -84,17 +85,17 @@ class Pipeline:
         self.module = self.build(layers, balance)
         self.optimizer = None if optimizer is None else optimizer(self.module.parameters())
 
+    @abstractmethod
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
         """Make the pipeline; return what has this rank's parameters, under the names of the whole model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, x: Any, target: Any) -> None:
         """Run forward and backward of a mini-batch; append its loss to `losses` where it is known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluate(self, x: Any, target: Any) -> None:
         """Run forward in evaluation mode without gradients; append the output to `outputs` where it is known."""
-        raise NotImplementedError
 
     def train(self, x: Any, target: Any) -> None:
         """Run a step, clip gradients, and step the optimizer."""

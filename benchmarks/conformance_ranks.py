@@ -1,7 +1,8 @@
 """Run a check by an engine, in processes of its own, and say how it ended.
 
-Processes are forked from one that has imported torch already. They meet by a file. What a check leaves on each rank is
-written to a file, and put together here.
+Processes are forked from one that has imported torch already. Their process group is set up through a file that they
+share. Each rank writes what the check has left there (losses, gradients, parameters) to a file of its own; here these
+are read and put together.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Left(NamedTuple):
     found: Found
     outcome: Outcome | None
     at: float
+
+    @property
+    def told(self) -> bool:
+        """Whether it ended as another rank had failed."""
+        return self.outcome is not None and self.outcome.said.startswith("RankFailed")
 
 
 def run(check: Check, engine: type[Pipeline], limit: float = LIMIT) -> Outcome:
@@ -98,9 +104,10 @@ def run_ranks(check: Check, engine: Any, ranks: int, limit: float) -> list[Found
             os.kill(process.pid or 0, signal.SIGKILL)
             process.join()
         left = [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.left"))]
-        errors = sorted((each for each in left if each.outcome is not None), key=lambda each: each.at)
+        # What a rank raises because it has heard of another's failure says less than that failure.
+        errors = sorted((each for each in left if each.outcome is not None), key=lambda each: (each.told, each.at))
         ended = [k for k, each in enumerate(processes) if each not in running and not (folder / f"{k}.left").exists()]
-        if errors and (not ended or errors[0].outcome.kind == "refused"):
+        if errors and (not ended or (errors[0].outcome.kind == "refused" and not errors[0].told)):
             outcome: Outcome = errors[0].outcome
             return outcome
         if ended:

@@ -87,6 +87,16 @@ def start(
     return Record(name, title, "measured", unit, [], run=run)
 
 
+def continued(record: Record, before: Record) -> Record:
+    """Return a record with the results of the one before; a note says of which revision these are."""
+    assert record.run is not None and before.run is not None
+    notes, git = list(before.notes), before.run.git
+    if git is not None and git != record.run.git:
+        notes.append(f"what was found before {record.run.started} is of revision {git.revision}")
+    software = {**(before.software or {}), **(record.software or {})}
+    return replace(record, results=before.results, notes=notes, software=software)
+
+
 def turns(steps: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> Generator[dict[str, list[T]]]:
     """Run a step of each way per round, in an order that is drawn anew; yield all samples after each round."""
     order = random.Random(0)

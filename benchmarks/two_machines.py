@@ -33,7 +33,7 @@ from reproduce.error import Error
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("transformer", "amoebanetd")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAMES = "abcd"  # of networks
 LIMIT = 600  # seconds, for one training
 
 _CLONE_NEWNET, _TUNSETIFF, _IFF_TUN_NO_PI = 0x40000000, 0x400454CA, 0x1001
@@ -45,50 +45,61 @@ def problem() -> str | None:
     if not Path("/dev/net/tun").exists():
         return "there is no /dev/net/tun"
     try:
-        tried = subprocess.run([*_apart(), "ip", "netns", "add", "try"], capture_output=True, text=True, check=False)
+        tried = subprocess.run([*apart(), "ip", "netns", "add", "try"], capture_output=True, text=True, check=False)
     except FileNotFoundError as missing:
         return f"{missing.filename} is not installed (util-linux, iproute2)"
     return (tried.stderr.strip() or "namespaces are not allowed") if tried.returncode else None
 
 
-def _apart() -> list[str]:
+def apart() -> list[str]:
+    """Return what a command has to begin with, to run as root among networks and shared memory of its own."""
     # A file system for the names of the networks, which nobody else sees.
-    mount = 'mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns && exec "$@"'
+    mount = 'mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", mount, "sh"]
 
 
 class Link:
-    """Two networks, `a` and `b`, with a device each; threads carry packets between, with `delay` seconds and `loss`."""
+    """What joins a network to the others, each of one device; threads carry packets with `delay` seconds and `loss`.
 
-    def __init__(self, delay: float, loss: float) -> None:
-        self.devices = [_network(name, address) for name, address in zip("ab", ADDRESSES, strict=True)]
-        for k, (source, target) in enumerate((self.devices, self.devices[::-1])):
-            waiting: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
-            lost = random.Random(k)
-            _thread(_take_in, source, waiting, lost, loss)
-            _thread(_hand_out, target, waiting, delay)
+    Attributes:
+        cut: the networks, by number, that nothing is carried to or from.
+    """
+
+    def __init__(self, delay: float = 0.0, loss: float = 0.0, networks: int = 2) -> None:
+        self.cut: set[int] = set()
+        self._delay, self._loss = delay, loss
+        self._devices = [_network(NAMES[k], address(k)) for k in range(networks)]
+        waiting: list[SimpleQueue[tuple[float, bytes]]] = [SimpleQueue() for _ in self._devices]
+        for k in range(networks):
+            _thread(self._take_in, k, waiting)
+            _thread(self._hand_out, k, waiting[k])
+
+    def _take_in(self, k: int, waiting: Sequence[SimpleQueue[tuple[float, bytes]]]) -> None:
+        lost = random.Random(k)
+        while True:
+            packet = os.read(self._devices[k], 1 << 16)
+            to = packet[19] - 1  # of an address that ends in 1, 2, ...
+            if packet[0] >> 4 == 4 and to < len(waiting) and not self.cut & {k, to} and lost.random() >= self._loss:
+                waiting[to].put((time.monotonic(), packet))
+
+    def _hand_out(self, k: int, waiting: SimpleQueue[tuple[float, bytes]]) -> None:
+        while True:
+            came, packet = waiting.get()
+            time.sleep(max(0.0, came + self._delay - time.monotonic()))
+            with suppress(OSError):  # the device is full or down: a packet more that is lost
+                os.write(self._devices[k], packet)
 
 
 def _thread(run: Callable[..., None], *arguments: Any) -> None:
     threading.Thread(target=run, args=arguments, daemon=True).start()
 
 
-def _take_in(device: int, waiting: SimpleQueue[tuple[float, bytes]], lost: random.Random, loss: float) -> None:
-    while True:
-        packet = os.read(device, 1 << 16)
-        if lost.random() >= loss:
-            waiting.put((time.monotonic(), packet))
+def address(k: int) -> str:
+    """Return the address of the machine in network k."""
+    return f"10.77.0.{k + 1}"
 
 
-def _hand_out(device: int, waiting: SimpleQueue[tuple[float, bytes]], delay: float) -> None:
-    while True:
-        came, packet = waiting.get()
-        time.sleep(max(0.0, came + delay - time.monotonic()))
-        with suppress(OSError):  # the device is full or down: a packet more that is lost
-            os.write(device, packet)
-
-
-def _network(name: str, address: str) -> int:
+def _network(name: str, own: str) -> int:
     """Make a network with one device, whose packets are read from and written to the file that is returned."""
     subprocess.run(["ip", "netns", "add", name], check=True)
     made: SimpleQueue[int | OSError] = SimpleQueue()
@@ -107,7 +118,7 @@ def _network(name: str, address: str) -> int:
     device = made.get()
     if isinstance(device, OSError):
         raise Error(f"no network device: {device}")
-    for setting in (f"addr add {address}/24 dev link", "link set dev link up", "link set dev lo up"):
+    for setting in (f"addr add {own}/24 dev link", "link set dev link up", "link set dev lo up"):
         subprocess.run(["ip", "-n", name, *setting.split()], check=True)
     return device
 
@@ -123,11 +134,11 @@ def on_two_machines(options: argparse.Namespace, model: str) -> list[tuple[str, 
         _started(
             *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "2", "--node-rank", str(k), "--nproc-per-node", str(options.ranks)),
-            *("--master-addr", ADDRESSES[0], "--master-port", "29400", "--local-addr", address),
+            *("--master-addr", address(0), "--master-port", "29400", "--local-addr", address(k)),
             options=options,
             model=model,
         )
-        for k, (name, address) in enumerate(zip("ab", ADDRESSES, strict=True))
+        for k, name in enumerate(NAMES[:2])
     ]
     try:
         first, _ = [_steps(node, allow_none=k > 0) for k, node in enumerate(nodes)]
@@ -178,15 +189,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"two machines need two network namespaces: {why}")
         again = [sys.executable, "-m", "benchmarks.two_machines", "--inside"]
         given = sys.argv[1:] if arguments is None else arguments
-        raise SystemExit(subprocess.run([*_apart(), *again, *given], check=False, cwd=ROOT).returncode)
+        raise SystemExit(subprocess.run([*apart(), *again, *given], check=False, cwd=ROOT).returncode)
     Link(options.delay / 1000, options.loss)
     rows, equal = [], True
     for model in options.models or MODELS:
         alone = trained(sys.executable, options=options, model=model)
-        apart = on_two_machines(options, model)
-        same = [step[:2] for step in alone] == [step[:2] for step in apart]
+        on_two = on_two_machines(options, model)
+        same = [step[:2] for step in alone] == [step[:2] for step in on_two]
         equal &= same
-        for way, steps in (("one process", alone), (f"{options.ranks} + {options.ranks} ranks", apart)):
+        for way, steps in (("one process", alone), (f"{options.ranks} + {options.ranks} ranks", on_two)):
             rows.append([model, way, f"{statistics.median(s for *_, s in steps):.3f}", steps[-1][0]])
         rows.append(["", "losses and norms", "", "equal to the bit" if same else "DIFFERENT"])
     print(f"delay {options.delay:g} ms, {options.loss:.1%} of packets lost, {options.steps} steps\n")

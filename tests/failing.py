@@ -1,0 +1,69 @@
+"""Runs a script as ranks that fail: what each start of torchrun does is said in JSON.
+
+    torchrun ... -m tests.failing '[[1, "killed", 2], [0, "killed while saving", 6], null]' SCRIPT ...
+
+At the first start, this machine's rank 1 is killed when it clips gradients for the second time; at the second, rank 0
+when it flushes a file for the sixth time; the third goes well. A rank may also be one that `raises`, or whose whole
+`node` is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torchgpipe.partitioned import Partitioned
+
+
+def fail(what: str) -> None:
+    """Let this rank fail."""
+    if what == "raises":
+        raise RuntimeError("no such luck")
+    if what == "node":
+        os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at(when: int, what: str, called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that fails when it is called for that time."""
+    calls = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            fail(what)
+        return called(*args)
+
+    return counted
+
+
+def main() -> None:
+    """Prepare the failure of this start, then run the script."""
+    starts, script, *arguments = sys.argv[1:]
+    fault = json.loads(starts)[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
+    if fault is not None and fault[0] == int(os.environ["LOCAL_RANK"]):
+        _, what, when = fault
+        if what == "killed while saving":
+            os.fsync = at(when, what, os.fsync)
+        else:
+            pipeline: Any = Partitioned
+            pipeline.clip_grad_norm_ = at(when, what, pipeline.clip_grad_norm_)
+    if "DROPOUT" in os.environ:  # whose masks depend on the balance
+        made: Any = nn.TransformerEncoderLayer.__init__
+        chosen = float(os.environ["DROPOUT"])
+        layer: Any = nn.TransformerEncoderLayer
+        layer.__init__ = lambda *args, **given: made(*args, **given, dropout=chosen)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
