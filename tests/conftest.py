@@ -1,4 +1,4 @@
-"""What all tests take for granted: `--slow`, pairs of parameters, generated cases, and a Ctrl-C that interrupts."""
+"""What all tests take for granted: `--slow`, `ranks`, pairs of parameters, generated cases, and a Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from .pairs import covering
+from .ranks import Ranks, current, is_rank
 
 settings.register_profile(
     "suite",
@@ -50,6 +51,34 @@ def few(tests: list[Any]) -> list[Any]:
         return tests
     # A parameter's value is the same object in all tests that have it.
     return [tests[k] for k in covering([{name: id(x) for name, x in t.callspec.params.items()} for t in tests])]
+
+
+STARTED = pytest.StashKey[Ranks]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.get_closest_marker("ranks") for item in session.items) and not session.config.option.collectonly:
+        session.config.stash[STARTED] = Ranks(session.config, session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that are marked with `ranks` there."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    if is_rank():
+        for n in marker.args:
+            current().join(n)
+        return None
+    if failed := pyfuncitem.config.stash[STARTED].run(pyfuncitem.nodeid):
+        pytest.fail(failed, pytrace=False)
+    return True
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if STARTED in config.stash:
+        config.stash[STARTED].close()
 
 
 @pytest.fixture(scope="session", autouse=True)

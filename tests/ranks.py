@@ -1,5 +1,7 @@
 """Processes that run tests together: each is a rank of `torch.distributed`, and lives as long as the test run.
 
+A test marked with `ranks(n)` runs on the first n of them; without n, on as many as `Rank.join` asks for.
+
 They are forked when all tests have been collected and none has run, so that each process knows all tests. The
 test run tells every process which test is next. Each runs that test with its fixtures, and says how it went. What ranks
 tell each other goes through the test run (`Rank.exchange`). So it notices if a rank waits for something that will not
@@ -31,6 +33,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchgpipe.distributed.wires import _open
+
 WORLD = 4
 PATIENCE = 60  # seconds; only what hangs takes as long
 
@@ -40,6 +44,7 @@ class Ranks:
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         importlib.import_module("torch._dynamo")  # takes seconds; here only once
+        config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made here, or each process makes it anew
         self._index = {item.nodeid: k for k, item in enumerate(items)}
         self._printed = [tempfile.TemporaryFile() for _ in range(WORLD)]  # noqa: SIM115
         pairs = [Pipe() for _ in range(WORLD)]
@@ -161,8 +166,9 @@ class Rank:
         faulthandler.enable(2)
         faulthandler.register(signal.SIGUSR1, 2)
         threading.Thread(target=self._hear, daemon=True).start()
-        for plugin in ("terminalreporter", "capturemanager"):
-            config.pluginmanager.unregister(name=plugin)
+        for name, plugin in config.pluginmanager.list_name_plugin():
+            if name in ("terminalreporter", "capturemanager") or type(plugin).__name__ == "WorkerInteractor":  # xdist's
+                config.pluginmanager.unregister(name=name)
         config.pluginmanager.register(self)
         while True:
             self._test = self._heard.get()
@@ -184,7 +190,7 @@ class Rank:
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
-        patience = timedelta(seconds=PATIENCE)
+        patience = timedelta(seconds=PATIENCE / 2)  # so that the test that hangs says where
         dist.init_process_group("gloo", store=store, rank=self.index, world_size=n, timeout=patience)
 
     def use(self, pipeline: Any) -> None:
@@ -217,9 +223,9 @@ class Rank:
 
     def _close(self, *, failed: bool) -> None:
         """Close what has been used."""
+        for wires in [*_open] if failed else ():
+            wires.close()  # or other ranks would wait for this one
         for pipeline in self._used.values():
-            if failed and pipeline._wires is not None:
-                pipeline._wires.close()  # or other ranks would wait for this one
             pipeline.close()
         self._used.clear()
 
@@ -269,7 +275,7 @@ _current: Rank | None = None
 
 def current() -> Rank:
     """Return the rank that this process is."""
-    assert _current is not None, "only tests in tests/transparency run over ranks"
+    assert _current is not None, "only tests marked with `ranks` run over ranks"
     return _current
 
 

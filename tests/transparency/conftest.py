@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ..conftest import few
-from ..ranks import Ranks, is_rank
 
 # What ranks do not do, and why.
 LEFT_OUT = {
@@ -26,8 +25,6 @@ LEFT_OUT = {
     "test_within_plain_checkpointing[True]": "ranks are tested by autograd.grad, which that kind refuses",
     "test_a_pipeline_within_plain_checkpointing": "each rank would run the forward again at a time of its own",
 }
-
-STARTED = pytest.StashKey[Ranks]()
 
 
 @pytest.fixture(params=["graph", "workers", "ranks"])
@@ -53,28 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {test for group in tests.values() for test in few(group)}
     config.hook.pytest_deselected(items=[item for item in items if over_ranks(item) and item not in kept])
     items[:] = [item for item in items if not over_ranks(item) or item in kept]
+    for item in kept:
+        item.add_marker("ranks")
 
 
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
     if not any(map(over_ranks, items)):
         return []
     return ["not run over ranks:", *(f"    {name}: {why}" for name, why in LEFT_OUT.items())]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(map(over_ranks, session.items)) and not session.config.option.collectonly:
-        session.config.stash[STARTED] = Ranks(session.config, session.items)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if is_rank() or not over_ranks(pyfuncitem):
-        return None
-    if failed := pyfuncitem.config.stash[STARTED].run(pyfuncitem.nodeid):
-        pytest.fail(failed, pytrace=False)
-    return True
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if STARTED in config.stash:
-        config.stash[STARTED].close()

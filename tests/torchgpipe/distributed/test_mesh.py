@@ -21,9 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 
-from .scenes import play
-
 WORLD = 4
+pytestmark = pytest.mark.ranks(WORLD)
 CHECKPOINTS: tuple[Any, ...] = ("always", "except_last", "never")
 BALANCE = [3, 3]
 CHUNKS = 3
@@ -107,15 +106,15 @@ def assert_equal_to_plain(spread: Spread, *, at_once: bool) -> None:
         model.close()
 
 
-def fsdp_equals_plain_fsdp(rank: int) -> None:
+def test_fsdp_equals_plain_fsdp() -> None:
     assert_equal_to_plain(sharded, at_once=False)
 
 
-def replicate_equals_plain_replicate(rank: int) -> None:
+def test_replicate_equals_plain_replicate() -> None:
     assert_equal_to_plain(replicated, at_once=True)
 
 
-def a_checkpoint_loads_anywhere(rank: int) -> None:
+def test_a_checkpoint_loads_anywhere() -> None:
     """Saved on 4 ranks; loaded on 2, in one process, and in the plain layers, which train on to the same numbers."""
     where: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(where)
@@ -183,7 +182,7 @@ def whole_numbers() -> nn.Sequential:
     return module
 
 
-def both_equal_one_pipeline_of_all_samples(rank: int) -> None:
+def test_both_equal_one_pipeline_of_all_samples() -> None:
     """With whole numbers all sums are exact, so that their order, in which the two differ, changes nothing."""
 
     def criterion(output: Tensor, target: Tensor) -> Tensor:
@@ -206,21 +205,3 @@ def both_equal_one_pipeline_of_all_samples(rank: int) -> None:
                 gradient = whole(p.grad)
                 assert gradient.any() and torch.equal(gradient, expected[name]), (spread, checkpoint, name)
             model.close()
-
-
-SCENES = (
-    fsdp_equals_plain_fsdp,
-    replicate_equals_plain_replicate,
-    both_equal_one_pipeline_of_all_samples,
-    a_checkpoint_loads_anywhere,
-)
-
-
-@pytest.fixture(scope="module")
-def said() -> dict[str, list[str]]:
-    return play(SCENES, WORLD)
-
-
-@pytest.mark.parametrize("scene", [scene.__name__ for scene in SCENES])
-def test_over_a_mesh(scene: str, said: dict[str, list[str]]) -> None:
-    assert said[scene] == [""] * WORLD, "\n".join(said[scene])

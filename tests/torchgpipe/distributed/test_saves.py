@@ -19,9 +19,8 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.saves import Saves
 
-from .scenes import play
-
 WORLD = 4
+pytestmark = pytest.mark.ranks(WORLD)
 
 Model = GPipe | DistributedGPipe
 
@@ -58,16 +57,16 @@ def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
     assert [*map(torch.equal, first, second)] == [True] * len(second) and len(first) == len(second)
 
 
-def shared_folder(rank: int) -> Path:
-    where = [tempfile.mkdtemp() if rank == 0 else None]
+def shared_folder() -> Path:
+    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(where)
     return Path(str(where[0]))
 
 
-def going_on(rank: int) -> None:
+def test_going_on() -> None:
     """After a step and a save, a new pipeline of as many ranks trains on to the same numbers, dropout included."""
     for chunks in (3, 1):
-        saves, found = Saves(shared_folder(rank)), None
+        saves, found = Saves(shared_folder()), None
         for run in ("undisturbed", "first", "second"):
             torch.manual_seed(1 if run != "second" else 2)
             model = DistributedGPipe(
@@ -89,10 +88,10 @@ def going_on(rank: int) -> None:
         assert_equal(seen, expected)
 
 
-def on_other_ranks(rank: int) -> None:
+def test_on_other_ranks() -> None:
     """Without random numbers, which depend on the balance, so do 2 ranks and one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"]
-    saves = Saves(shared_folder(rank))
+    saves = Saves(shared_folder())
     model = DistributedGPipe(layers(3, draws=False), [2, 2, 2, 2], chunks=3)
     optimizer, data = optimizer_of(model), torch.Generator().manual_seed(5)
     trained(model, optimizer, data, 2)
@@ -113,9 +112,10 @@ def on_other_ranks(rank: int) -> None:
     model.close()
 
 
-def failures(rank: int) -> None:
+def test_failures() -> None:
     """If a rank does not see the folder, or cannot write, all ranks raise; what was saved before stays."""
-    folder = shared_folder(rank)
+    rank = dist.get_rank()
+    folder = shared_folder()
     model = DistributedGPipe(layers(3, draws=False), [2, 2, 2, 2])
     optimizer = optimizer_of(model)
     trained(model, optimizer, torch.Generator(), 1)
@@ -152,16 +152,3 @@ def failures(rank: int) -> None:
     assert "\n" not in str(caught.value)
     other.close()
     model.close()
-
-
-SCENES = (going_on, on_other_ranks, failures)
-
-
-@pytest.fixture(scope="module")
-def played() -> dict[str, list[str]]:
-    return play(SCENES, WORLD)
-
-
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_scene(scene: Any, played: dict[str, list[str]]) -> None:
-    assert played.get(scene.__name__) == [""] * WORLD

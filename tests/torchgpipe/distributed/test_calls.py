@@ -1,0 +1,242 @@
+"""Calls of a pipeline over processes: in any order that is the same on all ranks; what else is said in a line."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as plain_checkpoint
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe, RankFailed
+
+WORLD = 3
+pytestmark = pytest.mark.ranks(WORLD)
+
+
+def small(**options: Any) -> Any:
+    """Return a pipeline over ranks, one over threads, and a step of either, whose gradients it returns."""
+    pair = []
+    for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
+        torch.manual_seed(6)
+        pair.append(make(nn.Sequential(*(nn.Linear(4, 4) for _ in range(WORLD))), [1] * WORLD, chunks=3, **options))
+    return pair
+
+
+X, TARGET = torch.arange(36.0).view(9, 4).sin(), torch.arange(36.0).view(9, 4).cos()
+
+
+def loss_of(model: Any, x: Tensor = X) -> Tensor:
+    loss: Tensor = model.loss(nn.functional.mse_loss, x, TARGET)
+    return loss
+
+
+def assert_same_gradients(ours: Any, threads: Any) -> None:
+    expected = {name: p.grad for name, p in threads.named_parameters()}
+    for name, p in ours.named_parameters():
+        assert torch.equal(p.grad, expected[name]), name
+    ours.zero_grad()
+    threads.zero_grad()
+
+
+def test_calls_in_any_order() -> None:
+    """Two pipelines at once, evaluation and losses that nobody uses in between, and a backward that comes twice."""
+    ours, threads = small()
+    others = small()
+    for first, second in ((ours, others[0]), (threads, others[1])):
+        one, two = loss_of(first), loss_of(second, X + 1)
+        loss_of(first)
+        with torch.no_grad():
+            loss_of(first.eval())
+        first.train()
+        one.backward(retain_graph=True)
+        two.backward()
+        one.backward()
+    assert_same_gradients(ours, threads)
+    assert_same_gradients(*others)
+    ours.close()
+    others[0].close()
+
+
+def test_copies_train() -> None:
+    rank = dist.get_rank()
+    ours, threads = small()
+    loss_of(ours)
+    for copied in (deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        loss_of(copied).backward()
+        loss_of(threads).backward()
+        assert_same_gradients(copied, threads)
+        copied.close()
+    ours.close()
+    ours.rank = (rank + 1) % WORLD  # as of a part that was saved on another rank
+    with pytest.raises(RuntimeError, match=f"this is the part of rank {ours.rank}, and runs on that rank only"):
+        loss_of(ours)
+
+
+def test_a_loss_outlives_its_pipeline() -> None:
+    ours, threads = small()
+    loss_of(threads).backward()
+    parameters = dict(ours.named_parameters())
+    loss = loss_of(ours)
+    del ours
+    gc.collect()
+    loss.backward()
+    for name, p in threads.named_parameters():
+        assert name not in parameters or torch.equal(parameters[name].grad, p.grad)
+
+
+def test_a_loss_without_the_output() -> None:
+    ours, threads = small()
+    scale = torch.ones(4, requires_grad=True)
+    for model in (ours, threads):
+        for part in (lambda y: y.detach(), lambda y: y):
+            model.loss(lambda y, target, part=part: (part(y) * scale).sum(), X, TARGET).backward()
+    assert_same_gradients(ours, threads)
+    ours.requires_grad_(False)
+    ours.loss(lambda y, target: (y * scale).sum(), X, TARGET).backward()
+    ours.close()
+
+
+def test_errors_between_calls() -> None:
+    """What is wrong is said at once, and the same on all ranks."""
+    rank = dist.get_rank()
+    ours, threads = small()
+    loss = loss_of(ours)
+    ours.close()
+    with pytest.raises(RuntimeError, match=r"connections were closed by close\(\) since this mini-batch"):
+        loss.backward()
+
+    loss = loss_of(ours)
+    loss.backward()
+    ours.zero_grad()
+    with pytest.raises(RuntimeError, match="the pipeline was already gone through backward"):
+        if rank == 1:
+            loss.backward()
+        loss_of(ours)
+    ours.close()
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        raise KeyError("of the criterion")
+
+    with pytest.raises((KeyError, RankFailed)) as caught:
+        ours.loss(criterion, X, TARGET)
+    last = rank == WORLD - 1
+    assert str(caught.value) == ("" if last else "rank 2 failed in the criterion: KeyError: ") + "'of the criterion'"
+
+    # One rank has begun a mini-batch more than the others.
+    ours._serial += rank == 1
+    with pytest.raises(RuntimeError, match="ranks are in different mini-batches"):
+        loss_of(ours)
+    with pytest.raises(RuntimeError, match="ranks are in different mini-batches"):
+        loss_of(ours)
+    ours.close()
+    loss_of(ours).backward()
+    loss_of(threads).backward()
+    assert_same_gradients(ours, threads)
+
+    with pytest.raises(RuntimeError, match="a pipeline over ranks cannot run within a backward"):
+        plain_checkpoint.checkpoint(ours, X, use_reentrant=False).sum().backward()
+    ours.close()
+
+    # As if rank 1 had been killed.
+    if rank == 1:
+        ours._connected().close()
+    else:
+        with pytest.raises(RankFailed, match="rank 1 has closed its connections and given no reason"):
+            loss_of(ours)
+    ours.close()
+
+    wrong: dict[str, tuple[str, Any]] = {
+        "chunks must be a whole number of at least 1, but got 0": ("chunks", 0),
+        "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
+        r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1": ("balance", [2, 0, 1]),
+        "but training is True on rank 0 and False on rank 1": ("training", False),
+        "but silence is 300.0 on rank 0 and None on rank 1": ("silence", None),
+    }
+    for message, (name, value) in wrong.items():
+        before = getattr(ours, name)
+        if rank == 1:
+            setattr(ours, name, value)
+        with pytest.raises((ValueError, RankFailed), match=message):
+            loss_of(ours)
+        setattr(ours, name, before)
+    ours.close()
+
+
+def test_wrong_arguments() -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number": {"balance": [5]},
+        r"mesh must be one dimension of a DeviceMesh, such as mesh\['pp'\], but got 3": {"mesh": 3},
+        r"device must be this rank's device, but got \['cpu'\]": {"device": ["cpu"]},
+        "silence must be a positive number of seconds, or None, but got 0": {"silence": 0},
+    }
+    for message, options in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            DistributedGPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), **({"balance": [1, 2, 2]} | options))
+
+
+def test_averaging_layers_by_themselves_is_refused() -> None:
+    rank = dist.get_rank()
+    own = dist.new_group([rank], use_local_synchronization=True)
+    average = partial(DistributedDataParallel, process_group=own)
+    with pytest.raises(TypeError, match="a partition runs once for each micro-batch"):
+        small_of(average)
+    changes: dict[str, Callable[[Any], object]] = {
+        r"would miss the calls of a pipeline's loss\(\)": average,
+        "runs once for each": lambda model: average(model.partition),
+        "runs once for each micro-batch": lambda model: setattr(model.partition[0], "inner", average(nn.Linear(2, 2))),
+        "not average gradients once": lambda model: replicate(model.partition, process_group=own),
+        "was replaced after": lambda model: setattr(model, "partition", nn.Linear(2, 2)),
+        r"use it on the partition: fully_shard\(model.partition": lambda model: fully_shard(
+            model, mesh=init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "pp"))["dp"]
+        ),
+    }
+    for message, change in changes.items():
+        ours, _ = small()
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            change(ours)
+            loss_of(ours)
+        ours.close()
+
+
+def small_of(layer: Callable[[nn.Module], nn.Module]) -> DistributedGPipe:
+    return DistributedGPipe(nn.Sequential(*(layer(nn.Linear(4, 4)) for _ in range(WORLD))), [1] * WORLD)
+
+
+def test_silence_is_of_a_connection() -> None:
+    model, _ = small()
+    model.silence = 7
+    with pytest.raises(RuntimeError, match=r"silence was changed from 300.0 to 7 .* call close\(\)"):
+        loss_of(model)
+    model.close()
+    loss_of(model).backward()
+    model.close()
+
+
+def test_a_process_forks_after_connections_were_closed() -> None:
+    model, _ = small()
+    for _ in range(2):
+        loss_of(model).backward()
+        model.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
+        child = os.fork()
+    if not child:
+        del model
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
