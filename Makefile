@@ -33,8 +33,9 @@ $(READY): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[test]'
 	@touch $@
 
+# In as many processes as there are cores, but at most 4: tests over ranks have 4 processes each.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -46,20 +46,13 @@ def _watch(workers: Workers, silence: float, end: SimpleQueue[None]) -> None:
             return end.get(timeout=idle.interval)
         except Empty:
             pass
-        # Also of the last partitions, which compute in their callers' threads: these are no workers.
-        all_tasks = [
-            (run, j, program.computing)
-            for run in workers.runs()
-            for j, program in enumerate(run.programs)
-            if not run.has_ended(j)
-        ]
-        tasks = [(run, j, task) for run, j, task in all_tasks if task]
-        seconds = idle.look(tuple([(run.number, j, task) for run, j, task in tasks]) or None)
-        hang = [(run, j, task) for run, j, task in tasks if j + 1 < len(run.programs)]
-        if seconds >= silence and hang:
-            _give_up(workers, hang, silence)
-        # Nothing is kept alive while this waits.
-        del all_tasks, tasks, hang
+        runs = workers.runs()
+        if idle.look(tuple([each for run in runs for each in run.tasks()]) or None) >= silence:
+            hang = [(run, j, task) for run in runs for j, task in run.hangs()]
+            if hang:
+                _give_up(workers, hang, silence)
+            del hang
+        del runs  # nothing is kept alive while this waits
 
 
 def _give_up(workers: Workers, hang: list[tuple[Run, int, str]], silence: float) -> None:

@@ -6,18 +6,20 @@ import contextvars
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from weakref import WeakSet
+from typing import NamedTuple
 
 from torchgpipe.hang import Watch
+from torchgpipe.observe import NOTHING
 from torchgpipe.program import Program
 from torchgpipe.relay import Relay
 
-_running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar("running", default=())
-"""The workers whose programs the code that looks at it is part of."""
+_running: contextvars.ContextVar[tuple[Within, ...]] = contextvars.ContextVar("running", default=())
+"""The programs that the code that looks at it is part of, the outermost first."""
 
 _numbers = itertools.count()
 
@@ -34,6 +36,7 @@ class Run:
         self.number = next(_numbers)
         self._ended: set[int] = set()
         self._wake: SimpleQueue[None] = SimpleQueue()
+        self._inner: set[tuple[int, Run]] = set()
 
     def attempt(self, j: int, call: Callable[[], None]) -> None:
         """Run program j in this thread, by `call`; an exception of it stops the others."""
@@ -51,11 +54,49 @@ class Run:
         """Return whether program j has ended."""
         return j in self._ended
 
+    def tasks(self) -> list[tuple[int, int, str]]:
+        """Return which tasks are computed now, each with this run's number and its program's."""
+        now = [(self.number, j, program.computing) for j, program in enumerate(self.programs) if not self.has_ended(j)]
+        return [(number, j, task) for number, j, task in now if task]
+
+    def hangs(self) -> list[tuple[int, str]]:
+        """Return those tasks, each with its program's number, that are to be given up if nothing is computed any more.
+
+        The last program is none of them, since its thread is the caller's. Nor is a task with a pipeline among its
+        layers that gives up one of its own.
+        """
+        inner = {j for j, run in self._inner.copy() if run.hangs()}
+        return [(j, task) for _, j, task in self.tasks() if j + 1 < len(self.programs) and j not in inner]
+
+    @contextmanager
+    def within(self, outer: Within, silence: float) -> Iterator[None]:
+        """Be part of another run's task, which is not given up as long as a task of this one hangs that can be.
+
+        That is so only if this one's `silence` is not the longer one.
+        """
+        run, others = outer.run(), outer.workers.silence()
+        if run is None or others is None or others < silence:
+            yield
+            return
+        run._inner.add((outer.j, self))
+        try:
+            yield
+        finally:
+            run._inner.discard((outer.j, self))
+
     def wait(self, count: int) -> None:
         """Wait until so many programs have ended."""
         # Count them, not what `get` returned: Ctrl-C can come right after `get`.
         while len(self._ended) < count:
             self._wake.get()
+
+
+class Within(NamedTuple):
+    """What code is part of: program j of a run, which `workers` run."""
+
+    workers: Workers
+    run: weakref.ref[Run]  # code may keep its context variables
+    j: int
 
 
 class Workers:
@@ -69,7 +110,7 @@ class Workers:
         self._process = os.getpid()
         self._inboxes: list[Inbox] = [SimpleQueue() for _ in range(count)]
         self._threads: list[threading.Thread | None] = [None] * count
-        self._runs: WeakSet[Run] = WeakSet()
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._watch: Watch | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -94,8 +135,8 @@ class Workers:
         outer = _running.get()
         if silence is None and outer:
             # This pipeline is a layer of another one. Its silence counts here, too: it could give up the layer only.
-            silence = outer[-1].silence()
-        if self in outer:
+            silence = outer[-1].workers.silence()
+        if any(each.workers is self for each in outer):
             # A layer or a hook of a program runs the pipeline again: these threads are busy until that returns.
             again = Workers(self._count)
             try:
@@ -103,10 +144,11 @@ class Workers:
             finally:
                 again.close()
         # In a context of the programs' own: what an interrupt could leave behind in the caller's would stay there.
-        context = contextvars.copy_context()
-        context.run(_running.set, (*outer, self))
+        contexts = [contextvars.copy_context() for _ in calls]
         run = Run(relay, programs)
-        *others, own = calls
+        for j, context in enumerate(contexts):
+            context.run(_running.set, (*outer, Within(self, weakref.ref(run), j)))
+        *others, own = map(partial, [context.run for context in contexts], calls)
         posted = 0
         try:
             try:
@@ -115,10 +157,11 @@ class Workers:
                     self._start(silence)
                     self._runs.add(run)
                     for j, call in enumerate(others):
-                        self._inboxes[j].put(partial(run.attempt, j, partial(context.copy().run, call)))
+                        self._inboxes[j].put(partial(run.attempt, j, call))
                         posted += 1
-                relay.attempt(partial(context.run, own))
-                run.wait(posted)
+                with NOTHING if silence is None or not outer else run.within(outer[-1], silence):
+                    relay.attempt(own)
+                    run.wait(posted)
             except KeyboardInterrupt as interrupt:
                 if isinstance(relay.error, KeyboardInterrupt):
                     raise

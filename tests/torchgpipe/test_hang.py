@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import GPipe, hang, is_recomputing
 
 from ..ledger import assert_eventually, assert_no_thread_more
 from ..plain import piped
@@ -249,19 +249,31 @@ def test_mini_batches_before_and_after_go_backward(reached: Any) -> None:
 
 
 @pytest.mark.parametrize("silence", [SILENCE / 2, None], ids=["its own silence", "the outer one's"])
-def test_a_pipeline_among_the_layers_hangs(silence: float | None, reached: Any) -> None:
+def test_a_pipeline_among_the_layers_hangs(
+    silence: float | None, reached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up its own task, and the outer one goes on with all its threads."""
+    given_up = []
+
+    def give_up(workers: Any, *args: Any) -> None:
+        given_up.append(workers)
+        original(workers, *args)
+
     def nested() -> GPipe:
         torch.manual_seed(0)
         inner = piped(nn.Sequential(Layer(0), Layer(9)), [1, 1], 2, engine="workers", silence=silence)
         return piped(nn.Sequential(inner, Layer(1)), [1, 1], M, engine="workers", silence=SILENCE)
 
+    original = hang._give_up
+    monkeypatch.setattr(hang, "_give_up", give_up)
     model, hangs = nested(), Once("forward", 0, in_c=True)
     reached(hangs)
     x = torch.rand(2 * M, 2)
     with pytest.raises(TimeoutError, match="partition 0 hangs in forward of micro-batch 0"):
         model(x)
-    reached(Layer.reached)
     assert torch.equal(model(x), nested()(x))
+    inner: Any = model[0]
+    assert given_up == [inner._engine.workers]
     hangs.over.set()
 
 
