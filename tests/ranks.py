@@ -80,7 +80,7 @@ class Ranks:
                 busy = {*range(WORLD)} - {*told} - {*offered}
                 heard = _heard([self._links[index] for index in busy])
                 if not heard:
-                    return self._end(f"nothing happened for {PATIENCE} s in {test}")
+                    return self._end(f"nothing happened for {PATIENCE} s in {test}", told)
                 for index in busy:
                     if self._links[index] in heard:
                         said = pickle.loads(self._links[index].recv_bytes())
@@ -90,8 +90,8 @@ class Ranks:
                             offered[index] = said
                 self._answer(offered, told)
         except (EOFError, ConnectionError):
-            return self._end(f"a rank's process ended in {test}")
-        return "\n".join(f"on rank {index}:\n{text}" for index, text in sorted(told.items()) if text)
+            return self._end(f"a rank's process ended in {test}", told)
+        return _said(told)
 
     def close(self) -> None:
         """End the processes."""
@@ -114,8 +114,8 @@ class Ranks:
             self._links[index].send_bytes(answer)
         offered.clear()
 
-    def _end(self, why: str) -> str:
-        """End the processes; return what they have printed, and where their threads are."""
+    def _end(self, why: str, told: dict[int, str]) -> str:
+        """End the processes; return what they have told and printed, and where their threads are."""
         for process in self._processes:
             os.kill(process, signal.SIGUSR1)
         time.sleep(1)
@@ -124,7 +124,11 @@ class Ranks:
         for index, file in enumerate(self._printed):
             file.seek(0)
             why += f"\nrank {index}:\n{file.read().decode()[-9999:]}"
-        return why
+        return f"{why}\n{_said(told)}"
+
+
+def _said(told: dict[int, str]) -> str:
+    return "\n".join(f"on rank {index}:\n{text}" for index, text in sorted(told.items()) if text)
 
 
 def _heard(links: list[Any]) -> list[Any]:
@@ -190,7 +194,8 @@ class Rank:
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
-        patience = timedelta(seconds=PATIENCE / 2)  # so that the test that hangs says where
+        patience = timedelta(seconds=PATIENCE / 2)  # so that a test that hangs says where
+        store.set_timeout(patience)
         dist.init_process_group("gloo", store=store, rank=self.index, world_size=n, timeout=patience)
 
     def use(self, pipeline: Any) -> None:

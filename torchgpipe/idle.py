@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Hashable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 from torch import nn
@@ -25,49 +25,70 @@ HARDLY = 0.02
 """CPU seconds per second, up to which a process counts as idle; its threads that wait and talk to others take less."""
 
 
+_counting = threading.Lock()
+_looking = 0.0  # CPU seconds of all threads that look
+
+
 class Idle:
     """Find out for how long a task has been idle, by looking at it from a thread of its own, every `interval` seconds.
 
     Other threads that are no part of the task may take `besides` CPU seconds per second.
 
     Attributes:
-        interval: short enough to notice `silence` seconds of idleness half a second later.
+        interval: short enough to notice `silence` seconds of idleness a second later.
     """
 
     def __init__(self, silence: float, besides: float = 0.0) -> None:
-        self._hardly = HARDLY + besides
+        self._silence, self._hardly = silence, HARDLY + besides
         self.interval = min(0.5, silence / 8)
         self._late = silence / 2
         self._task: Hashable = None
-        self._since = self._looked = self._cpu = 0.0
+        self._since = self._looked = self._cpu = self._own = 0.0
+        self._descendants: float | None = None
 
     def look(self, task: Hashable) -> float:
         """Return for how many seconds the task has been this one, with hardly any CPU time spent; `None` is no task.
 
-        What the thread that looks spends does not count. If it comes late, all of the process was stopped meanwhile,
+        What threads spend that look does not count. If this one comes late, all of the process was stopped meanwhile,
         and the task is counted anew.
         """
         now = time.monotonic()
         late, self._looked = now - self._looked > self._late, now
-        if task is None:  # costs nothing
-            self._task = None
-            return 0.0
-        cpu = cpu_time() - time.thread_time()
-        # It can also be less than before: a descendant has ended that its parent did not wait for.
-        spent = abs(cpu - self._cpu) > self._hardly * (now - self._since)
-        if task != self._task or late or spent:
-            self._task, self._since, self._cpu = task, now, cpu
-        return now - self._since
+        cpu = self._cpu_time()
+        same = task == self._task and not late
+        if not same or self._spent(cpu - self._cpu, now):
+            self._task, self._since, self._cpu, self._descendants = task, now, cpu, None
+        elif task is not None and self._descendants is None:
+            # Not before, since it takes a while, and most tasks are over at the second look.
+            self._since, self._cpu, self._descendants = now, cpu, cpu_time_of_descendants()
+        elif (
+            self._descendants is not None
+            and now - self._since >= self._silence
+            # It can also be less than before: one has ended that its parent did not wait for.
+            and self._spent(cpu - self._cpu + cpu_time_of_descendants() - self._descendants, now)
+        ):
+            self._since, self._cpu, self._descendants = now, cpu, None
+        return 0.0 if task is None else now - self._since
+
+    def _spent(self, cpu: float, now: float) -> bool:
+        return abs(cpu) > self._hardly * (now - self._since)
+
+    def _cpu_time(self) -> float:
+        """Return the CPU seconds of this process, without threads that look."""
+        global _looking
+        with _counting:
+            before, self._own = self._own, time.thread_time()
+            _looking += self._own - before
+            return time.process_time() - _looking
 
 
-def cpu_time() -> float:
-    """Return the seconds of CPU that this process and its living descendants have spent.
+def cpu_time_of_descendants() -> float:
+    """Return the seconds of CPU of the processes that this one has started, and these in turn.
 
-    What a process has spent that has ended counts on, as its parent's, if that waited for its end. Descendants are
+    What a process has spent that has ended counts on, as its parent's, if that waited for its end. Those that live are
     found on Linux only.
     """
-    descendants = sum(os.times()[2:4]) + sum(map(_cpu_time_of, _children("self")))
-    return descendants + time.process_time()
+    return sum(os.times()[2:4]) + sum(map(_cpu_time_of, _children("self")))
 
 
 def place(ident: int) -> str:
@@ -112,16 +133,17 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 1
 
 def _cpu_time_of(process: str) -> float:
     """Return the seconds of CPU of a process, of descendants that have ended, and of those that live."""
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError), open(f"/proc/{process}/stat") as file:  # it may have just ended
         # The second field, the name, may hold spaces and parentheses.
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = file.read().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / _TICKS + sum(map(_cpu_time_of, _children(process)))
     return 0.0
 
 
 def _children(process: str) -> list[str]:
     children: list[str] = []
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has just ended
-            children += path.read_text().split()
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with suppress(OSError), open(f"/proc/{process}/task/{thread}/children") as file:  # it may have just ended
+                children += file.read().split()
     return children

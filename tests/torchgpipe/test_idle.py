@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from torchgpipe import idle
-from torchgpipe.idle import Idle, cpu_time, place
+from torchgpipe.idle import Idle, cpu_time_of_descendants, place
 
 PATIENCE = 120  # seconds; only a hang takes as long
 
@@ -28,48 +29,77 @@ class Look(NamedTuple):
     cpu: float
     task: Any
     idle: float
+    descendants: float = 0.0
 
 
 TASK = "forward of micro-batch 0"
+SILENCE = 4.0
 
 LOOKS: dict[str, list[Look]] = {
-    "a task that hangs": [Look(1, 0, TASK, 0), *(Look(1, 0.01, TASK, k) for k in range(1, 9))],
-    "clocks that are not read at once": [Look(1, -1e-6, TASK, 0), *(Look(1, -1e-6, TASK, k) for k in range(1, 9))],
-    "hangs after it has computed": [*[Look(1, 0.9, TASK, 0)] * 3, Look(1, 0.01, TASK, 1), Look(1, 0.01, TASK, 2)],
+    "a task that hangs": [Look(1, 0, TASK, 0), *(Look(1, 0.01, TASK, k) for k in range(9))],
+    "clocks that are not read at once": [Look(1, -1e-6, TASK, 0), *(Look(1, -1e-6, TASK, k) for k in range(9))],
+    "hangs after it has computed": [*[Look(1, 0.9, TASK, 0)] * 3, *(Look(1, 0.01, TASK, k) for k in range(9))],
     "slow but busy": [Look(1, 0.05, TASK, 0)] * 20,
     "one task after another": [Look(1, 0, k, 0) for k in range(20)],
     "no task": [Look(1, 0, None, 0)] * 20,
-    "the same task after none": [Look(1, 0, TASK, 0), Look(1, 0, None, 0), Look(1, 0, TASK, 0), Look(1, 0, TASK, 1)],
-    "a process that was stopped": [Look(1, 0, TASK, 0), Look(1, 0, TASK, 1), Look(9, 0, TASK, 0), Look(1, 0, TASK, 1)],
+    "the same task after none": [
+        *(Look(1, 0, TASK, k) for k in (0, 0, 1)), Look(1, 0, None, 0), *(Look(1, 0, TASK, k) for k in (0, 0, 1, 2)),
+    ],
+    "a process that was stopped": [
+        *(Look(1, 0, TASK, k) for k in (0, 0, 1)), Look(9, 0, TASK, 0), *(Look(1, 0, TASK, k) for k in range(9)),
+    ],
+    "a descendant computes": [Look(1, 0, TASK, 0), *(Look(1, 0, TASK, k % 5, 0.03) for k in [0, 1, 2, 3, 0] * 3)],
+    "a descendant has computed": [
+        Look(1, 0, TASK, 0), Look(1, 0, TASK, 0, 1.0), *(Look(1, 0, TASK, k, 0.001) for k in range(1, 9)),
+    ],
     "a descendant that is not counted any more": [
-        Look(1, 9, TASK, 0), Look(1, 0, TASK, 1), Look(1, -5, TASK, 0), Look(1, 0.5, TASK, 0), Look(1, 0, TASK, 1),
+        Look(1, 0, TASK, 0), *(Look(1, 0, TASK, k, -2.0 * (k == 2)) for k in (0, 1, 2, 3, 0)),
+        *(Look(1, 0, TASK, k) for k in range(9)),
     ],
 }  # fmt: skip
 
 
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What clocks say, of real time, this process, a thread that looks, and descendants."""
+    now = SimpleNamespace(time=1000.0, process=1000.0, thread=0.0, descendants=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now.time)
+    monkeypatch.setattr(time, "process_time", lambda: now.process)
+    monkeypatch.setattr(time, "thread_time", lambda: now.thread)
+    monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: now.descendants)
+    return now
+
+
 @pytest.mark.parametrize("looks", LOOKS.values(), ids=LOOKS)
-def test_how_long_a_task_has_been_idle(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
-    now = cpu = own = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(time, "thread_time", lambda: own)
-    monkeypatch.setattr(idle, "cpu_time", lambda: cpu + own)
-    watch = Idle(16)
+def test_how_long_a_task_has_been_idle(looks: list[Look], clocks: SimpleNamespace) -> None:
+    watch = Idle(SILENCE)
     for look in looks:
-        now += look.seconds
-        cpu += look.cpu
-        own += 0.5  # what looking itself takes does not count
+        clocks.time += look.seconds
+        clocks.process += look.cpu + 0.5
+        clocks.thread += 0.5  # what looking itself takes does not count
+        clocks.descendants += look.descendants
         assert watch.look(look.task) == look.idle
 
 
+def test_what_others_that_look_take_does_not_count(clocks: SimpleNamespace) -> None:
+    """As if two threads looked, for two pipelines."""
+    watches, found = [Idle(SILENCE), Idle(SILENCE)], []
+    for second in range(6):
+        clocks.time += 1
+        for watch in watches:
+            clocks.process += 0.5
+            clocks.thread = (second + 1) * 0.5
+            found.append(watch.look(TASK))
+    assert found[-2:] == [SILENCE, SILENCE]
+
+
 @pytest.mark.parametrize(("besides", "seconds"), [(0.0, 0.0), (0.1, 1.0)])
-def test_what_other_threads_may_take(besides: float, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = cpu = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(idle, "cpu_time", lambda: cpu)
-    watch = Idle(16, besides)
-    watch.look(TASK)
-    now, cpu = now + 1, cpu + 0.1
-    assert watch.look(TASK) == seconds
+def test_what_other_threads_may_take(besides: float, seconds: float, clocks: SimpleNamespace) -> None:
+    watch = Idle(SILENCE, besides)
+    for cpu in (0, 0, 0.1):
+        clocks.time, clocks.process = clocks.time + 1, clocks.process + cpu
+        found = watch.look(TASK)
+    assert found == seconds
 
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
@@ -87,20 +117,7 @@ def process(command: list[str]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def thread() -> Iterator[None]:
-    def burn() -> None:
-        while time.thread_time() < 0.3:
-            pass
-
-    burning = threading.Thread(target=burn)
-    burning.start()
-    burning.join(PATIENCE)
-    yield
-
-
 WORK: dict[str, Callable[[], Any]] = {
-    "a thread": thread,
     "a child": lambda: process(CHILD),
     "a grandchild": lambda: process(GRANDCHILD),
 }
@@ -108,11 +125,11 @@ WORK: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended(work: Callable[[], Any]) -> None:
-    before = cpu_time()
+    before = cpu_time_of_descendants()
     with work():
-        meanwhile = cpu_time()
+        meanwhile = cpu_time_of_descendants()
         assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths
-    assert cpu_time() >= meanwhile
+    assert cpu_time_of_descendants() >= meanwhile
 
 
 class Waits(nn.Module):

@@ -142,7 +142,7 @@ class Watch:
         # Nothing is known of a rank that has not spoken yet: it may still be connecting.
         self._heard: dict[int, tuple[float, Label]] = {}
         self._others = {*others}
-        self._idle, self._task = Idle(self._silence, _TALK * len(self._heard)), activity.computing
+        self._idle = Idle(self._silence, _TALK * len(others))
         self._labels: dict[int, Label] = {}
         self._gone: list[int] = []
         self._unchanged_since = 0.0
@@ -226,15 +226,14 @@ class Watch:
         )
 
     def _hang(self) -> str | None:
-        before, self._task = self._task, self._activity.computing
-        # A look takes a while, and most tasks less than there is between two.
-        if self._task is None or self._task != before or self._idle.look(self._task) < self._silence:
+        task = self._activity.computing
+        if self._idle.look(task) < self._silence or task is None:
             return None
         program = self._activity.program
         if program is None or sharded([program.stage.partition]):
             return None  # it may wait for a rank of another pipeline, which is only slow
         return (
-            f"rank {self._own} hangs in {self._task[1]}: for {self._silence:g} s it has neither ended nor used the "
+            f"rank {self._own} hangs in {task[1]}: for {self._silence:g} s it has neither ended nor used the "
             f"CPU, in {place(self._activity.thread)}"
         )
 
