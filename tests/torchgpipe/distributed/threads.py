@@ -65,12 +65,12 @@ class Group:
         parcel = Parcel(tensors[0].clone())
         with self.world.changed:
             self.world.sent[wires.KINDS[tag], self.own, peer] += 1
-            self.world.boxes[self.name, self.own, peer, tag].append(parcel)
+            self.world.box(self.name, self.own, peer, tag).append(parcel)
             self.world.changed.notify_all()
         return Work(self, peer, lambda: parcel.taken)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        box = self.world.boxes[self.name, peer, self.own, tag]
+        box = self.world.box(self.name, peer, self.own, tag)
 
         def take() -> bool:
             if box:
@@ -121,13 +121,13 @@ class Pair:
             world.issued[self.source].append(("send", self.kind, self.source, self.target))
         self.latest = stream.work = Move(tensors[0].clone(), pair=self, ready=stream.clock, before=self.latest)
         with world.changed:
-            world.boxes[self.name].append(self.latest)
+            world.box(self.name).append(self.latest)
             world.changed.notify_all()
         return Waited()
 
     def recv(self, tensors: list[Tensor], *_: int) -> Waited:
         self._check()
-        world, stream, box = self.world, self.world.streams.current[-1], self.world.boxes[self.name]
+        world, stream, box = self.world, self.world.streams.current[-1], self.world.box(self.name)
         with world.changed:
             assert world.changed.wait_for(lambda: box or self.latest is not None, PATIENCE)
             assert box, "a receive was issued before its sending"
@@ -168,7 +168,7 @@ class World:
     n: int
     streams: Any
     seconds: Mapping[tuple[int, int], float]
-    boxes: dict[Any, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
+    boxes: dict[Any, deque[Any]] = field(default_factory=dict)
     closed: set[Any] = field(default_factory=set)
     sent: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     pairs: list[Pair] = field(default_factory=list)
@@ -177,6 +177,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.issued: list[list[tuple[Any, ...]]] = [[] for _ in range(self.n)]
+
+    def box(self, *key: Any) -> deque[Any]:
+        """Return what is on its way there; both ends may be the first to ask."""
+        return self.boxes.setdefault(key, deque())
 
     def pair(self, store: str, own: int, *_: Any) -> Pair:
         """Make a group of NCCL."""
