@@ -197,6 +197,7 @@ class Rank:
         patience = timedelta(seconds=PATIENCE / 2)  # so that a test that hangs says where
         store.set_timeout(patience)
         dist.init_process_group("gloo", store=store, rank=self.index, world_size=n, timeout=patience)
+        dist.barrier()  # a rank that has nothing more to do must not go while another one still connects
 
     def use(self, pipeline: Any) -> None:
         """Close this pipeline when the test ends."""

@@ -123,6 +123,7 @@ def test_errors_between_calls() -> None:
     loss = loss_of(ours)
     loss.backward()
     ours.zero_grad()
+    dist.barrier()  # the next failure must not come before the end of another rank's backward
     with pytest.raises(RuntimeError, match="the pipeline was already gone through backward"):
         if rank == 1:
             loss.backward()
