@@ -40,7 +40,11 @@ PATIENCE = 60  # seconds; only what hangs takes as long
 
 
 class Ranks:
-    """The processes, as the test run sees them."""
+    """The processes, as the test run sees them.
+
+    Attributes:
+        processes: their ids.
+    """
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         importlib.import_module("torch._dynamo")  # takes seconds; here only once
@@ -49,14 +53,14 @@ class Ranks:
         self._printed = [tempfile.TemporaryFile() for _ in range(WORLD)]  # noqa: SIM115
         pairs = [Pipe() for _ in range(WORLD)]
         self._links, theirs = [ours for ours, _ in pairs], [link for _, link in pairs]
-        self._processes: list[int] = []
+        self.processes: list[int] = []
         self._ended = ""
         for index in range(WORLD):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of BLAS do nothing now
                 process = os.fork()
             if process:
-                self._processes.append(process)
+                self.processes.append(process)
                 continue
             try:  # this process must never go on as a second test run
                 for end in {*self._links, *theirs} - {theirs[index]}:
@@ -95,11 +99,11 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
-        for process, link in zip(self._processes, self._links, strict=True):
+        for process, link in zip(self.processes, self._links, strict=True):
             link.close()
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
-        self._processes, self._links = [], []
+        self.processes, self._links = [], []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
         """Give ranks that wait for an exchange what each of them offers, or nothing if one has ended the test."""
@@ -116,7 +120,7 @@ class Ranks:
 
     def _end(self, why: str, told: dict[int, str]) -> str:
         """End the processes; return what they have told and printed, and where their threads are."""
-        for process in self._processes:
+        for process in self.processes:
             os.kill(process, signal.SIGUSR1)
         time.sleep(1)
         self.close()
@@ -234,6 +238,8 @@ class Rank:
         for pipeline in self._used.values():
             pipeline.close()
         self._used.clear()
+        for wires in [*_open]:
+            wires.part()  # what a test has left open would go on to watch
 
     def _run(self, config: pytest.Config, item: pytest.Item) -> str:
         """Run a test; return what to say about it, nothing if it passed."""
