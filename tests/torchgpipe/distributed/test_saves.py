@@ -145,7 +145,8 @@ def test_failures() -> None:
     model.close()
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}
-    with pytest.raises(ValueError, match=r"is of another model: it lacks model\.\d\.weight") as caught:
+    # Every rank finds it out, and may hear before that another one has.
+    with pytest.raises((ValueError, RankFailed), match=r"is of another model: it lacks model\.\d\.weight") as caught:
         Saves(folder).load(
             other := DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None
         )
