@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.cuda import Transfer, connect
 from torchgpipe.distributed.wire import NEVER, Message, Receiver, Route, Sender
-from torchgpipe.distributed.words import GRACE, Broken, Words
+from torchgpipe.distributed.words import GRACE, Broken, RankFailed, Words, gist
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
 from torchgpipe.skip.layout import Crossing
@@ -87,8 +87,11 @@ class Wires:
         self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
         self.silence = silence
         self._gather()
-        self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
-        _made[which] += 1
+        _made[which] += 1  # now, as all others do, also if a connection fails
+        try:
+            self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
+        except RuntimeError as error:
+            raise RankFailed(f"a rank has ended while rank {own} connected to all others ({gist(error)})") from None
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         self.closed = self.parted = False

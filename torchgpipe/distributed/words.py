@@ -29,6 +29,11 @@ class RankFailed(RuntimeError):
     """Another rank has failed; the message names it, and has its error."""
 
 
+def gist(error: BaseException) -> str:
+    """Return of gloo's words what has happened, without where in its source, and what that may come from."""
+    return str(error).partition(". ")[0].rpartition("] ")[2]
+
+
 class Words:
     """Say words to all other ranks, and hear theirs; find the first failure of any rank.
 
@@ -99,8 +104,7 @@ class Words:
 
     def broken(self, peer: int, error: BaseException) -> None:
         """Note that a connection has broken that was needed. Who listens to its rank finds out why."""
-        # Of gloo's words only what has happened, not where in its source, and what that may come from.
-        line = str(error).partition(". ")[0].rpartition("] ")[2]
+        line = gist(error)
         with self._changed:
             self._lost[peer] = line
             parted = peer in self._gone

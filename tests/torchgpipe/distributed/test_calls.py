@@ -154,6 +154,8 @@ def test_errors_between_calls() -> None:
     ours.close()
 
     # As if rank 1 had been killed.
+    ours._connected()
+    dist.barrier()
     if rank == 1:
         ours._connected().close()
     else:
@@ -216,6 +218,24 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
 
 def small_of(layer: Callable[[nn.Module], nn.Module]) -> DistributedGPipe:
     return DistributedGPipe(nn.Sequential(*(layer(nn.Linear(4, 4)) for _ in range(WORLD))), [1] * WORLD)
+
+
+def test_a_connection_that_fails_is_told_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, threads = small()
+    ours.close()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("failed with [pair.cc:561] Connection closed by peer [::1]:7. This is typically caused by")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", fails)
+        told = rf"rank {dist.get_rank()} connected to all others \(Connection closed by peer \[::1\]:7\)"
+        with pytest.raises(RankFailed, match=f"a rank has ended while {told}"):
+            loss_of(ours)
+    loss_of(ours).backward()
+    loss_of(threads).backward()
+    assert_same_gradients(ours, threads)
+    ours.close()
 
 
 def test_silence_is_of_a_connection() -> None:
