@@ -47,8 +47,10 @@ def _watch(workers: Workers, silence: float, end: SimpleQueue[None]) -> None:
         except Empty:
             pass
         runs = workers.runs()
-        if idle.look(tuple([each for run in runs for each in run.tasks()]) or None) >= silence:
-            hang = [(run, j, task) for run in runs for j, task in run.hangs()]
+        tasks = tuple([each for run in runs for each in run.tasks()])
+        if idle.look(tasks or None) >= silence:
+            # Another task may have begun meanwhile.
+            hang = [(run, j, task) for run in runs for j, task in run.hangs() if (run.number, j, task) in tasks]
             if hang:
                 _give_up(workers, hang, silence)
             del hang
