@@ -1,7 +1,7 @@
 """The outside process of `benchmarks.faults`: it starts the ranks of a case, and sees when and how each of them ends.
 
-It also sees what is left of them: processes, sockets, files in shared memory. Where it may, it has networks and shared
-memory of its own, so that nothing else can be there.
+It also sees what is left of them: processes, sockets, files in shared memory. Where the system lets it, it has networks
+and shared memory of its own, so that nothing else can be there.
 """
 
 from __future__ import annotations

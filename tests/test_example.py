@@ -95,7 +95,7 @@ def test_restarts(tmp_path: Path) -> None:
 def test_fewer_ranks(tmp_path: Path) -> None:
     """Four ranks, of which a node of two is killed: the other two go on with a balance of their own.
 
-    So do two ranks that are started by hand. Dropout would draw other masks with another balance.
+    Two ranks that are started by hand do the same. There is no dropout: its masks depend on the balance.
     """
     alone = started(
         sys.executable,

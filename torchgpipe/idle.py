@@ -94,7 +94,8 @@ def cpu_time_of_descendants() -> float:
 def place(ident: int) -> str:
     """Return where a thread is now, such as "forward of Linear, linear.py:134".
 
-    That is the method of a layer or the user's function that it has called last, and in which layer's method that is.
+    It names what the thread has called last: a layer's method, or a function of the user's and the layer's method that
+    it was called in.
     """
     frame = sys._current_frames().get(ident)
     inner = ""
