@@ -111,5 +111,7 @@ class Processes:
     def _signal(self) -> str:
         self._torchrun.wait()
         self._errors.seek(0)
-        found = re.search(r"Signal \d+ \((\w+)\)", self._errors.read().decode(errors="replace"))
-        return f" by {found[1]}" if found else ""
+        found = re.findall(r"Signal \d+ \((\w+)\)", self._errors.read().decode(errors="replace"))
+        # When one has ended, torchrun terminates the others, and lists all of them.
+        found.sort(key=lambda name: name == "SIGTERM")
+        return f" by {found[0]}" if found else ""
