@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torchgpipe.distributed.cuda import Transfer, connect
 from torchgpipe.distributed.wire import NEVER, Message, Receiver, Route, Sender
 from torchgpipe.distributed.words import GRACE, Broken, RankFailed, Words, gist
+from torchgpipe.idle import leave_out
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
 from torchgpipe.skip.layout import Crossing
@@ -88,10 +89,12 @@ class Wires:
         self.silence = silence
         self._gather()
         _made[which] += 1  # now, as all others do, also if a connection fails
+        before = _threads()
         try:
             self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
         except RuntimeError as error:
             raise RankFailed(f"a rank has ended while rank {own} connected to all others ({gist(error)})") from None
+        self._new_threads = _threads() - before  # gloo's, and perhaps others
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         self.closed = self.parted = False
@@ -220,8 +223,12 @@ class Wires:
             # A thread that is in gloo when Python ends may abort the process. But one that waits for sending to end may
             # stay there for ever.
             deadline = time.monotonic() + GRACE
-            for thread in (*threads, *(sender.thread for sender in self._senders.values())):
+            threads += [sender.thread for sender in self._senders.values()]
+            for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
+            if any(thread.is_alive() for thread in threads):
+                # Then gloo's thread stays, too, and wakes a hundred times a second.
+                leave_out(thread for thread in self._new_threads if _name(thread) == "gloo_tcp_loop")
 
     def _disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
@@ -235,6 +242,19 @@ class Wires:
             sender.stop()
         for transfer in [*self._transfers.values()]:
             transfer.abort()
+
+
+def _threads() -> set[int]:
+    """Return the native ids of this process's threads; none where the system does not list them."""
+    with suppress(OSError):
+        return {*map(int, os.listdir("/proc/self/task"))}
+    return set()
+
+
+def _name(thread: int) -> str:
+    with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:  # it may have ended
+        return file.read().strip()
+    return ""
 
 
 def check_serial(message: Message, serial: int) -> None:
