@@ -5,8 +5,10 @@ A child answers each line of JSON with a line of JSON: a pair of its answer and 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +21,15 @@ import torch
 from reproduce.error import Error
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when its parent ends, where the system can do so."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Child:

@@ -12,7 +12,6 @@ without `--again`. With `--torchrun`, each fault is run once, and what torchrun 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -20,13 +19,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks import faults_torchrun
-from benchmarks.child import ROOT
 from benchmarks.faults_cases import FAULTS, RANKS, Cell, all_cells
 from benchmarks.faults_judge import error_in, judged
 from benchmarks.faults_outside import Outside
 from benchmarks.faults_table import TORCHRUN, table
 from benchmarks.harness import command, continued, keep, start
-from benchmarks.two_machines import apart, problem
+from benchmarks.two_machines import again_apart, problem
 from reproduce.records.record import Result, load
 
 __all__ = ["main", "table"]
@@ -62,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"there is no case {unknown[0]!r}; the first are {', '.join(map(repr, [*there_are][:3]))}")
     if not options.inside:
         if (why := problem()) is None:
-            again = [sys.executable, "-m", "benchmarks.faults", "--inside"]
-            given = sys.argv[1:] if arguments is None else arguments
-            raise SystemExit(subprocess.run([*apart(), *again, *given], check=False, cwd=ROOT).returncode)
+            again_apart("faults", arguments)
         print(f"{NO_NETWORKS} ({why}): links are not cut, and sockets and shared memory not looked at", file=sys.stderr)
     outside = Outside(private=options.inside, silence=options.silence, more=options.more)
     with closing(outside):

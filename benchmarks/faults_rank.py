@@ -7,7 +7,6 @@ starts ranks in its own way, a case is the only argument.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -28,7 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from benchmarks.child import die_with_parent
 from benchmarks.faults_cases import RANKS, Case
+from benchmarks.two_machines import move_to
 from torchgpipe import is_recomputing
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.saves import Saves
@@ -38,8 +39,6 @@ AT = {"first mini-batch": (0, "forward")}
 """The mini-batch and the point of a phase; others are points themselves, in mini-batch 2."""
 MICRO_BATCH = 1  # of which a layer's task goes wrong; four, three of which are recomputed
 SUDDEN = ("killed", "stopped", "link cut")  # faults that the rank cannot tell of
-
-_PR_SET_PDEATHSIG, _CLONE_NEWNET = 1, 0x40000000
 
 
 def mark(case: Case, name: str) -> None:
@@ -210,14 +209,9 @@ HAPPENS: dict[str, Callable[[Case], None]] = {
 }
 
 
-def follow() -> None:
-    """End this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def serve() -> None:
     """Fork the ranks of each case that is read; return on a rank."""
-    follow()
+    die_with_parent()
     for line in sys.stdin:
         case = Case(*json.loads(line))
         ranks: dict[int, int] = {}
@@ -236,14 +230,11 @@ def serve() -> None:
 
 def enter(case: Case, rank: int) -> None:
     """Become a rank, and train."""
-    follow()
+    die_with_parent()
     for number, name in enumerate((os.devnull, f"{case.folder}/{rank}.printed", f"{case.folder}/{rank}.error")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     if case.networks:
-        network = os.open(f"/run/netns/{case.networks[rank]}", os.O_RDONLY)
-        if ctypes.CDLL(None, use_errno=True).setns(network, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(network)
+        move_to(case.networks[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = "link"
     store = dist.FileStore(f"{case.folder}/store", RANKS)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

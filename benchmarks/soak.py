@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,9 +32,10 @@ from msgspec.structs import replace
 from benchmarks.harness import command, positive, start
 from benchmarks.soak_episode import Trial
 from benchmarks.soak_plan import draw_episode
-from benchmarks.soak_processes import Crew, use
+from benchmarks.soak_processes import Crew, Networks, use
 from benchmarks.soak_reports import Line
 from benchmarks.soak_summary import bad, summary, table
+from benchmarks.two_machines import again_apart, problem
 from reproduce.cli.interrupt import interruptible
 from reproduce.error import Error
 from reproduce.records.record import Record, Run, save
@@ -49,7 +51,13 @@ SILENCE = 3.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run episodes until the time is over, and print what happened; exit with 1 if anything was not as it should be."""
     options = parser().parse_args(arguments)
+    if not options.inside:
+        if (why := problem()) is None:
+            again_apart("soak", arguments)
+        print(f"no network namespaces ({why}): no links are cut", file=sys.stderr)
     path: Path | None = None if options.only else options.json
+    apart = options.inside
+    del options.inside
     record = start(options, "soak", "random faults", {}, devices=4)
     try:
         log = Log(path, record)
@@ -59,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failed = None if options.json is None else options.json.with_suffix(".failed")
     progress, state = Progress(), "interrupted"
     try:
-        with interruptible() as check, closing(episodes(options.seed, numbers, failed)) as lines:
+        with interruptible() as check, closing(episodes(options.seed, numbers, failed, apart=apart)) as lines:
             while options.only or log.seconds < 60 * options.minutes:
                 if (line := next(lines, None)) is None:
                     break
@@ -88,17 +96,26 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=60.0, help="how long, all runs together (default 60)")
     made.add_argument("--seed", type=positive, default=1, help="what everything follows from (default 1)")
     made.add_argument("--only", type=int, nargs="+", metavar="N", help="run these episodes, and keep nothing")
+    made.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return made
 
 
-def episodes(seed: int, numbers: Iterable[int], failed: Path | None) -> Generator[Line]:
-    """Run episodes; yield a line for each. What processes have printed in those that fail stays in a folder."""
-    with tempfile.TemporaryDirectory(prefix="soak-") as name, closing(Crew(Path(name))) as crew:
+def episodes(seed: int, numbers: Iterable[int], failed: Path | None, *, apart: bool) -> Generator[Line]:
+    """Run episodes, with networks if this process is `apart`; yield a line for each.
+
+    What processes have printed in those that fail stays in a folder.
+    """
+    networks = None
+    if apart:
+        networks = Networks()
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory(prefix="soak-") as name, closing(Crew(Path(name), networks)) as crew:
         for number in numbers:
             stopped = True
             while stopped:  # what fails when the soak was stopped meanwhile is tried again
                 folder = Path(name) / f"{number} {time.monotonic_ns()}"
-                began, trial = time.monotonic(), Trial(draw_episode(seed, number, SILENCE), crew, folder)
+                began, trial = time.monotonic(), Trial(draw_episode(seed, number, SILENCE, cuts=apart), crew, folder)
                 trial.run()
                 line = trial.line() | {"seconds": round(time.monotonic() - began - trial.clock.stopped, 3)}
                 stopped = bool(bad(line)) and not trial.wrong and trial.clock.stopped > 0

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import ROOT
+from benchmarks.child import ROOT, die_with_parent
 from benchmarks.soak_checks import ended_otherwise, lost_steps, sprung, wrong_numbers
 from benchmarks.soak_plan import RANKS, Episode
-from benchmarks.soak_processes import Crew, Order, Process, die_with_parent
+from benchmarks.soak_processes import Crew, Order, Process
 from benchmarks.soak_reports import Clock, Lines
 
 GRACE = 2.0
@@ -88,8 +88,12 @@ class Trial:
         """Let ranks train until the attempt's fault, or to the end."""
         kept = self.episode.home == "kept processes"
         told, fault = self.told[number], self.episode.attempts[number].fault
-        log = self._folder / f"{number}.log"
-        ranks = {rank: self._crew[rank] if kept else Process(rank, log, kept=False) for rank in told}
+        log, released = self._folder / f"{number}.log", self._folder / f"released {number}"
+        networks = self._crew.networks if fault is not None and fault.kind == "link cut" else None
+        ranks = {
+            rank: self._crew[rank] if kept else Process(rank, log, kept=False, apart=networks is not None)
+            for rank in told
+        }
         for process in ranks.values():
             process.tell(Order(self.episode, number, self._folder))
 
@@ -99,13 +103,18 @@ class Trial:
         in_time = self._until(lambda: ended(*ranks) or self._sprung(number) is not None)
         if fault is not None and (at := self._sprung(number)) is not None:
             others, stopped = [rank for rank in ranks if rank != fault.rank], self.clock.stopped
+            if networks is not None:
+                networks.cut(fault.rank)
+                released.touch()
             in_time = self._until(lambda: ended(*others), at + self.episode.silence + GRACE)
             last = max(ranks[rank].ended or (told[rank].last("ended") or {"at": at})["at"] for rank in others)
             self.ends[number] = last - at - (self.clock.stopped - stopped) if in_time else None
-            (self._folder / f"released {number}").touch()
+            released.touch()
             if fault.kind == "stopped":
                 ranks[fault.rank].end()
             in_time &= self._until(lambda: ended(*ranks), time.monotonic() + LEAVE)
+            if networks is not None:
+                networks.cut()
         if kept and in_time:
             in_time = self._until(lambda: all(told[rank].last("use") or not ranks[rank].alive() for rank in ranks))
         if not in_time:

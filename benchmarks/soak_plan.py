@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from torchgpipe.checkpoint import MODES, Mode
@@ -13,7 +14,7 @@ RANKS = 4
 Home = Literal["kept processes", "new processes", "torchrun"]
 """Who goes on after a fault: the same processes, others that are forked, or others that torchrun starts."""
 
-Kind = Literal["killed", "stopped", "raising", "out of memory", "hanging"]
+Kind = Literal["killed", "stopped", "link cut", "raising", "out of memory", "hanging"]
 Place = Literal[
     "loading", "data", "forward", "loss", "before backward", "recomputation", "backward", "clipping", "optimizer",
     "saving", "evaluation",
@@ -21,7 +22,7 @@ Place = Literal[
 
 KINDS: dict[Home, tuple[Kind, ...]] = {
     "kept processes": ("raising", "out of memory", "hanging"),
-    "new processes": ("killed", "stopped", "raising", "out of memory", "hanging"),
+    "new processes": ("killed", "stopped", "link cut", "raising", "out of memory", "hanging"),
     "torchrun": ("killed", "raising", "out of memory"),  # torchrun waits half a minute for a process that is stopped
 }
 PLACES: tuple[Place, ...] = (
@@ -93,8 +94,8 @@ class Episode(NamedTuple):
     silence: float
 
 
-def draw_episode(seed: int, number: int, silence: float) -> Episode:
-    """Draw an episode."""
+def draw_episode(seed: int, number: int, silence: float, *, cuts: bool = True) -> Episode:
+    """Draw an episode, with `cuts` of links or without."""
     draw = random.Random(f"soak {seed} {number}")
     home: Home = draw.choices(("kept processes", "new processes", "torchrun"), (46, 53, 1))[0]
     dropout, batch_norm, skips = draw.random() < 0.4, draw.random() < 0.5, draw.random() < 0.5
@@ -102,8 +103,9 @@ def draw_episode(seed: int, number: int, silence: float) -> Episode:
     steps = [_step(draw) for _ in range(draw.randint(5, 9))]
     worlds = [RANKS]
     faults: list[Fault] = []
+    kinds = [kind for kind in KINDS[home] if cuts or kind != "link cut"]
     for step in sorted(draw.sample(range(len(steps)), draw.choice((0, 1, 1, 2, 2, 3)))):
-        fault = _fault(draw, KINDS[home], step, worlds[-1], bool(faults))
+        fault = _fault(draw, kinds, step, worlds[-1], bool(faults))
         faults.append(fault)
         steps[step] = _with(draw, fault, steps[step])
         # Random numbers depend on partitions: with dropout the balance stays.
@@ -161,7 +163,7 @@ def _step(draw: random.Random) -> Step:
     )
 
 
-def _fault(draw: random.Random, kinds: tuple[Kind, ...], step: int, n: int, again: bool) -> Fault:
+def _fault(draw: random.Random, kinds: Sequence[Kind], step: int, n: int, again: bool) -> Fault:
     kind = draw.choice(kinds)
     places = [
         place

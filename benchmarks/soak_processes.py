@@ -5,7 +5,6 @@ A process that is forked takes milliseconds; one that imports PyTorch takes two 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -27,9 +26,11 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from benchmarks.soak_plan import Episode
+from benchmarks.child import die_with_parent
+from benchmarks.soak_plan import RANKS, Episode
 from benchmarks.soak_reports import Report
 from benchmarks.soak_training import Seat, train_undisturbed
+from benchmarks.two_machines import NAMES, Link, move_to
 
 
 class Order(NamedTuple):
@@ -47,11 +48,12 @@ class Process:
         rank: its number, or `None` for the one that trains undisturbed.
         log: where what it prints goes.
         kept: whether it goes on when an order is done, or has failed.
+        apart: whether it is in a network of its own, of `Networks`.
     """
 
     running: ClassVar[set[Process]] = set()
 
-    def __init__(self, rank: int | None, log: Path, *, kept: bool) -> None:
+    def __init__(self, rank: int | None, log: Path, *, kept: bool, apart: bool = False) -> None:
         self.ended: float | None = None
         theirs, self._orders = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
@@ -61,6 +63,9 @@ class Process:
             try:  # this process must never go on as a second soak
                 for other in (*Process.running, self):
                     other._orders.close()
+                if apart and rank is not None:
+                    move_to(NAMES[rank])
+                    os.environ["GLOO_SOCKET_IFNAME"] = "link"
                 _serve(rank, theirs, log, kept)
             finally:
                 os._exit(3)
@@ -90,10 +95,38 @@ class Process:
         Process.running.discard(self)
 
 
-class Crew:
-    """The processes that are kept from episode to episode, made when first needed, and anew where one has ended."""
+class Networks:
+    """A network for each rank, which a process of their own joins; threads of the soak would be forked with it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
+        theirs, self._cut = Pipe(duplex=False)
+        made, say_made = Pipe(duplex=False)
+        if not os.fork():
+            try:
+                _prepare()
+                link = Link(networks=RANKS)
+                say_made.send(True)
+                while True:
+                    link.cut = theirs.recv()
+            finally:
+                os._exit(3)
+        say_made.close()
+        made.recv()
+
+    def cut(self, *ranks: int) -> None:
+        """Carry nothing any more to and from these ranks, and everything to and from others."""
+        self._cut.send({*ranks})
+
+
+class Crew:
+    """The processes that are kept from episode to episode, made when first needed, and anew where one has ended.
+
+    Attributes:
+        networks: for ranks whose links are cut; `None` where there can be none.
+    """
+
+    def __init__(self, folder: Path, networks: Networks | None) -> None:
+        self.networks = networks
         importlib.import_module("torch._dynamo")  # an optimizer's first step does so, for seconds; here only once
         self._folder = folder
         self._made: dict[int | None, Process] = {}
@@ -174,12 +207,6 @@ def _ended_well(train: Callable[[], None], report: Report, seat: Seat | None = N
         seat.close()
     report("ended", error=error)
     return not error
-
-
-def die_with_parent() -> None:
-    """Let this process be killed when its parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _prepare() -> None:

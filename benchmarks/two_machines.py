@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.harness import command, positive, render
 from reproduce.error import Error
@@ -56,6 +56,21 @@ def apart() -> list[str]:
     # A file system for the names of the networks, which nobody else sees.
     mount = 'mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", mount, "sh"]
+
+
+def again_apart(program: str, arguments: Sequence[str] | None) -> NoReturn:
+    """Run a program of benchmarks in place of this one, `apart` and with `--inside`; `None` stands for `sys.argv`."""
+    given = sys.argv[1:] if arguments is None else arguments
+    os.execvp(apart()[0], [*apart(), sys.executable, "-m", f"benchmarks.{program}", "--inside", *given])
+
+
+def move_to(network: str) -> None:
+    """Move this thread into a network."""
+    file = os.open(f"/run/netns/{network}", os.O_RDONLY)
+    moved = ctypes.CDLL(None, use_errno=True).setns(file, _CLONE_NEWNET)
+    os.close(file)
+    if moved:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 class Link:
@@ -106,8 +121,7 @@ def _network(name: str, own: str) -> int:
 
     def make() -> None:  # in a thread of its own, which stays in that network until it ends
         try:
-            if ctypes.CDLL(None, use_errno=True).setns(os.open(f"/run/netns/{name}", os.O_RDONLY), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
+            move_to(name)
             device = os.open("/dev/net/tun", os.O_RDWR)
             fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"link", _IFF_TUN_NO_PI))
             made.put(device)
@@ -187,9 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.inside:
         if (why := problem()) is not None:
             raise SystemExit(f"two machines need two network namespaces: {why}")
-        again = [sys.executable, "-m", "benchmarks.two_machines", "--inside"]
-        given = sys.argv[1:] if arguments is None else arguments
-        raise SystemExit(subprocess.run([*apart(), *again, *given], check=False, cwd=ROOT).returncode)
+        again_apart("two_machines", arguments)
     Link(options.delay / 1000, options.loss)
     rows, equal = [], True
     for model in options.models or MODELS:
