@@ -79,20 +79,17 @@ def pass_by(place: Place, layer: int | None = None) -> None:
 
 
 class Passed(torch.autograd.Function):
-    """Pass by a place in a layer's backward.
-
-    Outputs and gradients are contiguous: sums over others round differently where a partition ends than within it.
-    """
+    """Pass by a place in a layer's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: int) -> Tensor:
         ctx.layer = layer
-        return x.contiguous().view_as(x)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         pass_by("backward", ctx.layer)
-        return grads[0].contiguous(), None
+        return grads[0], None
 
 
 class Layer(nn.Module):

@@ -53,7 +53,6 @@ class TaskGraph:
     _spent: bool = False
     # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
     _input_grads: list[Tensor | None] = field(default_factory=list)
-    _leaves: Flat | None = None
 
     def forward(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
@@ -105,12 +104,7 @@ class TaskGraph:
             self.contents.second_pass(self._buffers),
             self.randomness.again(),
         ):
-            if (keep or len(inputs) == 1) and not in_place:
-                # A leaf is cheaper than an entrance node, but keeps the input. A single input is mostly saved anyway.
-                self._leaves = leaves(inputs, self._needs)
-                self._build(self._leaves, atomic)
-            else:
-                self._build(self._entered(_copied(inputs) if in_place else inputs), atomic)
+            self._build(self._entered(_copied(inputs) if in_place else inputs), atomic)
         if not keep:
             self._kept = None
 
@@ -157,10 +151,6 @@ class TaskGraph:
                 raise
 
     def _take_input_grads(self) -> Flat:
-        if self._leaves is not None:
-            grads = tuple([None if x is None else x.grad for x in self._leaves])
-            self._leaves = None
-            return grads
         grads = tuple(self._input_grads) or (None,) * len(self._needs)
         self._input_grads.clear()
         return grads

@@ -229,3 +229,26 @@ def test_a_parameter_in_two_partitions_gets_the_same_bits_every_time(way: dict[s
         assert first.weight.grad is not None
         found.append(first.weight.grad)
     assert all(torch.equal(found[0], grad) for grad in found)
+
+
+class Shifted(nn.Module):
+    """Its gradient is a sum over positions, which rounds by the order that they have in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class Turned(nn.Module):
+    """The gradient of its input is not contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().sin().transpose(1, 2)
+
+
+def test_gradients_keep_their_strides_between_partitions(way: dict[str, Any]) -> None:
+    layers = nn.Sequential(Shifted(), Turned(), Shifted(), Turned())
+    assert_transparent(layers, torch.randn(6, 16, 32), [1, 2, 1], chunks=2, **way)
