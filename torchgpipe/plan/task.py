@@ -80,18 +80,14 @@ def task_bytes(
         pending -= set(layer.pops)
         pending |= {number for _, number in layer.stashes}
 
-    # Like `TaskGraph.recompute`: a single input is a leaf until backward has passed; several are left to the layers.
-    leaf = checkpoint and len(footprints[start].inputs) + len(arrivals) == 1 and not cloned
-    kept = inputs if leaf else others
-
     def backward(trace: str, *, apart: bool = True) -> float:
-        return _backward(footprints, start, stop, saver, kept, trace, leaf=leaf, apart=apart)
+        return _backward(footprints, start, stop, saver, others, trace, apart=apart)
 
     return Task(
         inputs=0.0 if start == 0 else _total(inputs, size),
         forward=copy + (forward if checkpoint else graph),
         graph=copy + graph,
-        kept=kept_beside + _total(inputs & (kept | saver.keys()), size),
+        kept=kept_beside + _total(inputs & (others | saver.keys()), size),
         output=_total(set(footprints[stop - 1].outputs), size),
         output_grad=footprints[stop - 1].output_grad,
         input_grad=footprints[start].input_grad,
@@ -119,29 +115,27 @@ def _backward(
     start: int,
     stop: int,
     saver: Mapping[int, int],
-    inputs: set[int],
+    others: set[int],
     trace: str,
     *,
-    leaf: bool,
     apart: bool,
 ) -> float:
     """Return the peak of a backward through layers start … stop - 1 beyond what lives when it begins.
 
-    `inputs` are those that are kept anyway, `leaf` says that they are a leaf. `apart` says that the task has a graph of
-    its own, and adds to the parameters' gradients in place; where all micro-batches share one graph, autograd makes a
-    new sum each time.
+    `others` are tensors that are kept anyway. `apart` says that the task has a graph of its own, and adds to the
+    parameters' gradients in place; where all micro-batches share one graph, autograd makes a new sum each time.
     """
     live = most = 0.0
     held = True  # whoever asks for a backward holds the gradients that it starts from
     for index in reversed(range(start, stop)):
         layer = footprints[index]
-        if held and not layer.first and not (leaf and index == start):
-            continue  # it hands them on; a leaf would copy them
+        if held and not layer.first:
+            continue  # it hands them on
         changes: Sequence[Change] = getattr(layer, trace + ("_held" if held else ""))
         held = False
         for change in changes:
             number = change.storage
-            if number is not None and (number in inputs or saver.get(number, index) < index):
+            if number is not None and (number in others or saver.get(number, index) < index):
                 continue  # somebody else holds it
             if number == SUMMED and not apart:
                 most = max(most, live - change.bytes)
