@@ -26,7 +26,7 @@ def test_a_thread_of_gloo_that_stays_does_not_count_as_work(monkeypatch: pytest.
     """It stays where a wait for sending does not end, which is played here: on one of two ranks."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(wires, "_get_default_store", lambda: store)
-    monkeypatch.setattr(wires, "GRACE", 0.1)
+    monkeypatch.setattr(wires, "GRACE", 60)  # seconds for threads to end
     monkeypatch.setattr(idle, "_left_out", {})
     with ThreadPoolExecutor() as ranks:
         first, second = ranks.map(lambda rank: wires.Wires([0, 1], rank, None), range(2))
@@ -35,6 +35,7 @@ def test_a_thread_of_gloo_that_stays_does_not_count_as_work(monkeypatch: pytest.
     stays.start()
     second.close()
     assert not idle._left_out
+    monkeypatch.setattr(wires, "GRACE", 0.1)
     first.close()
     end.set()
     assert {Path(f"/proc/self/task/{thread}/comm").read_text() for thread in idle._left_out} == {"gloo_tcp_loop\n"}
