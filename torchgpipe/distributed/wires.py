@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -61,13 +61,34 @@ def _part_all() -> None:
 _kept: list[dist.ProcessGroup] = []
 
 
-def _keep_groups() -> None:
-    """Never let go of gloo's groups in a forked process: their threads are not there, and to end them would crash."""
-    _kept.extend(wires._group for wires in [*_open])
+def _leave() -> None:
+    """Leave the connections of a process to it, in one that was forked from it, such as a data loader's worker."""
+    for wires in [*_open]:
+        # Never let go of: gloo's threads are not there, and to end them would crash.
+        _kept.append(wires._group)
+        for file in wires._sockets & _sockets():  # or they would stay open when the other process ends
+            os.close(file.number)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_groups)
+    os.register_at_fork(after_in_child=_leave)
+
+
+class _Socket(NamedTuple):
+    """A socket that a process has open: the number of its file, and what the system calls it."""
+
+    number: int
+    name: str
+
+
+def _sockets() -> set[_Socket]:
+    """Return the sockets that this process has open; none where the system does not list them."""
+    found = set()
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it may be closed by now
+                found.add(_Socket(int(number), os.readlink(f"/proc/self/fd/{number}")))
+    return {file for file in found if file.name.startswith("socket:")}
 
 
 class Wires:
@@ -89,12 +110,13 @@ class Wires:
         self.silence = silence
         self._gather()
         _made[which] += 1  # now, as all others do, also if a connection fails
-        before = _threads()
+        threads, sockets = _threads(), _sockets()
         try:
             self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
         except RuntimeError as error:
             raise RankFailed(f"a rank has ended while rank {own} connected to all others ({gist(error)})") from None
-        self._new_threads = _threads() - before  # gloo's, and perhaps others
+        # Gloo's, and perhaps others that began meanwhile.
+        self._new_threads, self._sockets = _threads() - threads, _sockets() - sockets
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         self.closed = self.parted = False
