@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.cuda import Transfer, connect
+from torchgpipe.distributed.listed import open_sockets, thread_name, threads_here
 from torchgpipe.distributed.wire import NEVER, Message, Receiver, Route, Sender
 from torchgpipe.distributed.words import GRACE, Broken, RankFailed, Words, gist
 from torchgpipe.idle import leave_out
@@ -66,29 +67,12 @@ def _leave() -> None:
     for wires in [*_open]:
         # Never let go of: gloo's threads are not there, and to end them would crash.
         _kept.append(wires._group)
-        for file in wires._sockets & _sockets():  # or they would stay open when the other process ends
+        for file in wires._sockets & open_sockets():  # or they would stay open when the other process ends
             os.close(file.number)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave)
-
-
-class _Socket(NamedTuple):
-    """A socket that a process has open: the number of its file, and what the system calls it."""
-
-    number: int
-    name: str
-
-
-def _sockets() -> set[_Socket]:
-    """Return the sockets that this process has open; none where the system does not list them."""
-    found = set()
-    with suppress(OSError):
-        for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # it may be closed by now
-                found.add(_Socket(int(number), os.readlink(f"/proc/self/fd/{number}")))
-    return {file for file in found if file.name.startswith("socket:")}
 
 
 class Wires:
@@ -110,13 +94,13 @@ class Wires:
         self.silence = silence
         self._gather()
         _made[which] += 1  # now, as all others do, also if a connection fails
-        threads, sockets = _threads(), _sockets()
+        threads, sockets = threads_here(), open_sockets()
         try:
             self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
         except RuntimeError as error:
             raise RankFailed(f"a rank has ended while rank {own} connected to all others ({gist(error)})") from None
         # Gloo's, and perhaps others that began meanwhile.
-        self._new_threads, self._sockets = _threads() - threads, _sockets() - sockets
+        self._new_threads, self._sockets = threads_here() - threads, open_sockets() - sockets
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         self.closed = self.parted = False
@@ -250,7 +234,7 @@ class Wires:
                 thread.join(max(0.0, deadline - time.monotonic()))
             if any(thread.is_alive() for thread in threads):
                 # Then gloo's thread stays, too, and wakes a hundred times a second.
-                leave_out(thread for thread in self._new_threads if _name(thread) == "gloo_tcp_loop")
+                leave_out(thread for thread in self._new_threads if thread_name(thread) == "gloo_tcp_loop")
 
     def _disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
@@ -264,19 +248,6 @@ class Wires:
             sender.stop()
         for transfer in [*self._transfers.values()]:
             transfer.abort()
-
-
-def _threads() -> set[int]:
-    """Return the native ids of this process's threads; none where the system does not list them."""
-    with suppress(OSError):
-        return {*map(int, os.listdir("/proc/self/task"))}
-    return set()
-
-
-def _name(thread: int) -> str:
-    with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:  # it may have ended
-        return file.read().strip()
-    return ""
 
 
 def check_serial(message: Message, serial: int) -> None:
