@@ -11,7 +11,6 @@ that a rank that fails or dies ends it for all.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from torchgpipe.file_lock import FileLock
 from torchgpipe.meeting import meeting
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.saved_files import flush, read, readable, write
@@ -35,9 +35,6 @@ from torchgpipe.state import State, same
 
 _WHOLE = re.compile(r"(\d+)-step-.*")
 _PART = "part-"
-
-_locked: dict[Path, tuple[int, int]] = {}
-"""The locks that a process holds, and their files' inodes."""
 
 
 class Saves:
@@ -64,6 +61,7 @@ class Saves:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep must be a whole number of at least 1, but got {keep!r}")
         self.folder, self.keep = Path(folder), keep
+        self._locked: FileLock | None = None
 
     def save(self, step: int, model: Partitioned, optimizer: Optimizer | None, **others: Any) -> None:
         """Save the state after a step. When this returns, it is whole and on the disk. Gradients are not saved.
@@ -181,25 +179,16 @@ class Saves:
         return name
 
     def _lock(self) -> None:
-        """Lock the folder for as long as this process lives."""
-        # Not flock: processes that are forked from this one would have the lock, too, and may outlive it. This lock
-        # goes when any descriptor of the file is closed, so there is one for each folder, and it is never closed.
+        """Lock the folder for as long as this object lives."""
         path = self.folder.resolve() / "lock"
-        process, inode = _locked.get(path, (0, 0))
-        if process == os.getpid() and path.exists() and path.stat().st_ino == inode:
-            return
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        there = FileLock.all.get(path)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(file)
+            self._locked = there if there is not None and there.locks(path) else FileLock(path)
+        except BlockingIOError:
             raise RuntimeError(
                 f"another job saves into {self.folder} (a process of it holds the lock); give each job a folder of its "
                 "own"
             ) from None
-        except OSError:
-            pass  # a filesystem without locks
-        _locked[path] = os.getpid(), os.fstat(file).st_ino
 
     def _remove_old(self) -> None:
         # By a new name first: what is removed in part must not look whole.

@@ -67,6 +67,14 @@ def two_jobs(tmp_path: Path) -> None:
     first.save(0, model, optimizer)
     assert first.load(model, optimizer) == {"step": 0}
 
+    def third() -> None:
+        Saves(tmp_path).save(1, model, optimizer)
+
+    files = len(os.listdir("/proc/self/fd"))
+    del first
+    assert forked(third) == 0, "the lock is held though nobody needs it"
+    assert len(os.listdir("/proc/self/fd")) < files
+
 
 def dies_at(operation: int, folder: Path) -> None:
     """Kill this process before the operation of that number on files in a folder."""
