@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from contextlib import suppress
 from types import FrameType
 
@@ -27,13 +27,6 @@ HARDLY = 0.02
 
 _counting = threading.Lock()
 _looking = 0.0  # CPU seconds of all threads that look
-_left_out: dict[int, float] = {}  # CPU seconds of other threads that do not count
-
-
-def leave_out(threads: Iterable[int]) -> None:
-    """Never count what these threads spend, from now on: no task waits for them. They are given by their native ids."""
-    with _counting:
-        _left_out.update(dict.fromkeys(threads, 0.0))
 
 
 class Idle:
@@ -56,8 +49,8 @@ class Idle:
     def look(self, task: Hashable) -> float:
         """Return for how many seconds the task has been this one, with hardly any CPU time spent; `None` is no task.
 
-        What threads spend that look, or are left out, does not count. If this one comes late, all of the process was
-        stopped meanwhile, and the task is counted anew.
+        What threads spend that look does not count. If this one comes late, all of the process was stopped meanwhile,
+        and the task is counted anew.
         """
         now = time.monotonic()
         late, self._looked = now - self._looked > self._late, now
@@ -81,15 +74,12 @@ class Idle:
         return abs(cpu) > self._hardly * (now - self._since)
 
     def _cpu_time(self) -> float:
-        """Return the CPU seconds of this process, without threads that do not count."""
+        """Return the CPU seconds of this process, without threads that look."""
         global _looking
         with _counting:
             before, self._own = self._own, time.thread_time()
             _looking += self._own - before
-            for thread in _left_out:
-                with suppress(OSError), open(f"/proc/self/task/{thread}/schedstat") as file:  # it may have ended
-                    _left_out[thread] = int(file.read().split()[0]) / 1e9
-            return time.process_time() - _looking - sum(_left_out.values())
+            return time.process_time() - _looking
 
 
 def cpu_time_of_descendants() -> float:

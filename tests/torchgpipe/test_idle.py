@@ -102,30 +102,6 @@ def test_what_other_threads_may_take(besides: float, seconds: float, clocks: Sim
     assert found == seconds
 
 
-def test_threads_that_are_left_out_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "_left_out", {})
-    watch, begin, computed, end = Idle(SILENCE), threading.Event(), threading.Event(), threading.Event()
-
-    def compute() -> None:
-        begin.wait()
-        while time.thread_time() < 0.3:
-            pass
-        computed.set()
-        end.wait()
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    assert thread.native_id is not None
-    idle.leave_out([thread.native_id])
-    before, all_before = watch._cpu_time(), time.process_time()
-    begin.set()
-    computed.wait()
-    assert watch._cpu_time() - before < 0.1 < time.process_time() - all_before
-    end.set()
-    thread.join()
-    assert watch._cpu_time() - before < 0.1  # now that it has ended, too
-
-
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
 WAIT = "print(flush=True)\ninput()\n"
 CHILD = [sys.executable, "-c", BURN + WAIT]

@@ -146,6 +146,7 @@ class Sender(_End):
         self._posted: SimpleQueue[_Posted | None] = SimpleQueue()
         self._under_way = 0  # messages that have departed, and of which `settle` does not know that they were received
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # for each of them, whether all was right
+        self._last: list[Any] = []  # what is under way has to live
         self._numbers: dict[_Description, int] = {}
         self.sent = 0
         self.thread = threading.Thread(target=self._wait, name=f"gpipe-to-{route.rank}", daemon=True)
@@ -162,6 +163,10 @@ class Sender(_End):
         self._held.append((message, versions(message.tensors)))
         if self._transfer is None or len(self._held) > self._transfer.late:
             self._depart()
+
+    def give_last(self, message: Message) -> None:
+        """Send a message, and never wait until it is received: the other rank may be about to close the connection."""
+        self._last = self._post(message)
 
     def release(self) -> None:
         """Let the messages leave that would leave later: the program has no more tasks."""

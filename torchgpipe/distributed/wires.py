@@ -28,10 +28,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.cuda import Transfer, connect
-from torchgpipe.distributed.listed import open_sockets, thread_name, threads_here
 from torchgpipe.distributed.wire import NEVER, Message, Receiver, Route, Sender
 from torchgpipe.distributed.words import GRACE, Broken, RankFailed, Words, gist
-from torchgpipe.idle import leave_out
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
 from torchgpipe.skip.layout import Crossing
@@ -67,12 +65,22 @@ def _leave() -> None:
     for wires in [*_open]:
         # Never let go of: gloo's threads are not there, and to end them would crash.
         _kept.append(wires._group)
-        for file in wires._sockets & open_sockets():  # or they would stay open when the other process ends
-            os.close(file.number)
+        for number, _ in wires._sockets & _sockets():  # or they would stay open when the other process ends
+            os.close(number)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave)
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """Return the sockets that this process has open, by number and name; none where the system does not list them."""
+    found = set()
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it may be closed by now
+                found.add((int(number), os.readlink(f"/proc/self/fd/{number}")))
+    return {(number, name) for number, name in found if name.startswith("socket:")}
 
 
 class Wires:
@@ -94,13 +102,12 @@ class Wires:
         self.silence = silence
         self._gather()
         _made[which] += 1  # now, as all others do, also if a connection fails
-        threads, sockets = threads_here(), open_sockets()
+        before = _sockets()
         try:
             self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
         except RuntimeError as error:
             raise RankFailed(f"a rank has ended while rank {own} connected to all others ({gist(error)})") from None
-        # Gloo's, and perhaps others that began meanwhile.
-        self._new_threads, self._sockets = threads_here() - threads, open_sockets() - sockets
+        self._sockets = _sockets() - before  # gloo's, and perhaps one that another thread has opened meanwhile
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         self.closed = self.parted = False
@@ -229,12 +236,8 @@ class Wires:
             # A thread that is in gloo when Python ends may abort the process. But one that waits for sending to end may
             # stay there for ever.
             deadline = time.monotonic() + GRACE
-            threads += [sender.thread for sender in self._senders.values()]
-            for thread in threads:
+            for thread in (*threads, *(sender.thread for sender in self._senders.values())):
                 thread.join(max(0.0, deadline - time.monotonic()))
-            if any(thread.is_alive() for thread in threads):
-                # Then gloo's thread stays, too, and wakes a hundred times a second.
-                leave_out(thread for thread in self._new_threads if thread_name(thread) == "gloo_tcp_loop")
 
     def _disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""

@@ -157,7 +157,8 @@ class Words:
             self.fail(self._died(peer))
             return
         kind, said = word.about
-        self._send(peer, Message(0, (_HEARD, None), ()))
+        with self._speaking, suppress(Stopped):
+            self._senders[peer].give_last(Message(0, (_HEARD, None), ()))
         self._has_heard(peer)  # it needs no last word any more
         if kind == _FAILED:
             self.fail(said, told_by=peer)

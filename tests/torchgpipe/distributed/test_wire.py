@@ -119,6 +119,15 @@ def test_a_message_arrives_as_it_was_sent(tensors: list[Tensor | None]) -> None:
     assert sender.sent == 6 * sum(x.nbytes for x in tensors if x is not None)
 
 
+def test_nobody_waits_for_the_last_message() -> None:
+    """There is no end of such a wait where gloo finds the connection closed as it begins to send."""
+    sender = Sender(Route(Group(), 1, 0, _broken))  # type: ignore[arg-type]
+    sender.give_last(Message(0, None, ()))
+    sender.stop()
+    sender.thread.join(5)
+    assert not sender.thread.is_alive()
+
+
 def test_any_messages_arrive_in_any_order() -> None:
     draw = random.Random(0)
     for _ in range(50):
