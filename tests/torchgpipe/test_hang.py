@@ -22,11 +22,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe, hang, idle, is_recomputing
+from torchgpipe import GPipe, hang, is_recomputing
 
-from ..conftest import STARTED
 from ..ledger import assert_eventually, assert_no_thread_more
 from ..plain import piped
+
+pytestmark = pytest.mark.usefixtures("without_ranks")
 
 SILENCE = 1.0
 PATIENCE = 120  # seconds; only a hang takes as long
@@ -62,14 +63,6 @@ class Passes(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         Layer.reached("backward", ctx.j)
         return grad, None
-
-
-@pytest.fixture(autouse=True)
-def without_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out processes of other tests: threads of gloo wake up a hundred times a second, and so use the CPU."""
-    ranks = request.config.stash.get(STARTED, None)
-    others, children = {str(each) for each in (ranks.processes if ranks else ())}, idle._children
-    monkeypatch.setattr(idle, "_children", lambda process: [each for each in children(process) if each not in others])
 
 
 @pytest.fixture

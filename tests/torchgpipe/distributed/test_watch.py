@@ -282,6 +282,7 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
         assert "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out" in wrong.get(timeout=PATIENCE)
 
 
+@pytest.mark.usefixtures("without_ranks")
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_task_that_hangs(shards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With sharded layers it may wait for a rank of another pipeline."""
