@@ -61,13 +61,6 @@ TABLES: dict[str, tuple[dict[str, dict[str, dict[str, list[float]]]], list[str]]
         },
         ["|a model, m=1|200.0|100.0|100.0|-|2.00|0.50||", "Two processes were ready 5.0 s after their start."],
     ),
-    "memory": (
-        {
-            "a, n=1 m=1 always": {"other": {"peak": [2**21]}, "graph": {"peak": [2**20]}},
-            "a, n=2 m=4 always": {"other": {"peak": [2**21]}, "graph": {"peak": [2**20, 2**20, 2**22]}},
-        },
-        ["|a, always|0.500 to 0.500, once 2.000|", "|a, n=2 m=4 always|graph|0.5000|2.0000|4.000 of 2.000|"],
-    ),
 }
 
 
