@@ -96,7 +96,7 @@ class Process:
 
 
 class Networks:
-    """A network for each rank, which a process of their own joins; threads of the soak would be forked with it."""
+    """A network for each rank. Another process joins them: that takes threads, and the soak, which forks, has none."""
 
     def __init__(self) -> None:
         theirs, self._cut = Pipe(duplex=False)
