@@ -38,20 +38,17 @@ class Needs:
         self.frozen = self._between([layer.frozen for layer in layers])
         outside = set(self.footprints[0].inputs)  # parts of the mini-batch, which take nothing of their own
         known = set(outside)
-        saved, inputs, kept, first, later = [], [], [], _Working(), _Working()
+        saved, inputs, first, later = [], [], _Working(), _Working()
         for layer in self.footprints:
             sizes = dict(layer.sizes)
             inputs.append(sum(sizes[x] for x in {*layer.inputs} - outside))
-            # A checkpointed task keeps its single input to the end; counted here if a layer before has saved it.
-            single = len(layer.inputs) == 1 and not layer.in_place and layer.outputs != layer.inputs
-            kept.append(inputs[-1] if single and known.issuperset(layer.inputs) else 0.0)
             saved.append(sum(sizes[x] for x in layer.saves if x not in known))
             first.add(layer.first, layer.first_held, known)
             later.add(layer.later, layer.later_held, known)
             known |= set(layer.saves)
         self.saved = self._between(saved)
         self.first, self.later = (self._working(x) for x in (first, later))
-        self.inputs, self.kept = self._at([*inputs, 0.0]), self._at([*kept, 0.0])
+        self.inputs = self._at([*inputs, 0.0])
         self.input_grad = self._at([0.0, *(x.input_grad for x in self.footprints[1:]), 0.0])
         self.given_grad = self._at([0.0, *(x.output_grad for x in self.footprints[:-1]), 0.0])
         ends = self.footprints[-1]
@@ -64,12 +61,10 @@ class Needs:
         m, optimizer = len(setup.sizes), setup.optimizer
         recomputed = checkpointed(setup.checkpoint, m)
         inputs = self.inputs[:, None] + self.arriving
-        alone = self.kept[:, None] * (self.arriving == 0)
         most = self.parameters * (1 + (optimizer.made if optimizer.together else 0.0))
         for i in {m - 1, max(0, m - 2), 0}:
             nbytes = min(i, recomputed) * inputs + (max(0, i - recomputed) + 1) * self.saved
             nbytes += (self.leaving * (1 + min(i, 1)) + self.given_grad[None, :]) * self.copied
-            nbytes += alone if i < recomputed else 0.0
             if i == m - 1:
                 nbytes += self.first
             else:
