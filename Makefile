@@ -1,13 +1,15 @@
 # `make reproduce-amoebanet` and `make test` set themselves up: one virtual environment, made once. Runs go to runs/,
 # which git ignores; `python -m reproduce publish NAME` copies one into results/measured, to be committed.
-# Override where it lives and what makes it:  make test VENV=/path/to/venv PYTHON=python3.12
+# Override where it lives and what it is made of:  make test VENV=/path/to/venv PYTHON=python3.12 TORCH='torch==2.13.*'
 VENV ?= .venv
 PYTHON ?= python3
+TORCH ?=
+INSTALL ?= $(BIN)/python -m pip install --disable-pip-version-check
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
+.PHONY: help setup test test-oldest lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
 
 help:
 	@echo "make reproduce            run every experiment here, one model after another"
@@ -18,6 +20,7 @@ help:
 	@echo "make compare A=… B=…      compare two sides: records, folders, runs by name, git revisions (ARGS='--metric speedup')"
 	@echo "make report               write results/report.html, a page of everything in results/ and runs/"
 	@echo "make test                 run the tests"
+	@echo "make test-oldest          run them with the oldest versions that setup.cfg allows"
 	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
 	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals, the planner"
 	@echo "make suites               run each of these once, untimed, to see that they work"
@@ -30,12 +33,18 @@ setup: $(READY)
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[test]'
+	$(INSTALL) --quiet --editable '.[test]' $(TORCH)
 	@touch $@
 
 # In as many processes as there are cores, but at most 4: tests over ranks have 4 processes each.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# pip has no way to choose the oldest versions.
+OLDEST = $(VENV)-oldest/bin/python
+test-oldest:
+	@$(MAKE) --no-print-directory test VENV='$(VENV)-oldest' \
+	    INSTALL='$(OLDEST) -m pip install --quiet uv && $(OLDEST) -m uv pip install --python $(OLDEST) --resolution lowest-direct'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -85,4 +94,4 @@ report: $(READY)
 .NOTPARALLEL:
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(VENV)-oldest build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -46,7 +46,7 @@ def run(outside: Outside, fault: str) -> list[Told]:
                 for k in range(2)
             ]  # fmt: skip
         else:
-            nodes = [[*start, "--standalone", "--nproc-per-node", "4", *script]]
+            nodes = [[*start, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4", *script]]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         if outside.private:
             environment["GLOO_SOCKET_IFNAME"] = "link" if fault == "link cut" else "lo"

@@ -1,16 +1,16 @@
 """Train a model as a pipeline: the same script on one process, with a thread for each partition, or under torchrun.
 
     python examples/train.py resnet18 --partitions 2
-    torchrun --nproc-per-node 2 examples/train.py resnet18
-    torchrun --nproc-per-node 4 examples/train.py amoebanetd
+    torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/train.py resnet18
+    torchrun --local-addr 127.0.0.1 --nproc-per-node 4 examples/train.py amoebanetd
 
 It prints the loss of each step: the same either way, but for the last digits of convolutions, which may differ from one
 start of Python to the next. Data are random.
 
 With --save it goes on from the newest state in a folder, so that torchrun may start it again after a failure:
 
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 --max-restarts 3 \\
-        examples/train.py transformer --steps 100 --save states --every 10
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --local-addr 127.0.0.1 \\
+        --nproc-per-node 4 --max-restarts 3 examples/train.py transformer --steps 100 --save states --every 10
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import nn
 
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.distributed.patience import waiting_for
 from torchgpipe.plan import plan
 from torchgpipe.saves import Saves
 from torchgpipe.timeline import record
@@ -69,7 +70,8 @@ def main() -> None:
 
     ranks = "RANK" in os.environ
     if ranks:
-        dist.init_process_group("gloo")
+        with waiting_for(f"other ranks at {os.environ['MASTER_ADDR']}"):
+            dist.init_process_group("gloo")
     n = dist.get_world_size() if ranks else options.partitions
 
     torch.set_num_threads(1)  # as torchrun does; with more, sums are added up in another order

@@ -78,7 +78,7 @@ def test_the_example(model: str) -> None:
 @pytest.mark.slow
 def test_restarts(tmp_path: Path) -> None:
     """A rank is killed while it trains, another while it saves, one raises: the numbers are those without failures."""
-    start = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+    start = (*TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--max-restarts", "3")
     faults = [[1, "killed", 2], [0, "killed while saving", 6], [1, "raises", 1], None]
     runs = [
         started(*start, model="transformer", arguments=f"--steps 5 --save {tmp_path / name}", faults=given)
@@ -121,7 +121,7 @@ def test_fewer_ranks(tmp_path: Path) -> None:
     ]
     expected = ended(alone)
     steps = [*ended(one), *ended(other, -signal.SIGKILL)]
-    by_hand = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
+    by_hand = (*TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     steps += ended(
         started(
             *by_hand,

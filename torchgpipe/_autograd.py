@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
@@ -41,6 +41,21 @@ push_mode, pop_mode = _push_mode, _pop_mode
 
 present_mode: Callable[[], object] = _get_current_dispatch_mode
 """Return the innermost mode that sees the operators of this thread."""
+
+
+_NODES_KEEP_GRAPHS = torch.__version__ >= (2, 13)
+"""Whether the node of a custom `autograd.Function`, held from Python, keeps its graph alive."""
+
+
+def edge_of(y: Tensor) -> GradientEdge:
+    """Return where the gradient of `y` enters the graph, which lives as long as this does.
+
+    The same as `get_gradient_edge`, which takes longer, and needs a view of `y` that sparse tensors do not have.
+    """
+    custom = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+    if y.grad_fn is None or (custom and not _NODES_KEEP_GRAPHS):
+        return get_gradient_edge(y)
+    return GradientEdge(y.grad_fn, y.output_nr)
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool) -> None:

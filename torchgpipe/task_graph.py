@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from torchgpipe._autograd import caches_parametrizations, run_backward
+from torchgpipe._autograd import caches_parametrizations, edge_of, run_backward
 from torchgpipe.ambient import Ambient, Modes, without_fast_attention
 from torchgpipe.checkpoint import checkpointing, recomputing
 from torchgpipe.contents import Buffers, Contents
@@ -194,12 +194,8 @@ class TaskGraph:
     def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
         with self.contents.lock, self.contents.leaves.in_place():
             outputs, out_atomic = self.stage.run(inputs, atomic, shared)
-        self._edges = [None if y is None or not y.requires_grad else _edge(y) for y in outputs]
+        self._edges = [None if y is None or not y.requires_grad else edge_of(y) for y in outputs]
         return outputs, out_atomic
-
-
-def _edge(y: Tensor) -> GradientEdge:
-    return get_gradient_edge(y) if y.grad_fn is None else GradientEdge(y.grad_fn, y.output_nr)
 
 
 class _Entrance(torch.autograd.Function):

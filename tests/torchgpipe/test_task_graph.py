@@ -44,6 +44,24 @@ class Task:
         return self.graph.backward(grads, keep=keep)
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+@BOTH
+def test_a_graph_that_ends_in_a_custom_function_is_kept(checkpoint: bool) -> None:
+    task = Task(nn.Linear(3, 3), Lambda(Twice.apply), checkpoint=checkpoint)
+    (output,) = task.forward(torch.ones(2, 3))
+    (grad,) = task.backward(torch.ones(2, 3))
+    assert output is not None and grad is not None and grad.shape == (2, 3)
+
+
 @pytest.mark.parametrize("keep, outlives", [(False, (True, False)), (True, (True, True))], ids=["once", "kept"])
 def test_of_several_inputs_those_that_are_saved_outlive_a_recomputation(
     keep: bool, outlives: tuple[bool, bool]

@@ -191,6 +191,8 @@ def test_a_generator_of_a_layers_own(way: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of a first pass, which has no graph
+# Before torch 2.13, what `checkpoint` holds is not closed where the layer raises, but wherever the error is freed.
+@pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_within_plain_checkpointing(use_reentrant: bool, way: dict[str, Any]) -> None:
     plain, model = both(alone(Draw(DRAWS["dropout"], use_reentrant=use_reentrant)), BALANCE, CHUNKS, **way)

@@ -9,9 +9,7 @@ What ranks say about themselves has wires, too (words.py).
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import threading
 import time
 import weakref
@@ -28,6 +26,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.cuda import Transfer, connect
+from torchgpipe.distributed.ending import at_end
+from torchgpipe.distributed.patience import NOTICE, say
 from torchgpipe.distributed.wire import NEVER, Message, Receiver, Route, Sender
 from torchgpipe.distributed.words import GRACE, Broken, RankFailed, Words, gist
 from torchgpipe.microbatch import Flat
@@ -48,9 +48,7 @@ _made: Counter[tuple[int, ...]] = Counter()
 """How often this process has met other ranks; they count alike, since each time all of them have to come."""
 
 
-@atexit.register
-def _part_all() -> None:
-    error = getattr(sys, "last_value", None)  # what the program ends by, if nobody has caught it
+def _part_all(error: BaseException | None) -> None:
     for wires in [*_open]:
         if error is not None:
             wires.fail(error)
@@ -116,21 +114,29 @@ class Wires:
         # A second longer, so that the watch can say what is wrong.
         self._limit = NEVER if silence is None else timedelta(seconds=silence + 1)
         _open.add(self)
+        at_end(_part_all)
         self.words = Words(own, self._others, partial(self._route, "word"), silence, self._disconnect)
 
     def _gather(self) -> None:
         """Wait until all ranks are about to connect, for as long as `init_process_group(timeout=...)` says."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
         self._store.set(f"rank {self.own} is here", "")
-        try:
-            self._store.wait([f"rank {peer} is here" for peer in self._others])
-        except RuntimeError:
-            missing = [str(peer) for peer in self._others if not self._store.check([f"rank {peer} is here"])]
-            raise RuntimeError(
-                f"rank {self.own} has waited for {timeout.total_seconds():g} s for others to make their "
-                f"pipeline, or to call it after close(), but there is no sign of rank {', '.join(missing)}; has it "
-                "failed before? If it only takes longer, give init_process_group() a longer timeout"
-            ) from None
+        waited = timedelta()
+        for until in sorted({min(timedelta(seconds=NOTICE), timeout), timeout}):
+            try:
+                return self._store.wait([f"rank {peer} is here" for peer in self._others], until - waited)
+            except RuntimeError:
+                missing = [str(peer) for peer in self._others if not self._store.check([f"rank {peer} is here"])]
+            waited = until
+            line = (
+                f"rank {self.own} has waited for {waited.total_seconds():g} s for others to make their pipeline, or "
+                f"to call it after close(), but there is no sign of rank {', '.join(missing)}"
+            )
+            if waited < timeout:
+                say(line)
+        raise RuntimeError(
+            f"{line}; has it failed before? If it only takes longer, give init_process_group() a longer timeout"
+        )
 
     def meet(self, serial: int, device: torch.device, crossings: Sequence[Crossing]) -> None:
         """Let ranks agree, in their first mini-batch, how tensors travel."""

@@ -36,9 +36,18 @@ ROW = next(row for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows if 
 UNET = next(row for row in EXPERIMENTS["unet-speed"].scale("small").rows if row.name == "GPipe n2m4")
 
 
+NAMED = "import socket; socket.gethostname = socket.getfqdn = lambda *name: 'a-name.invalid'"
+
+
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with closing(Processes(2)) as processes:
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Start them on a machine whose own name nobody can resolve."""
+    folder = tmp_path_factory.mktemp("named")
+    (folder / "sitecustomize.py").write_text(NAMED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        started_processes = Processes(2)
+    with closing(started_processes) as processes:
         yield processes
         started = ids(processes)
     assert len(started) == 3

@@ -229,6 +229,38 @@ def test_all_end(name: str, tmp_path: Path) -> None:
                 process.kill()
 
 
+def raises_after_a_step(rank: int, store: str, said: Any) -> None:
+    """Train on two ranks; on rank 1, end by an error outside of the pipeline."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = DistributedGPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
+    try:
+        for _ in range(2):
+            model.loss(nn.functional.mse_loss, torch.rand(4, 4), torch.rand(4, 4)).backward()
+            if rank:
+                raises()
+    except RuntimeError as error:
+        said.send(str(error))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_process_of_multiprocessing_says_why_it_ends(method: str, tmp_path: Path) -> None:
+    context: Any = get_context(method)
+    here, there = context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=raises_after_a_step, args=(rank, str(tmp_path / "store"), there), daemon=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert here.poll(3 * PATIENCE), "it does not end"
+        assert here.recv() == CASES["raises outside"].others
+    finally:
+        for process in processes:
+            process.kill()
+
+
 @contextmanager
 def watching(
     silence: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
