@@ -43,7 +43,7 @@ present_mode: Callable[[], object] = _get_current_dispatch_mode
 """Return the innermost mode that sees the operators of this thread."""
 
 
-_NODES_KEEP_GRAPHS = torch.__version__ >= (2, 13)
+_NODES_KEEP_GRAPHS = (*map(int, torch.__version__.split(".")[:2]),) >= (2, 13)
 """Whether the node of a custom `autograd.Function`, held from Python, keeps its graph alive."""
 
 

@@ -93,7 +93,7 @@ class Processes:
         self._errors.close()
 
     def _first_line(self) -> bytes:
-        """Wait until ranks have met, which they say by an empty line; return the line after it, or why they have not."""
+        """Return the first answer. An empty line before it says that ranks have met; it may take minutes at most."""
         gave_up: list[str] = []
 
         def give_up(line: str) -> None:

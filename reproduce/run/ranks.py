@@ -1,10 +1,10 @@
 """Be one rank of a pipeline: `processes.py` starts as many as it has partitions, by torchrun.
 
-Rank 0 writes an empty line when ranks have met. Then it reads requests from its standard input, each a pickled object in
-a line of base 64, and tells them to the others: an engine and a function that makes its work, `None` for a step, or
-`"record"` for a step with its timeline. It answers each by a line of JSON: none; the step's seconds and its loss; or its
-seconds and its tasks. A rank that fails writes a line that says why, and ends; torchrun then ends the others. So does
-the end of the input, which comes at the latest when the process that asks has ended.
+Rank 0 writes an empty line when ranks have met. Then it reads requests from its standard input, each a pickled object
+in a line of base 64, and tells them to the others: an engine and a function that makes its work, `None` for a step, or
+`"record"` for a step with its timeline. It answers each by a line of JSON: none; the step's seconds and its loss; or
+its seconds and its tasks. A rank that fails writes a line that says why, and ends; torchrun then ends the others. So
+does the end of the input, which comes at the latest when the process that asks has ended.
 """
 
 from __future__ import annotations

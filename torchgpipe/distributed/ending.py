@@ -29,7 +29,8 @@ def at_end(call: Callable[[BaseException | None], None]) -> None:
     _watched.append(os.getpid())
 
     def end() -> None:
-        error: Any = sys.exc_info()[1] or (_seen or [getattr(sys, "last_value", None)])[-1]
+        last: BaseException | None = getattr(sys, "last_value", None)
+        error = sys.exc_info()[1] or (_seen[-1] if _seen else last)
         if isinstance(error, SystemExit):  # `torch.multiprocessing` exits with 1 after an error
             error = error.__context__ if error.code else None
         call(error)

@@ -25,7 +25,7 @@ def end_process(line: str) -> None:
 
 @contextmanager
 def waiting_for(what: str, give_up: Callable[[str], object] = end_process) -> Iterator[None]:
-    """Within this, say after a minute what is waited for; after five minutes call `give_up` with a line that says so."""
+    """Within this, say after a minute what is waited for; after five, call `give_up` with a line that says so."""
     lines = {NOTICE: say, LIMIT: give_up}
     timers = [threading.Timer(after, tell, [f"waited {after:g} s for {what}"]) for after, tell in lines.items()]
     for timer in timers:

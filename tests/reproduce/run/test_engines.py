@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,18 +36,16 @@ ROW = next(row for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows if 
 UNET = next(row for row in EXPERIMENTS["unet-speed"].scale("small").rows if row.name == "GPipe n2m4")
 
 
-NAMED = "import socket; socket.gethostname = socket.getfqdn = lambda *name: 'a-name.invalid'"
-
-
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Start them on a machine whose own name nobody can resolve."""
+    """Start them as on a machine whose own name nobody can resolve."""
     folder = tmp_path_factory.mktemp("named")
-    (folder / "sitecustomize.py").write_text(NAMED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
-        started_processes = Processes(2)
-    with closing(started_processes) as processes:
+    names = "import socket; socket.gethostname = socket.getfqdn = lambda *name: 'a-name.invalid'"
+    (folder / "sitecustomize.py").write_text(names)
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(folder))
+            processes = stack.enter_context(closing(Processes(2)))
         yield processes
         started = ids(processes)
     assert len(started) == 3
