@@ -1,187 +1,113 @@
-"""Find the best balance for given micro-batches and checkpoint mode, and what no balance can beat."""
+"""What the layers of a setup take: a bound on its steps, whatever the balance, and the balances to begin with."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import inf
-
-import torch
-from torch import Tensor
 
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.checkpoint import checkpointed
-from torchgpipe.plan.bound import Bound
-from torchgpipe.plan.chain import Chain
-from torchgpipe.plan.cuts import Path, lightest
-from torchgpipe.plan.memory import alone_memory, setup_memory
-from torchgpipe.plan.needs import Needs
 from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.trial import CLOSE, Candidate, Effort, Trial
 
-__all__ = ["Balances", "cuts_of"]
+__all__ = ["Work"]
 
-MOST_CUTS = 1000
-"""Cuts that balances are made of; models with more layers are cut at so many places, evenly spread."""
-CORRECTED = 8
-"""How often a balance that has no room is looked for again, by what its partitions turned out to need."""
-
-
-def cuts_of(layers: int) -> list[int]:
-    """Return where a model may be cut, its ends included: before every layer, unless there are very many."""
-    count = min(layers, MOST_CUTS)
-    return sorted({layers * k // count for k in range(count + 1)})
+HALVINGS = 40
+SAFE = 1 - 1e-9
+"""What bounds are multiplied by, for rounding."""
+BYTES = (0.25, 0.5, 0.75, 1.0)
+"""The shares of bytes, beside seconds, in what a balance evens out where memory is scarce."""
 
 
-class Balances:
-    """All balances of a model for the micro-batches and the checkpoint mode of `setup`, with room in `memory`."""
+class Work:
+    """What layers take with the micro-batches and the checkpoint mode of `setup`, and balances that share it out."""
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        setup: Setup,
-        memory: float,
-        needs: Callable[[int], Needs],
-        effort: Effort,
-        close: float = CLOSE,
-    ) -> None:
-        self.predictor, self.setup, self.memory = predictor, setup, memory
-        self.effort, self.close = effort, close
-        self._needs = needs
-        self.free: dict[int, float] = {}
-        """The seconds of the fastest plain balance, whether it fits or not."""
-        self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._left_out: list[tuple[int, int]] = []
-        self._roomy: dict[tuple[int, int], bool] = {}
+    def __init__(self, predictor: Predictor, setup: Setup) -> None:
+        self.predictor, self.setup = predictor, setup
+        m, recomputed = len(setup.sizes), checkpointed(setup.checkpoint, len(setup.sizes))
+        full, last = predictor.layers(setup.sizes[0]), predictor.layers(setup.sizes[-1])
+        again = min(recomputed, m - 1)
+        forward, end = full.forward if again else full.graph, last.forward if recomputed == m else last.graph
+        self.plain = [a + b for a, b in zip(full.graph, full.backward, strict=True)]
+        """Seconds of forward and backward."""
+        self.others = [
+            again * a + (m - 1) * (b + c + d)
+            for a, b, c, d in zip(full.forward, full.graph, full.backward, full.accumulate, strict=True)
+        ]
+        """Seconds of all micro-batches but the last."""
+        lasts = [a + b for a, b in zip(end, last.backward, strict=True)]
+        firsts = (
+            [a + b + c for a, b, c in zip(forward, full.backward, full.accumulate, strict=True)] if m > 1 else lasts
+        )
+        more = accumulate((a - b for a, b in zip(firsts, lasts, strict=True)), initial=0.0)
+        self._last = sum(lasts)
+        self._sums = list(accumulate(self.others, initial=0.0))
+        self._before = [a - b for a, b in zip(more, self._sums, strict=True)]
+        self._copies = [2 * predictor.hardware.transfer(layer.output) for layer in full.layers[:-1]]
+        self._parameters = sum(layer.parameters for layer in full.layers)
+
+    def bound(self, n: int) -> float:
+        """Return the seconds that no balance over `n` partitions can beat.
+
+        In GPipe's schedule the first micro-batch goes forward and backward through the layers before a partition while
+        that waits, and the last one through those behind it. So a step takes at least that, and the whole work of any
+        partition. How small the largest such sum can be is found by bisection.
+        """
+        low, high = 0.0, 2 * self._sums[-1] + self._last
+        for _ in range(HALVINGS):
+            middle, start = (low + high) / 2, 0
+            for _ in range(n):
+                start = max(start, bisect_right(self._sums, middle - self._before[start]) - 1)
+            low, high = (low, middle) if start == len(self.others) else (middle, high)
+        return self._step(n, low, sorted(self._copies)[: n - 1])
+
+    def bound_of(self, balance: Sequence[int]) -> float:
+        """Return the same of one balance."""
+        cuts = list(accumulate(balance, initial=0))
+        most = max(self._before[a] + self._sums[b] for a, b in pairwise(cuts))
+        return self._step(len(balance), most, [self._copies[cut - 1] for cut in cuts[1:-1]])
+
+    def _step(self, n: int, most: float, copies: Sequence[float]) -> float:
+        update = self.predictor.update(self.setup, [self._parameters / n] * n)
+        return (self._last + most + sum(copies) + update) * SAFE
+
+    def even(self, n: int) -> list[tuple[int, ...]]:
+        """Return balances that share out seconds."""
+        return [tuple(minimise_heaviest(costs, n)) for costs in (self.others, self.plain)]
 
     @functools.cached_property
-    def bounds(self) -> list[Bound]:
-        """What partitions take at the least, by either chain of tasks."""
-        both = len(self.setup.sizes) > 1
-        return [Bound(self.predictor, self.setup, early=early) for early in ((False, True) if both else (False,))]
+    def held(self) -> list[float]:
+        """The bytes that each layer adds to its partition's in the second backward, at the least."""
+        setup, counts = self.setup, self.predictor.counts
+        m, footprints = len(setup.sizes), counts.footprints(setup.sizes[0])
+        each = 1 + setup.optimizer.state + (m > 1)  # of a single micro-batch, gradients come as activations go
+        kept = max(1, m - 1 - checkpointed(setup.checkpoint, m))
+        given = {*footprints[0].inputs}  # parts of the mini-batch, which is there anyway
+        known, held = set(given), []
+        for layer, footprint in zip(counts.low, footprints, strict=True):
+            saved = sum(nbytes for number, nbytes in footprint.sizes if number in {*footprint.saves} - known)
+            known |= {*footprint.saves}
+            held.append(layer.parameters * each + layer.frozen + kept * saved)
+        outputs = {*footprints[-1].outputs} - given
+        output = sum(nbytes for number, nbytes in footprints[-1].sizes if number in outputs)
+        held[0] += counts.input * setup.batch_size
+        held[-1] += m * (output + footprints[-1].output_grad)
+        return held
 
-    @functools.cached_property
-    def needs(self) -> Needs:
-        """What partitions need at the least."""
-        return self._needs(self.setup.sizes[0])
+    def least(self, memory: float) -> float:
+        """Return how many partitions it takes at the least; infinity where a layer has no room."""
+        if max(self.held) > memory:
+            return inf
+        partitions, left = 1, memory
+        for nbytes in self.held:
+            if nbytes > left:
+                partitions, left = partitions + 1, memory
+            left -= nbytes
+        return partitions
 
-    @functools.cached_property
-    def bytes(self) -> Tensor:
-        """The least bytes of every partition, from one cut to another."""
-        return self.needs.at_least(self.setup)
-
-    def tables(self, bound: Bound) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the bound's seconds of every partition, infinite where it has no room: forward, the rest, and both."""
-        if id(bound) not in self._tables:
-            none = (self.bytes > self.memory) | torch.ones_like(self.bytes, dtype=torch.bool).tril()
-            forward, rest = (part.masked_fill_(none, inf) for part in bound.parts(self.needs.cuts))
-            for a, b in self._left_out:
-                forward[a, b] = inf
-            self._tables[id(bound)] = forward, rest, forward + rest
-        return self._tables[id(bound)]
-
-    def leave_out(self, a: int, b: int) -> None:
-        """Note that the partition from one cut to another has no room."""
-        self._left_out.append((a, b))
-        for tables in self._tables.values():
-            for table in tables:
-                table[a, b] = inf
-
-    def best(self, n: int, limit: float) -> tuple[Candidate | None, float]:
-        """Return the best setup with `n` partitions, if it is below the limit, and the seconds that none can beat."""
-        lower = max(bound.lightest(n) for bound in self.bounds)
-        if lower >= limit:
-            return None, lower
-        trial = Trial(self, limit, self.close)
-        plain = sorted(self._plain(n))
-        for balance in plain:
-            trial.take(balance)
-        self.free[n] = trial.free
-        if trial.reached(lower):
-            return trial.best, lower
-        # The chain that is longer with a balance that is not too bad.
-        like = plain[0] if trial.best is None else trial.best.setup.balance
-        chain = Chain(self, max(self.bounds, key=lambda bound: bound.of(like)), n, trial)
-        raised = chain.bound_with_memory()
-        if self.every_cut:
-            lower = max(lower, raised)
-        if not trial.reached(lower) and raised < trial.limit:
-            self._correct(chain, n, trial)
-        if trial.best is not None and not trial.reached(lower):
-            trial.improve()
-        return trial.best, lower
-
-    def improved(self, best: Candidate) -> Candidate:
-        """Return a setup with other cuts, near those of the one that is given, if it is faster."""
-        trial = Trial(self, best.seconds)
-        trial.best = best
-        trial.improve()
-        return trial.best
-
-    def _plain(self, n: int) -> set[tuple[int, ...]]:
-        """Return balances by time, of forward and backward and of all that is done; by layers, and by parameters."""
-        predictor, layers = self.predictor, len(self.predictor.counts)
-        seconds = predictor.layers(self.setup.sizes[0])
-        m = len(self.setup.sizes)
-        share = checkpointed(self.setup.checkpoint, m) / m
-        parts = zip(seconds.forward, seconds.graph, seconds.backward, seconds.accumulate, strict=True)
-        everything = [f * share + g + b + a for f, g, b, a in parts]
-        plain = [f + b for f, b in zip(seconds.graph, seconds.backward, strict=True)]
-        weights = [layer.parameters for layer in seconds.layers]
-        kinds = (tuple(costs) for costs in (plain, everything, [1] * layers, weights))
-        return {_balanced(costs, n) for costs in kinds}
-
-    @property
-    def every_cut(self) -> bool:
-        """Whether no place to cut is left out."""
-        return len(self.needs.cuts) == len(self.predictor.counts) + 1
-
-    def has_room(self, a: int, b: int) -> bool:
-        """Return whether the partition from one cut to another has room; if there is no effort left, it may have."""
-        if (a, b) not in self._roomy:
-            start, stop = self.needs.cuts[a], self.needs.cuts[b]
-            if not self.effort.spend(1e-4 + 2e-5 * (stop - start)):
-                return True
-            found = alone_memory(self.predictor.counts, self.setup, start, stop)
-            self._roomy[a, b] = found.peak <= self.memory
-        return self._roomy[a, b]
-
-    def _correct(self, chain: Chain, n: int, trial: Trial) -> None:
-        """Try balances with less room for those partitions that turn out to need more, until one fits."""
-        off = [0.0] * n
-        for _ in range(CORRECTED):
-            if not chain.spend() and trial.best is not None:
-                return
-            tables = [chain.both.masked_fill(self.bytes > self.memory - x, inf) if x else chain.both for x in off]
-            value, path = lightest(tables, trial.limit)
-            if value >= trial.limit:
-                return
-            balance = self.balance(path)
-            trial.take(balance)
-            peaks = [device.peak for device in setup_memory(self.predictor.counts, self.of(balance))]
-            if max(peaks) <= self.memory:
-                return
-            for j, (a, b) in enumerate(pairwise(path)):
-                if peaks[j] > self.memory:
-                    off[j] = max(off[j] + 1e-3 * self.memory, peaks[j] - float(self.bytes[a, b]))
-
-    def heavy(self, setup: Setup) -> bool:
-        """Return whether parameters alone, with gradients and the optimizer's state, have no room on some device."""
-        each = 2 + setup.optimizer.state
-        weights = ([layer.parameters for layer in self.predictor.counts.low[a:b]] for a, b in setup.cuts)
-        return max(map(sum, weights)) * each > self.memory
-
-    def of(self, balance: Sequence[int]) -> Setup:
-        """Return the setup with this balance."""
-        return replace(self.setup, balance=tuple(balance))
-
-    def balance(self, path: Path) -> tuple[int, ...]:
-        """Return the layers of each partition on a path of cuts."""
-        return tuple(self.needs.cuts[b] - self.needs.cuts[a] for a, b in pairwise(path))
-
-
-@functools.lru_cache(128)
-def _balanced(costs: tuple[float, ...], n: int) -> tuple[int, ...]:
-    return tuple(minimise_heaviest(costs, n))
+    def mixed(self, n: int) -> list[tuple[int, ...]]:
+        """Return balances that share out bytes, and both bytes and seconds."""
+        shares = [(a / sum(self.plain), b / sum(self.held)) for a, b in zip(self.plain, self.held, strict=True)]
+        return [tuple(minimise_heaviest([a * (1 - x) + b * x for a, b in shares], n)) for x in BYTES]

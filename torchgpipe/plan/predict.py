@@ -174,19 +174,9 @@ class Predictor:
         timeline = replay(self.costs(setup))
         if self.hardware.sharing:
             timeline = shared(timeline, self.hardware.sharing)
-        return Step(timeline, self._update(setup, weights))
+        return Step(timeline, self.update(setup, weights))
 
-    def update_bound(self, setup: Setup, parameters: float) -> tuple[float, float]:
-        """Return the seconds that the optimizer's step takes with any balance, and those for each byte of a partition.
-
-        `parameters` are the model's bytes.
-        """
-        whole = self._update(setup, [parameters])
-        if self.hardware.cpu or whole == self._update(setup, [0.0]):
-            return whole, 0.0
-        return 0.0, (self._update(setup, [2 * parameters]) - whole) / parameters
-
-    def _update(self, setup: Setup, parameters: Sequence[float]) -> float:
+    def update(self, setup: Setup, parameters: Sequence[float]) -> float:
         """Return the seconds of the optimizer's step, from each partition's bytes."""
         if not setup.optimizer.updates:
             return 0.0

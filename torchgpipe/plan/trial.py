@@ -1,24 +1,19 @@
-"""Replay setups, and keep the best that fits."""
+"""Replay balances of a setup, and keep the best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import inf
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
+from torchgpipe.plan.balances import Work
 from torchgpipe.plan.memory import Device, setup_memory
 from torchgpipe.plan.predict import Predictor, Setup
 
-if TYPE_CHECKING:
-    from torchgpipe.plan.balances import Balances
+__all__ = ["Candidate", "Trial", "assess"]
 
-__all__ = ["CLOSE", "Candidate", "Effort", "Trial", "assess"]
-
-CLOSE = 1e-3
-"""How far from its bound a setup may be for no better balance to be looked for."""
-EFFORT = 2.0
-"""About how many seconds a search takes for what is not needed to find a setup, but may find a better one."""
+MOST_TASKS = 1_000_000
+"""Tasks of all replays that a setup's balances are worth."""
 
 
 @dataclass(frozen=True)
@@ -42,65 +37,60 @@ def assess(predictor: Predictor, setup: Setup) -> Candidate:
     return Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(predictor.counts, setup)))
 
 
-class Effort:
-    """Count what a search has spent, in steps that always cost the same, so that its result does."""
-
-    def __init__(self, seconds: float = EFFORT) -> None:
-        self._left = seconds
-
-    def spend(self, seconds: float) -> bool:
-        """Return whether there is so much left."""
-        self._left -= seconds
-        return self._left >= 0
-
-
 class Trial:
-    """Replay balances, and keep the best that fits and is below the limit."""
+    """Keep the fastest balance that has room in `memory`; as long as none has, the one that lacks the least."""
 
-    def __init__(self, balances: Balances, limit: float, close: float = CLOSE) -> None:
-        self.balances = balances
-        self.limit, self.close = limit, close
-        self.free = inf
-        """The seconds of the fastest, whether it fits or not."""
-        self.best: Candidate | None = None
-        self.known: set[tuple[int, ...]] = set()
+    def __init__(self, work: Work, balance: tuple[int, ...], memory: float) -> None:
+        self.work, self.predictor, self.memory = work, work.predictor, memory
+        self.best = assess(self.predictor, replace(work.setup, balance=balance))
+        self.fastest = self.best.seconds
+        """The seconds of the fastest, whether it has room or not."""
+        self.known = {balance}
+        self.left = MOST_TASKS // (3 * len(work.setup.sizes) * len(balance))
+        """So many more are replayed."""
 
-    def reached(self, bound: float) -> bool:
-        """Return whether there is nothing to gain: the bound is nearly reached, or above the limit."""
-        return self.limit < inf and self.limit <= bound * (1 + self.close)
+    @property
+    def lacking(self) -> float:
+        """The bytes that the best lacks, on all devices."""
+        return self._lacking(self.best)
 
     def take(self, balance: tuple[int, ...]) -> bool:
-        """Return whether a balance is the best so far."""
-        if balance in self.known:
+        """Replay a balance, and return whether it is the best so far."""
+        if balance in self.known or not self.left:
             return False
         self.known.add(balance)
-        predictor, setup = self.balances.predictor, self.balances.of(balance)
-        step = predictor.step(setup)
-        self.free = min(self.free, step.seconds)
-        if step.seconds >= self.limit or self.balances.heavy(setup):
+        setup, lacking = replace(self.best.setup, balance=balance), self.lacking
+        if not lacking and self.work.bound_of(balance) >= self.best.seconds:
             return False
-        devices = tuple(setup_memory(predictor.counts, setup))
-        if max(device.peak for device in devices) > self.balances.memory:
+        self.left -= 1
+        step = self.predictor.step(setup)
+        self.fastest = min(self.fastest, step.seconds)
+        if not lacking and step.seconds >= self.best.seconds:
+            return False  # whatever it needs: bytes take longer to work out
+        found = Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(self.predictor.counts, setup)))
+        if (self._lacking(found), found.seconds) >= (lacking, self.best.seconds):
             return False
-        self.best, self.limit = Candidate(setup, step.seconds, step.bubble, devices), step.seconds
+        self.best = found
         return True
 
-    def improve(self) -> None:
-        """Move cuts of the best, by ever smaller steps, for as long as the step gets shorter."""
-        assert self.best is not None
-        balance, tasks = self.best.setup.balance, 3 * len(self.best.setup.sizes) * len(self.best.setup.balance)
-        stride = max(1, sum(balance) // (2 * len(balance)))
-        while stride and self.balances.effort.spend(2 * len(balance) * (1e-3 + 2e-6 * tasks)):
-            if not any([self.take(moved) for moved in _moved(self.best.setup.balance, stride)]):
-                stride //= 2
+    def improve(self, enough: float) -> None:
+        """Move layers from one partition to another, ever fewer, until that no longer helps or `enough` is reached."""
+        stride = sum(self.best.setup.balance) // 2
+        while stride and (self.lacking or self.best.seconds > enough):
+            full = [j for j, device in enumerate(self.best.devices) if device.peak > self.memory]
+            sources = full or range(len(self.best.devices))
+            if not any([self.take(moved) for moved in _moved(self.best.setup.balance, stride, sources)]):
+                stride = stride * 3 // 4
+
+    def _lacking(self, found: Candidate) -> float:
+        return sum(max(0.0, device.peak - self.memory) for device in found.devices)
 
 
-def _moved(balance: Sequence[int], stride: int) -> Iterator[tuple[int, ...]]:
-    """Return the balances with one cut moved by so many layers."""
-    for j in range(len(balance) - 1):
-        for change in (-stride, stride):
+def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Return the balances in which a source has so many layers fewer, and another more; those between are shifted."""
+    for j, k in product(sources, range(len(balance))):
+        if j != k and balance[j] > stride:
             moved = list(balance)
-            moved[j] += change
-            moved[j + 1] -= change
-            if min(moved[j], moved[j + 1]) >= 1:
-                yield tuple(moved)
+            moved[j] -= stride
+            moved[k] += stride
+            yield tuple(moved)
