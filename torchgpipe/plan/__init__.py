@@ -19,8 +19,7 @@
 | `optimizer` | what an optimizer holds: its state, and what its step makes |
 | `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |
 | `search` | the best balance, micro-batches and checkpoint mode under a memory limit |
-| `balances`, `trial` | the best balance for given micro-batches and mode: which are tried, and the best of them |
-| `bound`, `needs`, `chain`, `cuts` | seconds and bytes that no balance can beat, and both at once |
+| `balances`, `trial` | for given micro-batches and mode: seconds that no balance can beat, and the best that was tried |
 | `headroom` | how much of a device's memory tensors may take |
 | `impossible` | why there is none |
 | `planner`, `report`, `reason`, `amount` | `plan` itself, and how it is written |

@@ -27,7 +27,7 @@ from torchgpipe.plan.footprint import Footprint
 from torchgpipe.plan.predict import Setup
 from torchgpipe.plan.task import Task, task_bytes
 
-__all__ = ["Crossing", "Device", "alone_memory", "device_memory", "find_crossings", "setup_memory"]
+__all__ = ["Crossing", "Device", "device_memory", "find_crossings", "setup_memory"]
 
 
 @dataclass(frozen=True)
@@ -165,20 +165,6 @@ def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
     cuts = setup.cuts
     crossings = find_crossings(counts.footprints(setup.sizes[0]), cuts)
     return [_device(counts, setup, j, len(cuts), crossings, *ends) for j, ends in enumerate(cuts)]
-
-
-def alone_memory(counts: Counts, setup: Setup, start: int, stop: int) -> Device:
-    """Return the least peak of a device with layers `start` … `stop` - 1 in any balance: its skips go next door."""
-    before, after = start > 0, stop < len(counts)
-    footprints = counts.footprints(setup.sizes[0])
-    popped = {number: p for p, layer in enumerate(footprints) for number in layer.pops}
-    crossings = [
-        Crossing(before, before + 1, dict(layer.sizes)[number], grad)
-        for layer in footprints[start:stop]
-        for (_, number), grad in zip(layer.stashes, layer.stash_grads, strict=True)
-        if popped[number] >= stop
-    ]
-    return _device(counts, setup, int(before), 1 + before + after, crossings, start, stop)
 
 
 def _device(

@@ -78,13 +78,14 @@ def search(
     """
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
     found = {n: Found() for n in partitions}
+    kept = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low)
     asked = []
     for m in sorted(set(chunks or _every_choice(batch_size))):
         for mode in checkpoint:
             if mode == "except_last" and checkpointed(mode, m) == 0 and "never" in checkpoint:
                 continue  # a single micro-batch: the same as never
             work = Work(predictor, replace(base, chunks=m, checkpoint=mode))
-            asked += [(work.bound(n), n, work) for n in partitions]
+            asked += [(work.bound(n), n, work) for n in partitions if kept <= n * memory]
     for lower, n, work in sorted(asked, key=lambda each: each[0]):
         left_out = not chunks and 3 * len(work.setup.sizes) * n > MOST_EVENTS
         if left_out or _try(found[n], lower, n, work, memory, close):
@@ -113,12 +114,11 @@ def _try(found: Found, lower: float, n: int, work: Work, memory: float, close: f
     if trial.lacking:
         for balance in work.mixed(n):
             trial.take(balance)
-    found.free = min(found.free, trial.fastest)
     if trial.best.seconds < found.limit * (1 + NEAR):
         trial.improve(lower * (1 + close))
-        found.free = min(found.free, trial.fastest)
-        if not trial.lacking and trial.best.seconds < found.limit:
-            found.best = trial.best
+    found.free = min(found.free, trial.fastest)
+    if not trial.lacking and trial.best.seconds < found.limit:
+        found.best = trial.best
     return True
 
 
