@@ -13,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "torchgpipe", "reproduce", "results")
+WRITING = {"report": "report.html", "predict unet-speed": "predicted/*.json", "import-paper tables.json": "paper"}
+REFUSED = ("publish x --force", "render", "regression --base HEAD")
+EACH = "import sys; from reproduce.cli.main import main; print([main(each.split()) for each in sys.argv[1:]])"
 
 
 @pytest.mark.slow
@@ -33,6 +36,7 @@ def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
     assert published == {path.name for path in (ROOT / "results" / "paper").glob("*.json")}
 
     subprocess.run([*pip, "install", "--no-deps", "--target", installed, wheel], check=True)
+    before = files(installed)
     arguments = ("run", "amoebanet-memory", "--scale", "small", "--on", "cpu", "--row", "baseline")
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     (elsewhere := tmp_path / "elsewhere").mkdir()
@@ -40,3 +44,15 @@ def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list((elsewhere / "runs").glob("*.json"))) == 1
+
+    (elsewhere / "tables.json").write_text("[]")
+    command = [sys.executable, "-c", EACH, *WRITING, *REFUSED]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("[0, 0, 0, 2, 2, 2]\n") and done.stderr.count("needs a checkout") == 3, done.stderr
+    assert all(list(elsewhere.glob(written)) for written in WRITING.values())
+    assert files(installed) == before, "nothing is written into a package"
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """Return when each was written, but for what Python compiles."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.*") if path.is_file() and path.suffix != ".pyc"}

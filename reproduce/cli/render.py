@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from reproduce.machine.description import ROOT
+from reproduce.records.places import need_checkout
 from reproduce.records.record import write_atomically
 from reproduce.tables.render import render, stale
 
@@ -16,6 +17,7 @@ def render_command(check: bool) -> None:
 
     These are the pages in results/, and the marked blocks of README.md and docs/.
     """
+    need_checkout("render")
     files = render(ROOT)
     changed = stale(files)
     if check and changed:
