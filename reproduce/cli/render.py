@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from reproduce.machine.description import ROOT
@@ -18,6 +20,7 @@ def render_command(check: bool) -> None:
     These are the pages in results/, and the marked blocks of README.md and docs/.
     """
     need_checkout("render")
+    sys.path.insert(0, str(ROOT))  # its benchmarks make blocks, wherever one stands
     files = render(ROOT)
     changed = stale(files)
     if check and changed:
