@@ -11,7 +11,7 @@ from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers,
 from reproduce.machine.devices import find_devices
 from reproduce.predict.calibrate import calibrated
 from reproduce.predict.rows import predict_run, predict_table, predictable
-from reproduce.records.places import RESULTS, find_record
+from reproduce.records.places import OUT, find_record
 from reproduce.records.record import load, save
 from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import tables
@@ -36,7 +36,7 @@ ALL = "all"
 @autocast
 @fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
-              "Default: results/predicted.")  # fmt: skip
+              "Default: results/predicted in a checkout, else predicted.")  # fmt: skip
 def predict(
     experiments: list[str],
     run: str | None,
@@ -68,7 +68,7 @@ def predict(
         raise click.UsageError(
             "--autocast, --fp32-precision: name a folder by --out; results/predicted is as published"
         )
-    out = out or RESULTS / "predicted"
+    out = out or OUT / "predicted"
     prepare_folder(out)
     hardware = hardware or calibrated(find_devices(None, None))
     names = list(predictable()) if ALL in experiments else experiments
