@@ -140,15 +140,7 @@ class Trial:
         order = self._folder / "order"
         order.write_bytes(pickle.dumps(Order(self.episode, 0, self._folder)))
         restarts = len(self.episode.attempts) - 1
-        options = [
-            "--standalone",
-            "--local-addr",
-            "127.0.0.1",
-            "--nproc-per-node",
-            str(RANKS),
-            "--max-restarts",
-            str(restarts),
-        ]
+        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
         script = ["-m", "benchmarks.soak_processes", str(self._folder)]
         with (self._folder / "torchrun.log").open("w") as log:
             agent = subprocess.Popen(
