@@ -7,17 +7,13 @@ They hold no time and no machine, so that the same source gives the same file.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from msgspec import structs
-from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.models import MODELS
-from reproduce.models.older import older_amoebanetd, older_resnet101
-from reproduce.predict.older import OLDER
 from reproduce.records.decode import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
@@ -49,9 +45,8 @@ UNORDERED = "without the dependency nothing orders backward, so there is no one 
 
 
 def predictable() -> dict[str, str]:
-    """Return the experiments that can be predicted, each with its published table; those of older versions last."""
-    now = {each.name: each.table for each in EXPERIMENTS.values() if each.table and each.measures != "accuracy"}
-    return now | {name: older.table for name, older in OLDER.items()}
+    """Return the experiments that can be predicted, each with its published table."""
+    return {each.name: each.table for each in EXPERIMENTS.values() if each.table and each.measures != "accuracy"}
 
 
 def predict_table(experiment: str, hardware: Hardware) -> Record:
@@ -94,8 +89,7 @@ def predict_run(record: Record, hardware: Hardware) -> Record:
 
 
 def _sizes(config: dict[str, Json]) -> tuple[int, ...]:
-    names = MODELS[config["model"]].sizes if config["model"] in MODELS else ("L", "D", "F")
-    return tuple(config[name] for name in names if name in config)
+    return tuple(config[name] for name in MODELS[config["model"]].sizes if name in config)
 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
@@ -110,7 +104,7 @@ def _described(hardware: Hardware) -> dict[str, Json]:
 
 def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
     """Predict one published row of `table`."""
-    config = OLDER[experiment].completed(row.config) if experiment in OLDER else row.config
+    config = row.config
     result = Result(
         experiment=experiment,
         row=row.row,
@@ -175,13 +169,6 @@ def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     return {"allocated": [round(device.peak) for device in devices], "model": kept}
 
 
-BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
-    **{name: model.build for name, model in MODELS.items()},
-    "older AmoebaNet-D": older_amoebanetd,
-    "older ResNet-101": older_resnet101,
-}
-
-
 ALIKE = Alike()
 """Models of one family have many layers in common."""
 
@@ -199,7 +186,7 @@ def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *,
 @functools.cache
 def _counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], memory: bool, *_: object) -> Counts:
     with torch.device("meta"):
-        module, sample = BUILDERS[model](*sizes), torch.empty(1, *input_shape)
+        module, sample = MODELS[model].build(*sizes), torch.empty(1, *input_shape)
     return count(module, sample, memory=memory, alike=ALIKE)
 
 
