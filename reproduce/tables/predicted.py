@@ -14,6 +14,7 @@ from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, by_value, in_lines, table
 from reproduce.tables.rows import ROW
 from reproduce.tables.text import number, ratio
+from torchgpipe.plan.planner import HERE
 
 GiB = BYTES["GiB"]
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
@@ -45,12 +46,17 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
             lambda row: ratio(foreseen[row.experiment, row.row] / speeds[row.row]),
         ),
     ]
+    how = (
+        "from the layers' times on this machine"
+        if _hardware(predicted) == HERE
+        else f"nothing run, from the hardware description {_hardware(predicted)}"
+    )
     made = []
     for experiment in dict.fromkeys(row.experiment for row, _ in pairs):
         rows = [row for row, _ in pairs if row.experiment == experiment]
         off = [abs(foreseen[experiment, row.row] / speeds[row.row] - 1) for row in rows]
         notes = [
-            f"predicted: nothing run, from the hardware description {_hardware(predicted)}; emulated: {emulated.name}",
+            f"predicted: {how}; emulated: {emulated.name}",
             f"apart: median {median(off):.1%}, at most {max(off):.1%}; where they part, one of the two is wrong",
         ]
         made.append(table(f"{experiment}: emulated and predicted", columns, rows, notes))
