@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.harness import Found, by_case, command, keep, render, start, turns
 from reproduce.experiments import Optimizer, Row
@@ -67,36 +67,7 @@ def transformer() -> nn.Sequential:
     return nn.Sequential(*(Attention() for _ in range(8)), nn.Flatten(), nn.Linear(64 * 64, 10))
 
 
-def plain_convolutions() -> nn.Sequential:
-    """Build a network like VGG's: (N, 3, 32, 32) to (N, 10)."""
-    layers: list[nn.Module] = []
-    for a, b in ((3, 32), (32, 64), (64, 128), (128, 256)):
-        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch normalization, and what they were given: (N, 32, H, W) to the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        convolutions = (nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(2))
-        first, second = (nn.Sequential(each, nn.BatchNorm2d(32)) for each in convolutions)
-        self.layers = nn.Sequential(first, nn.ReLU(), second)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.layers(x))
-
-
-def residual() -> nn.Sequential:
-    """Build a residual network: (N, 3, 32, 32) to (N, 10)."""
-    blocks = (Residual() for _ in range(6))
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
-    )
-
-
-OWN = {"MLP": perceptron, "Transformer": transformer, "VGG-like": plain_convolutions, "residual": residual}
+OWN = {"MLP": perceptron, "Transformer": transformer}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
 from reproduce.machine.devices import find_devices
-from reproduce.predict.calibrate import calibrated
 from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import OUT, find_record
 from reproduce.records.record import load, save
@@ -31,8 +30,8 @@ ALL = "all"
               "file, or its name.")  # fmt: skip
 @click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
               callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
-              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or here: this "
-              "machine, calibrated now.")  # fmt: skip
+              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or, with --run, "
+              f"{HERE}: time the run's models on a device of this machine.")  # fmt: skip
 @autocast
 @fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
@@ -59,10 +58,19 @@ def predict(
         emulated = load(find_record(run))
         if not any(result.status == "emulated" for result in emulated.results):
             raise click.UsageError(f"--run {run}: it has no emulated rows")
-        for table in beside_emulated(emulated, predict_run(emulated, hardware or calibrated(find_devices(None, None)))):
+        found = find_devices(None, None)
+        with found.in_use():
+            predicted = predict_run(emulated, hardware or found.first(1)[0])
+        for table in beside_emulated(emulated, predicted):
             click.echo(f"\n{table.text()}")
         return
 
+    if hardware is None:
+        raise click.BadParameter(
+            "the papers' tables are predicted from a description: name one. On this machine, python -m reproduce plan "
+            f"MODEL --hardware {HERE} times a model, and predict --run RUN --hardware {HERE} those of a run",
+            param_hint=f"--hardware {HERE}",
+        )
     other = list(filter(None, (autocast and f"autocast-{autocast}", fp32_precision)))
     if other and out is None:
         raise click.UsageError(
@@ -70,7 +78,6 @@ def predict(
         )
     out = out or OUT / "predicted"
     prepare_folder(out)
-    hardware = hardware or calibrated(find_devices(None, None))
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
         with numbers(fp32_precision, autocast):

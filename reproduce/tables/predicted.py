@@ -8,13 +8,13 @@ from statistics import median
 from reproduce.numbers.measured_rows import MeasuredRow
 from reproduce.numbers.metrics import BYTES, read, throughput
 from reproduce.numbers.sources import Entry
-from reproduce.predict.older import OLDER
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, by_value, in_lines, table
 from reproduce.tables.rows import ROW
 from reproduce.tables.text import number, ratio
+from torchgpipe.plan.planner import HERE
 
 GiB = BYTES["GiB"]
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
@@ -46,12 +46,17 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
             lambda row: ratio(foreseen[row.experiment, row.row] / speeds[row.row]),
         ),
     ]
+    how = (
+        "from the layers' times on this machine"
+        if _hardware(predicted) == HERE
+        else f"nothing run, from the hardware description {_hardware(predicted)}"
+    )
     made = []
     for experiment in dict.fromkeys(row.experiment for row, _ in pairs):
         rows = [row for row, _ in pairs if row.experiment == experiment]
         off = [abs(foreseen[experiment, row.row] / speeds[row.row] - 1) for row in rows]
         notes = [
-            f"predicted: nothing run, from the hardware description {_hardware(predicted)}; emulated: {emulated.name}",
+            f"predicted: {how}; emulated: {emulated.name}",
             f"apart: median {median(off):.1%}, at most {max(off):.1%}; where they part, one of the two is wrong",
         ]
         made.append(table(f"{experiment}: emulated and predicted", columns, rows, notes))
@@ -75,20 +80,18 @@ def speed_up_errors(record: Record) -> dict[str, float]:
 
 
 def errors_table(records: Sequence[Record]) -> Table:
-    """Return how far predictions of speed are from what was published of the same hardware, older versions first."""
+    """Return how far predictions of speed are from what was published of the same hardware."""
     rows = []
-    for name, experiments in (("older versions of torchgpipe", OLDER), ("the papers' speed tables", SPEED_TABLES)):
-        chosen = [each for each in records if each.results[0].experiment in experiments and _same_hardware(each)]
-        throughput, speed_ups = (
-            [abs(error) for record in chosen for error in errors(record).values()]
-            for errors in (throughput_errors, speed_up_errors)
-        )
-        if throughput:
-            sizes = (f"{x:.1%}" for x in (median(throughput), max(throughput), median(speed_ups)))
-            rows.append([name, str(len(throughput)), *sizes, _within(speed_ups)])
+    chosen = [each for each in records if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)]
+    throughput, speed_ups = (
+        [abs(error) for record in chosen for error in errors(record).values()]
+        for errors in (throughput_errors, speed_up_errors)
+    )
+    if throughput:
+        sizes = (f"{x:.1%}" for x in (median(throughput), max(throughput), median(speed_ups)))
+        rows.append(["the papers' speed tables", str(len(throughput)), *sizes, _within(speed_ups)])
     headings = ["rows of", "number", "samples/s:\nmedian error", "largest", "speed-ups:\nmedian error", "within 10%"]
-    notes = ["nothing in the prediction was chosen by the older rows before it was first held against them"]
-    return Table("How far predictions are from what was published", headings, rows, notes)
+    return Table("How far predictions are from what was published", headings, rows)
 
 
 def _speed(record: Record, measured: Measured) -> Table:

@@ -27,7 +27,7 @@ def run(**factors: float) -> Record:
             speed = throughput(PAPERS[row.name.partition("/")[0]])
             assert speed is not None
             factor = factors.get(row.name.replace("-", "_").replace("/", "_"), 1.0)
-            config = replace_balance(row.config())
+            config = as_run(row.config())
             results.append(Result(
                 "unet-speed", row.name, "emulated", "small", "cpu", config, emulated=True,
                 samples={"step_time": [row.batch_size / (speed.middle * factor)] * 3, "round": [0, 1, 2]},
@@ -35,10 +35,10 @@ def run(**factors: float) -> Record:
     return made(*results)
 
 
-def replace_balance(config: dict[str, object]) -> dict[str, object]:
-    """Return a row's configuration as it was run: with a balance."""
+def as_run(config: dict[str, object]) -> dict[str, object]:
+    """Return a row's configuration as it was run, with a balance; of a model that takes little time."""
     paper = PAPERS["baseline" if config["partitions"] is None else f"pipeline-{config['partitions']}"]
-    return {**config, "balance": paper.config["balance"]}
+    return {**config, "balance": paper.config["balance"], "C": 4, "input_shape": [3, 64, 64]}
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,15 @@ def test_only_whole_emulated_tables_count() -> None:
         assert not distances([replace(whole, results=results)]).rows
 
 
-def test_a_run_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("hardware", "how"), [("p40x8", "description p40x8"), ("here", "times on this machine")])
+def test_a_run_is_predicted_row_by_row(
+    hardware: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(run(), path := tmp_path / "run.json")
-    assert main(["predict", "--run", str(path), "--hardware", "p40x8"]) == 0
+    assert main(["predict", "--run", str(path), "--hardware", hardware]) == 0
     out = capsys.readouterr().out
     assert "unet-speed: emulated and predicted" in out and all(f"\n{row} " in out for row in PAPERS)
+    assert how in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,7 @@ def test_a_run_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureFix
         (["unet-speed", "--run", "run.json"], "name either experiments, or a run by --run"),
         (["--run", "run.json"], "--run run.json: it has no emulated rows"),
         (["--run", "run.json", "--out", "."], "--out is for published tables"),
+        (["unet-speed"], "predict --run RUN --hardware here those of a run"),
     ],
 )
 def test_what_cannot_be_predicted_is_said(
