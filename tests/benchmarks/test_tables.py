@@ -50,17 +50,6 @@ TABLES: dict[str, tuple[dict[str, dict[str, dict[str, list[float]]]], list[str]]
         },
         ["a model, 3 rounds", "|GPipe m=4|2.000|2.000-2.500|2.00|"],
     ),
-    "engines": (
-        {
-            "start": {"ranks": {"time": [4.0, 6.0, 5.0]}},
-            "a model, m=1": {
-                "threads": {"time": [0.2, 0.2, 0.3]},
-                "ranks": {"time": [0.1, 0.2, 0.1]},
-                "ScheduleGPipe": {"time": [0.1, 0.1, 0.05]},
-            },
-        },
-        ["|a model, m=1|200.0|100.0|100.0|-|2.00|0.50||", "Two processes were ready 5.0 s after their start."],
-    ),
 }
 
 
