@@ -92,7 +92,7 @@ def table(record: Record, style: str = "simple") -> str:
     off: dict[str, list[list[float]]] = {}
     for case, ways in by_case(record).items():
         for way, result in ways.items():
-            values, real = result.values, statistics.median(result.samples["time"])
+            values, real = result.values, result.values["time"]
             errors = [values[name] / real - 1 for name in PREDICTED] + [values["predicted_peak"] / values["peak"] - 1]
             off.setdefault(way, []).append(errors)
             rows.append(_row(f"{case}, {way}", f"{1e3 * real:.0f}", f"{values['peak'] / 2**20:.1f}", errors, "+.1%"))

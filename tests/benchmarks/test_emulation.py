@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks import emulation
 from benchmarks.emulation import OwnRow, Subject, errors, main, settled, table, watched
+from benchmarks.harness import summarized
 from reproduce.experiments import Optimizer
 from reproduce.records.record import Record, Result, load
 from reproduce.run.timeline import record_step
@@ -44,8 +45,9 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table(kept) in capsys.readouterr().out
     assert [result.row for result in kept.results] == ["m=3 always", "m=1 never"]
     for result in kept.results:
-        assert {name: len(series) for name, series in result.samples.items()} == dict.fromkeys(emulation.WAYS, 2)
-        assert len(result.values["planned"]) == emulation.PROFILES and result.values["hand_over"] > 0
+        counts = {name: count for name, (*_, count) in result.values["spread"].items()}
+        assert counts == {**dict.fromkeys(emulation.WAYS, 2), "planned": emulation.PROFILES}
+        assert result.values["hand_over"] > 0
 
 
 def order(events: Sequence[Event], together: bool) -> list[list[tuple[str, int, int]]]:
@@ -95,7 +97,7 @@ def test_watching_takes_time_in_the_first_micro_batch_of_several() -> None:
 
 
 def test_errors_are_of_medians() -> None:
-    samples = {"measured": [2.0, 9.0, 2.0], "emulated": [1.0, 1.0, 8.0], "with sharing": [2.5, 2.5, 2.5]}
-    result = Result("a", "m=1", "measured", values={"planned": [4.0], "hand_over": 0.0}, samples=samples)
-    found = errors(Record("emulation", "", "measured", {}, [result]))
+    samples = {"measured": [2.0, 9.0, 2.0], "emulated": [1.0, 1.0, 8.0], "with sharing": [2.5] * 3, "planned": [4.0]}
+    result = Result("a", "m=1", "measured", samples=samples)
+    found = errors(Record("emulation", "", "measured", {}, [summarized(result)]))
     assert found == {"a m=1": {"emulated": -0.5, "with sharing": 0.25, "as plan predicts": 1.0}}
