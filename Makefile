@@ -22,10 +22,11 @@ help:
 	@echo "make test                 run the tests"
 	@echo "make test-oldest          run them with the oldest versions that setup.cfg allows"
 	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
-	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals, the planner"
+	@echo "make benchmark            time balancer, micro-batches, portals, the planner, the replay"
 	@echo "make suites               run each of these once, untimed, to see that they work"
 	@echo "make regression BASE=REV  is the working tree slower than that revision?"
 	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.counts"
+	@echo "                          what a task costs beside it: $(BIN)/python -m benchmarks.machinery --against REV"
 	@echo "make clean                remove the virtual environment and caches"
 
 setup: $(READY)

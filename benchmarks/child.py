@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from reproduce.error import Error
+from reproduce.regression.trees import committed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,12 +92,18 @@ class Child:
 
 
 @contextmanager
-def children(script: str, **paths: Path | None) -> Iterator[dict[str, Child]]:
-    """Yield a child for each name with a path, and end them afterwards."""
-    with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(closing(Child(script, path))) for name, path in paths.items() if path is not None
-        }
+def children(script: str, other: Path | str | None) -> Iterator[tuple[Child, Child | None]]:
+    """Yield a child with this torchgpipe, and one with that of another folder or revision; end them afterwards."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        here = stack.enter_context(closing(Child(script)))
+        if other is None:
+            yield here, None
+            return
+        path = other if isinstance(other, Path) else committed(ROOT, other, Path(folder) / "other").folder
+        child = stack.enter_context(closing(Child(script, path)))
+        if isinstance(other, str):
+            child.version = f"torchgpipe {other}"
+        yield here, child
 
 
 def serve(answer: Callable[..., Any]) -> None:
@@ -112,5 +120,10 @@ def serve(answer: Callable[..., Any]) -> None:
             say(answer(*json.loads(line)))
         except torch.OutOfMemoryError:
             say(None, "out of memory")
-        except (ValueError, TypeError, RuntimeError) as error:  # another version may lack what is asked for
+        except (
+            AttributeError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # another version may lack what is asked for
             say(None, f"{type(error).__name__}: {error}".splitlines()[0])

@@ -232,8 +232,9 @@ def measure(rounds: int) -> Found:
         *_, samples = turns({name: subject.run for name, subject in subjects.items()}, rounds, warm_up=1)
         yield [
             Result(case, way, "measured", config={"balance": list(subjects[way].row.balance or ())},
-                   values={"hand_over": hand, "planned": [subjects[way].planned(each) for each in predictors]},
-                   samples=subjects[way].seconds(runs))
+                   values={"hand_over": hand},
+                   samples={**subjects[way].seconds(runs),
+                            "planned": [subjects[way].planned(each) for each in predictors]})
             for way, runs in samples.items()
         ]  # fmt: skip
 
@@ -243,8 +244,7 @@ def errors(record: Record) -> dict[str, dict[str, float]]:
     found = {}
     for case, ways in by_case(record).items():
         for way, result in ways.items():
-            middle = {name: statistics.median(result.samples[name]) for name in WAYS}
-            middle["as plan predicts"] = statistics.median(result.values["planned"])
+            middle = {name: result.values[name] for name in WAYS} | {"as plan predicts": result.values["planned"]}
             real = middle.pop("measured")
             found[f"{case} {way}"] = {name: x / real - 1 for name, x in middle.items()}
     return found
@@ -255,12 +255,14 @@ def table(record: Record, style: str = "simple") -> str:
     found = errors(record)
     ways = list(next(iter(found.values())))
     results = {f"{each.experiment} {each.row}": each for each in record.results}
-    real = {name: statistics.median(each.samples["measured"]) for name, each in results.items()}
-    rows = [[name, f"{1e3 * real[name]:.0f}", *(f"{x:+.1%}" for x in each.values())] for name, each in found.items()]
+    rows = [
+        [name, f"{1e3 * results[name].values['measured']:.0f}", *(f"{x:+.1%}" for x in each.values())]
+        for name, each in found.items()
+    ]
     for what, of in (("median", statistics.median), ("largest", max)):
         columns = [[abs(each[way]) for each in found.values()] for way in ways]
         rows.append([f"{what}, either way", "", *(f"{of(column):.1%}" for column in columns)])
-    rounds = min(len(each.samples["measured"]) for each in record.results)
+    rounds = min(each.values["spread"]["measured"][-1] for each in record.results)
     hand_over = record.results[0].values["hand_over"]
     head = f"{len(found)} configurations of n=2, {rounds} rounds; a hand-over takes {hand_over * 1e6:.0f} us"
     return f"{head}\n\n{render(['configuration', 'measured ms', *ways], rows, style)}"

@@ -6,8 +6,8 @@
 All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
 of them. A speed-up is the median over rounds of naive's time by the configuration's. The replay is what the schedule
 allows with the partitions' own task times: medians over the same rounds, each task measured with nothing else running.
-Where recomputation starts before its gradient arrives, it hides in the bubble; "if it waited" is the replay without
-that. `benchmarks.engines` compares with other pipelines.
+Where recomputation starts before its gradient arrives, it hides in the bubble; "if it waited" is the replay
+without that.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from torchgpipe.plan.replay import Costs, replay
 
 IMAGE = (3, 224, 224)
 WARM_UP = 2  # rounds: the first starts the workers
+GAIN = "x naive"
 
 
 def step(model: GPipe, x: Tensor, target: Tensor) -> float:
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.keep_freed_memory and arguments is None:
         keep_freed_memory()
 
-    units = {"time": "s", "replay": "s", "replay if it waited": "s"}
+    units = {"time": "s", GAIN: "1", "replay": "s", "replay if it waited": "s"}
     record = start(options, "overlap", "what overlap gains", units, devices=2)
     keep(record, options.json, measure(options), options.rounds, table)
 
@@ -113,8 +115,9 @@ def measure(options: Namespace) -> Found:
     case = f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {balance}, {options.checkpoint}"
     for samples in turns(turn, options.rounds, WARM_UP):
         bounds = {way: _bounds(one.costs(), options.checkpoint) for way, one in alone.items()}
+        gains = {way: [a / b for a, b in zip(samples["naive"], samples[way], strict=True)] for way in models}
         yield [
-            Result(case, way, "measured", samples={"time": list(samples[way])}, values=bounds.get(way, {}))
+            Result(case, way, "measured", samples={"time": samples[way], GAIN: gains[way]}, values=bounds.get(way, {}))
             for way in models
         ]
 
@@ -130,31 +133,24 @@ def _bounds(costs: Costs, checkpoint: str) -> dict[str, float]:
 def table(record: Record, style: str = "simple") -> str:
     """Render medians, quartiles, and medians of the rounds' ratios; of the replay, how much is reached."""
     ((case, ways),) = by_case(record).items()
-    rows = [_row(way, ways) for way in ways]
+    rows = [_row(way, result.values) for way, result in ways.items()]
     headers = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     body = render(headers, [[row[heading] for heading in headers] for row in rows], style)
-    return f"{case}, {len(_seconds(ways['naive']))} rounds\n\n{body}"
+    return f"{case}, {ways['naive'].values['spread']['time'][-1]} rounds\n\n{body}"
 
 
-def _row(way: str, ways: Mapping[str, Result]) -> dict[str, str]:
-    seconds, values = _seconds(ways[way]), ways[way].values
-
-    low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
-    gained = statistics.median(a / b for a, b in zip(_seconds(ways["naive"]), seconds, strict=True))
+def _row(way: str, values: Mapping[str, Any]) -> dict[str, str]:
+    median, (low, high, _) = values["time"], values["spread"]["time"]
     bound, waited = values.get("replay"), values.get("replay if it waited")
     return {
         "configuration": way,
         "step s": f"{median:.3f}",
         "quartiles": f"{low:.3f}-{high:.3f}",
-        "x naive": f"{gained:.2f}",
+        "x naive": f"{values[GAIN]:.2f}",
         "replay s": "" if bound is None else f"{bound:.3f}",
         "reached": "" if bound is None else f"{bound / median:.0%}",
         "if it waited": "" if waited is None else f"{waited:.3f}",
     }
-
-
-def _seconds(one: Result) -> list[float]:
-    return one.samples["time"]
 
 
 if __name__ == "__main__":

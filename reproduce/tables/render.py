@@ -88,7 +88,7 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         made, under = benchmark.table(record, "pipe"), _circumstances(record.run)
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
-    return f"{made}\n\n{record.kind.capitalize()} {under}; [every sample]({_link(page, path)})\n\n"
+    return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({_link(page, path)})\n\n"
 
 
 def emulated_block(records: Sequence[Record]) -> str:
