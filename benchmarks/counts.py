@@ -86,7 +86,7 @@ def tables(counted: Mapping[Configuration, Counted]) -> str:
     blocks = []
     for model, group in groupby(counted.items(), key=lambda item: item[0].model):
         rows = [[str(c).removeprefix(f"{model} "), *_cells(c, counts._asdict(), shown)] for c, (counts, _) in group]
-        body = render(headers, rows, "simple", colalign=("left", *["right"] * len(shown)))
+        body = render(headers, rows, "simple", left=1)
         blocks.append(f"{model}\n\n{body}")
     return "\n\n".join(blocks)
 

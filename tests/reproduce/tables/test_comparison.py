@@ -12,7 +12,7 @@ import pytest
 
 from reproduce.error import Error
 from reproduce.records.record import Result, save
-from reproduce.tables.compare import compared
+from reproduce.tables.comparison import compared
 from reproduce.tables.layout import WIDTH
 
 from ..made import record, row

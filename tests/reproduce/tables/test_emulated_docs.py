@@ -60,9 +60,9 @@ def test_what_is_out_by_most_stands_beside_the_same_row_in_the_published_balance
     whole = run(pipeline_8=1.5, pipeline_8_pb=1.25)
     found = distance(whole, "unet-speed")
     assert found is not None and list(found.in_published_balance.values()) == pytest.approx([0, 0, 0.25])
-    assert distances([whole]).rows[0][-2:] == ["+50% (pipeline-8)", "+25%"]
+    assert distances([whole]).rows[0][-2:] == ("+50% (pipeline-8)", "+25%")
     without = [row for row in whole.results if not row.row.endswith("/pb")]
-    assert distances([replace(whole, results=without)]).rows[0][-2:] == ["+50% (pipeline-8)", "not run"]
+    assert distances([replace(whole, results=without)]).rows[0][-2:] == ("+50% (pipeline-8)", "not run")
 
 
 def test_only_whole_emulated_tables_count() -> None:

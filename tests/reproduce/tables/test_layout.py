@@ -72,7 +72,6 @@ def test_a_table_of_columns() -> None:
         (reading_text, Reading(1024.0, "MiB"), "1.00 GiB"),
         (with_quartiles, Reading([1.0, 2.0, 3.0]), "2.00 (1.50-2.50)"),
         (with_quartiles, Reading([0.5]), "0.500"),
-        (with_quartiles, None, ""),
         (span, [8, 8], "8"),
         (span, [64, 8, 9], "8 to 64"),
         (lambda count: many(count, "row"), 1, "1 row"),
