@@ -49,21 +49,21 @@ class Workers:
         context = contextvars.copy_context()
         context.run(_running.set, (*_running.get(), self))
         *others, own = (partial(context.copy().run, program) for program in programs)
-        given = _Given(relay)
+        given: list[threading.Lock] = []
         try:
             try:
                 # Two threads may run a mini-batch each. The lock lets all workers get the two in one order.
                 with self._lock:
                     self._start()
                     for inbox, program in zip(self._inboxes, others, strict=True):
-                        given.put(inbox, program)
+                        given.append(_give(inbox, partial(relay.attempt, program)))
                 relay.attempt(own)
-                given.wait()
+                _wait(given)
             except KeyboardInterrupt as interrupt:
                 if isinstance(relay.error, KeyboardInterrupt):
                     raise
                 relay.stop(interrupt)
-                given.wait()
+                _wait(given)
             if relay.error is not None:
                 raise relay.error
         finally:
@@ -105,32 +105,26 @@ class Workers:
 Inbox = SimpleQueue[Callable[[], None] | None]
 
 
-class _Given:
-    """The programs of a run that workers have got, and which of them have ended."""
+def _give(inbox: Inbox, program: Callable[[], None]) -> threading.Lock:
+    """Give a program to the worker that serves `inbox`; return a lock that is taken until the program has ended."""
+    running = threading.Lock()
+    running.acquire(blocking=False)
 
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-        self._count = 0
-        self._ended: list[None] = []
-        self._wake: SimpleQueue[None] = SimpleQueue()
-
-    def put(self, inbox: Inbox, program: Callable[[], None]) -> None:
-        """Give a program to the worker that serves `inbox`."""
-        inbox.put(partial(self._run, program))
-        self._count += 1
-
-    def _run(self, program: Callable[[], None]) -> None:
+    def run() -> None:
         try:
-            self._relay.attempt(program)
+            program()
         finally:
-            self._ended.append(None)
-            self._wake.put(None)
+            running.release()
 
-    def wait(self) -> None:
-        """Wait until all have ended."""
-        # Count them, not what `get` returned: Ctrl-C can come right after `get`.
-        while len(self._ended) < self._count:
-            self._wake.get()
+    inbox.put(run)
+    return running
+
+
+def _wait(given: Sequence[threading.Lock]) -> None:
+    # Each is free again after that, so that this can be called once more where Ctrl-C has ended it.
+    for running in given:
+        with running:
+            pass
 
 
 def _serve(inbox: Inbox) -> None:
