@@ -24,5 +24,7 @@ def test_nothing_of_other_threads_or_modules_and_nothing_afterwards() -> None:
         go.set()
         thread.join()
     backward()
-    threading.Thread(target=backward).start()
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
     assert (tally.operators, tally.nodes, tally.waits) == ([], [], [])
