@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import idle
-from torchgpipe.idle import Idle, cpu_time_of_descendants, place
+from torchgpipe.distributed import idle
+from torchgpipe.distributed.idle import Idle, cpu_time_of_descendants, place
 
 PATIENCE = 120  # seconds; only a hang takes as long
 
