@@ -46,7 +46,11 @@ class Child:
             text=True,
             start_new_session=True,  # Ctrl-C is for this process; the child ends when there is nobody left to ask
         )
-        self.version: str = self.receive()
+        try:
+            self.version: str = self.receive()
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, *request: Any) -> None:
         """Ask for something.
@@ -83,9 +87,8 @@ class Child:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        with suppress(BrokenPipeError):  # what was written and not read any more
-            self._process.communicate()
+        with suppress(BrokenPipeError), self._process:  # what was written and not read any more
+            self._process.kill()
 
     def _ended(self) -> Error:
         return Error(f"the measuring process ended with exit code {self._process.wait()}")

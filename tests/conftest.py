@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from torchgpipe import idle
+from torchgpipe.distributed import idle
 
 from .pairs import covering
 from .ranks import Ranks, current, is_rank

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import idle
-from torchgpipe.idle import Idle, cpu_time_of_descendants, place
+from torchgpipe.distributed import idle
+from torchgpipe.distributed.idle import Idle, cpu_time_of_descendants, place
 
 PATIENCE = 120  # seconds; only a hang takes as long
 
@@ -129,7 +129,7 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended(work: Cal
     with work():
         meanwhile = cpu_time_of_descendants()
         assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths
-    assert cpu_time_of_descendants() >= meanwhile
+    assert cpu_time_of_descendants() > meanwhile - 0.005  # hundredths, which sum up to another last bit
 
 
 class Waits(nn.Module):

@@ -2,8 +2,7 @@
 
 A task that is only slow uses CPU, its own or that of processes that it waits for, such as compilers. What counts is the
 CPU time of all threads and descendants together, since nobody can tell for which of them a task waits: threads of
-operators, a pipeline among its layers. So a task that hangs is found only once nothing else computes. That is soon the
-case, since the other partitions wait for it.
+operators, a pipeline among its layers. So a task that hangs is found only once nothing else in the process computes.
 
 A thread that waits for a GPU spins, by CUDA's default, and so uses CPU. A task that hangs there is not found. Neither
 is one that keeps Python's lock (the GIL), since then nobody can look.
