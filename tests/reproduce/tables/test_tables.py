@@ -101,8 +101,8 @@ TWO = "75.0 (62.5-87.5)"  # of 100 and 50 samples/s
         (observed("unet-speed", "paper"), "as published", ("pipeline-8", "640", "40"),
          [TWO, "88.5", "1.00 (1.00-1.00)", "3.11"]),
         (UNKNOWN, "how busy", ("baseline",), ["-", "-", "50%"]),
-        (observed("unet-ablation", "paper"), "as published", ("dep-x-x", "x--"),
-         [TWO, "1.00", "1.35", "100%", "59%", "4.00", "19.1"]),
+        (observed("unet-ablation", "paper", peak_reserved=[5 * GiB]), "as published", ("dep-x-x", "x--"),
+         [TWO, "1.00", "1.35", "100%", "59%", "5.00", "19.1"]),
         (LIVE, "live bytes", ("pipeline-8",), ["100  101  102  103\n104  105  106  107", "828", "50", "778"]),
         (CUDA, "peak, allocated", ("pipeline-2", "(18, 544)", "20.00  20.00"), ["40.00", "20.62", "19.38"]),
         (CUDA, "reserved, as published", ("pipeline-1", "(18, 416)", "21.00"), ["21.00", "20.62", "0.38"]),
@@ -177,6 +177,13 @@ WARNED = "load 1.50 on 4 cores in the minute before"
 )  # fmt: skip
 def test_notes(made: Record, note: str, expected: bool) -> None:
     assert (note in notes(made)) == expected
+
+
+def test_a_heading_says_whether_speed_is_measured() -> None:
+    for made, name in ((EMULATED, "emulated"), (SPEED, "(quartiles)")):
+        assert {each for table in tables(made) for each in table.headings if "samples/s" in each} == {
+            f"samples/s\n{name}"
+        }
 
 
 NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablation", "resnet101-speed")
