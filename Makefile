@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
+.PHONY: help setup test planted lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
 
 help:
 	@echo "make reproduce            run every experiment here, one model after another"
@@ -18,6 +18,7 @@ help:
 	@echo "make compare A=… B=…      compare two sides: records, folders, runs by name, git revisions (ARGS='--metric speedup')"
 	@echo "make report               write results/report.html, a page of everything in results/ and runs/"
 	@echo "make test                 run the tests"
+	@echo "make planted              plant each fault of tests/planted in a copy, and see whether tests find it (ARGS='--jobs 2')"
 	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
 	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals, the planner"
 	@echo "make suites               run each of these once, untimed, to see that they work"
@@ -36,6 +37,9 @@ $(READY): setup.cfg pyproject.toml
 # In as many processes as there are cores, but at most 4: tests over ranks have 4 processes each.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+planted: $(READY)
+	@$(BIN)/python -m tests.planted $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
