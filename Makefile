@@ -42,16 +42,14 @@ $(READY): setup.cfg pyproject.toml
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-<<<<<<< HEAD
 # pip has no way to choose the oldest versions.
 OLDEST = $(VENV)-oldest/bin/python
 test-oldest:
 	@$(MAKE) --no-print-directory test VENV='$(VENV)-oldest' \
 	    INSTALL='$(OLDEST) -m pip install --quiet uv && $(OLDEST) -m uv pip install --python $(OLDEST) --resolution lowest-direct'
-=======
+
 planted: $(READY)
 	@$(BIN)/python -m tests.planted $(ARGS)
->>>>>>> planted
 
 lint: $(READY)
 	$(BIN)/ruff check .
