@@ -14,9 +14,8 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import tabulate
 import torch
 from msgspec.structs import replace
 
@@ -27,7 +26,9 @@ from reproduce.machine.devices import Devices
 from reproduce.records.record import FREED_MEMORY, Record, Result, save
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_run, now, prepare_folder
+from reproduce.tables.layout import grid
 
+render = grid
 T = TypeVar("T")
 Found = Generator[Sequence[Result], None, None]
 """Results with their samples, as they come: those that are new, or have more samples."""
@@ -156,9 +157,3 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
         print(f"{record.name}: {why[1]}; {left}", file=sys.stderr)
         raise SystemExit(why[0])
     return record
-
-
-def render(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str, **more: Any) -> str:
-    """Return a table in one of tabulate's styles."""
-    tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
-    return tabulate.tabulate(rows, headers, disable_numparse=True, tablefmt=style, **more)

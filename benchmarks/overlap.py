@@ -15,11 +15,10 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,8 @@ from benchmarks.pipelines import on_cpu
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.models import amoebanetd
 from reproduce.records.record import Record, Result
+from reproduce.tables import layout
+from reproduce.tables.layout import Column
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.observe import Task
@@ -130,27 +131,22 @@ def _bounds(costs: Costs, checkpoint: str) -> dict[str, float]:
     return bounds
 
 
+COLUMNS = [
+    Column[Result]("configuration", lambda result: result.row),
+    Column[Result]("step s", lambda result: result.values["time"], "{:.3f}"),
+    Column[Result]("quartiles", lambda result: result.values["spread"]["time"], "{0[0]:.3f}-{0[1]:.3f}"),
+    Column[Result]("x naive", lambda result: result.values[GAIN], "{:.2f}"),
+    Column[Result]("replay s", lambda result: result.values.get("replay"), "{:.3f}"),
+    Column[Result]("reached", lambda result: result.values.get("replay", 0) / result.values["time"] or None, "{:.0%}"),
+    Column[Result]("if it waited", lambda result: result.values.get("replay if it waited"), "{:.3f}"),
+]
+
+
 def table(record: Record, style: str = "simple") -> str:
     """Render medians, quartiles, and medians of the rounds' ratios; of the replay, how much is reached."""
     ((case, ways),) = by_case(record).items()
-    rows = [_row(way, result.values) for way, result in ways.items()]
-    headers = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    body = render(headers, [[row[heading] for heading in headers] for row in rows], style)
-    return f"{case}, {ways['naive'].values['spread']['time'][-1]} rounds\n\n{body}"
-
-
-def _row(way: str, values: Mapping[str, Any]) -> dict[str, str]:
-    median, (low, high, _) = values["time"], values["spread"]["time"]
-    bound, waited = values.get("replay"), values.get("replay if it waited")
-    return {
-        "configuration": way,
-        "step s": f"{median:.3f}",
-        "quartiles": f"{low:.3f}-{high:.3f}",
-        "x naive": f"{values[GAIN]:.2f}",
-        "replay s": "" if bound is None else f"{bound:.3f}",
-        "reached": "" if bound is None else f"{bound / median:.0%}",
-        "if it waited": "" if waited is None else f"{waited:.3f}",
-    }
+    made = layout.table(f"{case}, {ways['naive'].values['spread']['time'][-1]} rounds", COLUMNS, ways.values())
+    return f"{made.title}\n\n{render(made.headings, made.rows, style)}"
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def _trained(rows: Rows) -> Table:
         Column("m", lambda each: "-" if each.config["partitions"] is None else each.config["chunks"]),
         Column("batch\nnorm", lambda each: "deferred" if each.config["deferred_batch_norm"] else "plain"),
         Column("samples/s", speed),
-        Column("published", rows.published_throughput),
+        Column("published", rows.published_throughput, number),
         Column("running\nstatistics", difference),
     ]
     notes = [
