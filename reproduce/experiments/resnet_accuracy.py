@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Made, Recipe
+from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Recipe
 from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB, Optimizer
 
 SGD = Optimizer(name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1)
@@ -52,24 +52,17 @@ def as_published() -> tuple[AccuracyRow, ...]:
     )  # fmt: skip
 
 
-# --- small -----------------------------------------------------------------------------------------------------
-
-MADE = Made(train_size=1280, val_size=480, classes=8, image_size=32, noise=0.7)
+MADE = {"train_size": 1280, "val_size": 480, "classes": 8, "image_size": 32, "noise": 0.7}
 
 SMALL = replace(
     BASE,
     model="ResNet",
     size=(1, 16, 1),
-    input_shape=(3, MADE.image_size, MADE.image_size),
+    input_shape=(3, 32, 32),
     batch_size=128,  # micro-batches of 32 at m = 4: with fewer, normalization by micro-batch costs accuracy here
-    num_classes=MADE.classes,
+    num_classes=8,
     recipe=Recipe(epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1),
-    data=(
-        ("dataset", "gratings"),
-        ("train_crop", "random"),
-        ("eval_crop", "middle"),
-        ("drop_last", True),
-    ),
+    data=(("dataset", "gratings"), ("train_crop", "random"), ("eval_crop", "middle"), ("drop_last", True)),
 )
 
 BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU

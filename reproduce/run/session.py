@@ -48,7 +48,6 @@ UNITS = {
     "learning_rate": "1, of the epoch's last step",
     "samples_per_epoch": "count",
     "resumed_after": "[seed, epoch] after which the training was continued by another run",
-    "running_statistics_difference": "1, largest of any batch norm in the last epoch, for each finished seed; relative",
 }
 
 

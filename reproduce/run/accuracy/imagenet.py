@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ class ImageNet:
     """Read the images of a folder laid out as `LAYOUT`, one subfolder for each class.
 
     Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at random; images to
-    evaluate on are resized to 256 and cropped in the middle. Worker processes, as many as published, read and crop.
+    evaluate on are resized to 256 and cropped in the middle. Worker processes read and crop.
     """
 
-    def __init__(self, folder: Path, *, classes: int = 1000, workers: int = 32) -> None:
+    def __init__(self, folder: Path, classes: int, workers: int) -> None:
         """List all files.
 
         Raises:
@@ -35,12 +34,12 @@ class ImageNet:
         normalize = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
         train = [transforms.RandomResizedCrop(224, scale=(0.08, 1.0)), transforms.RandomHorizontalFlip()]
         val = [transforms.Resize(256), transforms.CenterCrop(224)]
-        self.classes, self.workers = classes, workers
+        self.workers = workers
         self.train = find_images(folder, "train", classes, transforms.Compose([*train, *normalize]))
         self.val = find_images(folder, "val", classes, transforms.Compose([*val, *normalize]))
         self.train_size, self.val_size = len(self.train), len(self.val)
         if missing := sorted({*self.train.classes} - {*self.val.classes}):
-            raise _unusable(folder, f"class {missing[0]} is in train/ only; val/ must have the same classes")
+            raise Error(f"--data {folder}: val/ has no folder {missing[0]}, and train/ has; put it there", USAGE)
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
         """Yield one epoch's mini-batches, as `Gratings` does."""
@@ -51,20 +50,20 @@ class ImageNet:
         return self._read(self.val, batch_size, 0, train=False)
 
     def _read(self, images: Any, batch_size: int, seed: int, *, train: bool) -> Iterator[Batch]:
-        with warnings.catch_warnings():
-            # The number of workers is the published one: crops are drawn per worker.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loader = torch.utils.data.DataLoader(
-                images,
-                batch_size=batch_size,
-                num_workers=self.workers,
-                pin_memory=torch.cuda.is_available(),
-                worker_init_fn=leave_interrupts,
-                generator=torch.Generator().manual_seed(seed),  # or it would draw from the default one
-                shuffle=train,
-                drop_last=train,
-            )
-            return iter(loader)
+        loader = torch.utils.data.DataLoader(
+            images,
+            batch_size=batch_size,
+            num_workers=self.workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=leave_interrupts,
+            generator=torch.Generator().manual_seed(seed),  # or it would draw from the default one
+            shuffle=train,
+            drop_last=train,
+        )
+        try:
+            yield from loader
+        except Error as error:  # a worker's: its message ends a traceback
+            raise Error(str(error).splitlines()[-1].removeprefix("reproduce.error.Error: ")) from None
 
 
 def leave_interrupts(worker: int) -> None:
@@ -78,26 +77,14 @@ def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
     Raises:
         Error: they are not laid out as they should be.
     """
-    datasets = import_torchvision("datasets", "ImageNet")
-    asked = f"put ImageNet there as {LAYOUT}"
-    if not folder.is_dir():
-        raise _unusable(folder, f"no such folder; name one that has {LAYOUT}")
-    if not (folder / part).is_dir():
-        raise _unusable(folder, f"has no folder {part}/; {asked}")
     try:
-        count = sum(entry.is_dir() for entry in (folder / part).iterdir())
-        if count == 0:
-            raise _unusable(folder, f"{part}/ has no folders of classes; sort its images into {part}/<class>/")
-        if count != classes:
-            raise _unusable(folder, f"{part}/ has {count} folders of classes, not {classes}; {asked}")
-        return datasets.ImageFolder(str(folder / part), transform, loader=load_image)
+        found = import_torchvision("datasets", "ImageNet").ImageFolder(str(folder / part), transform, loader=load_image)
+        problem = f"has {len(found.classes)} folders of classes, not {classes}"
     except OSError as error:
-        said = error.strerror or str(error).partition(". Supported")[0]
-        raise _unusable(folder, f"{part}/ cannot be used ({said}); {asked}") from error
-
-
-def _unusable(folder: Path, why: str) -> Error:
-    return Error(f"--data {folder}: {why}", USAGE)
+        found, problem = None, f"cannot be used ({error.strerror or str(error).partition('. Supported')[0]})"
+    if found is None or len(found.classes) != classes:
+        raise Error(f"--data {folder}: {part}/ {problem}; put ImageNet there as {LAYOUT}", USAGE)
+    return found
 
 
 def load_image(path: str) -> Any:

@@ -45,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run amoebanet-speed --stepps 3", 2, "--stepps"),
         ("run amoebanet-sped", 2, "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed"),
         ("run x", 2, "there are amoebanet-speed, amoebanet-memory"),
-        ("run amoebanet-speed --seeds 2", 2, "--data, --seeds and --fresh are for experiments on accuracy"),
+        ("run amoebanet-speed --seeds 2", 2, "--data and --seeds are for experiments on accuracy"),
         ("run amoebanet-memory --engine ranks", 2, "--engine is for experiments that time steps"),
         ("run amoebanet-speed --on cpu --devices 3", 2, "machine offers 2; use at most 2"),
         ("run amoebanet-speed --on cpu --scale paper", 2, "it needs CUDA devices with 22 GiB of memory"),
