@@ -21,7 +21,7 @@ from reproduce.records.places import RUNS
 from reproduce.records.published import published
 from reproduce.records.record import FREED_MEMORY, SUCCESS, write_atomically
 from reproduce.report.trace import Tracer, matplotlib_problem
-from reproduce.run.accuracy.needs import prepare
+from reproduce.run.accuracy.datasets import prepare
 from reproduce.run.engines import OFFERED
 from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress

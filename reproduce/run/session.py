@@ -14,7 +14,7 @@ from reproduce.experiments import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.records.decode import Json
 from reproduce.records.record import Engine, Result
-from reproduce.run.accuracy.needs import AccuracyNeeds
+from reproduce.run.accuracy.datasets import AccuracyNeeds
 from reproduce.run.engines import why_not
 from reproduce.run.failure import Failure
 from reproduce.run.links import Link, own_links

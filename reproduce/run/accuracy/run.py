@@ -20,8 +20,7 @@ import torch
 from reproduce.error import Error
 from reproduce.experiments import AccuracyRow
 from reproduce.records.record import write_atomically
-from reproduce.run.accuracy.datasets import Batch
-from reproduce.run.accuracy.needs import AccuracyNeeds
+from reproduce.run.accuracy.datasets import AccuracyNeeds, Batch
 from reproduce.run.accuracy.training import AccuracyTraining
 from reproduce.run.failure import explain
 from reproduce.run.session import Session

@@ -45,6 +45,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run amoebanet-speed --stepps 3", 2, "--stepps"),
         ("run amoebanet-sped", 2, "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed"),
         ("run x", 2, "there are amoebanet-speed, amoebanet-memory"),
+        ("run tiny-accuracy --scale small --data x", 2, "--data x: scale small makes its own data; leave --data out"),
+        ("run tiny-accuracy --on cpu --data x", 2, "--scale paper: it needs CUDA devices with 22 GiB of memory each"),
         ("run amoebanet-speed --seeds 2", 2, "--data and --seeds are for experiments on accuracy"),
         ("run amoebanet-memory --engine ranks", 2, "--engine is for experiments that time steps"),
         ("run amoebanet-speed --on cpu --devices 3", 2, "machine offers 2; use at most 2"),

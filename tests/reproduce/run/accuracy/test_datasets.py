@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.run.accuracy.datasets import Gratings, epoch_seed
-from reproduce.run.accuracy.imagenet import ImageNet
+from reproduce.experiments import EXPERIMENTS
+from reproduce.run.accuracy.datasets import Gratings, ImageNet, prepare
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("torchvision")
@@ -34,22 +34,18 @@ def joined(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
     return torch.cat(images), torch.cat(labels)
 
 
-@pytest.mark.parametrize("kind", ["gratings", "imagenet"])
-def test_every_epoch_is_its_own_and_comes_again(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("made", "shape"), [(True, (22, 3, 16, 16)), (False, (6, 3, 224, 224))])
+def test_every_epoch_is_its_own_and_comes_again(made: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
     names = [f"{part}/n0{i % 2}/{i}" for part, count in (("train", 7), ("val", 3)) for i in range(count)]
-    data = gratings() if kind == "gratings" else ImageNet(fill(tmp_path, *names), classes=2, workers=1)
+    data = gratings() if made else ImageNet(fill(tmp_path, *names), classes=2, workers=1)
     before = torch.get_rng_state()
     images, labels = joined(data.train_batches(2, 1, 2))
-    size = (22, 3, 16, 16) if kind == "gratings" else (6, 3, 224, 224)
-    assert images.shape == size, "what is left over is dropped"
     again, same = joined(data.train_batches(2, 1, 2))
+    assert images.shape == shape, "what is left over is dropped"
     assert images.equal(again) and labels.equal(same) and not labels.equal(labels.sort().values)
-    for seed, epoch in ((1, 3), (2, 2)):
-        assert not images.equal(joined(data.train_batches(2, seed, epoch))[0])
-    assert [len(batch[1]) for batch in data.val_batches(2)][-2:] == ([2, 2] if kind == "gratings" else [2, 1])
-    assert len(joined(data.val_batches(2))[1]) == data.val_size
+    assert not any(images.equal(joined(data.train_batches(2, *other))[0]) for other in ((1, 3), (2, 2)))
+    assert joined(data.val_batches(3))[0].shape == (data.val_size, *shape[1:]), "of these, nothing is"
     assert torch.get_rng_state().equal(before), "nothing is drawn from the training's random numbers"
-    assert epoch_seed(0, 90) < epoch_seed(1, 0), "seeds share no epoch"
 
 
 def test_the_class_is_the_direction_of_the_wave() -> None:
@@ -57,8 +53,7 @@ def test_the_class_is_the_direction_of_the_wave() -> None:
     images, labels = gratings(noise=0.0, classes=2).train
     for image, label in zip(images, labels, strict=True):
         constant = 1 if label == 0 else 2  # the dimension along which nothing changes
-        assert float(image.diff(dim=constant).abs().max()) < 1e-4
-        assert float(image.diff(dim=3 - constant).abs().max()) > 0.01
+        assert image.diff(dim=constant).abs().max() < 1e-4 and image.diff(dim=3 - constant).abs().max() > 0.01
     assert not images.equal(gratings(seed=1, noise=0.0, classes=2).train[0])
 
 
@@ -73,9 +68,8 @@ def test_the_class_is_the_direction_of_the_wave() -> None:
     ],
 )
 def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Path) -> None:
-    fill(tmp_path, *files)
     with pytest.raises(Error) as caught:
-        ImageNet(tmp_path, classes=2, workers=1)
+        ImageNet(fill(tmp_path, *files), classes=2, workers=1)
     message = str(caught.value)
     assert message.startswith(f"--data {tmp_path}: ") and said in message and "\n" not in message
 
@@ -86,3 +80,9 @@ def test_a_broken_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")
     with pytest.raises(Error, match=r"^/.*/1.JPEG cannot be read as an image: put the file there anew$"):
         list(data.train_batches(1, 0, 0))
+
+
+def test_imagenet_needs_a_folder() -> None:
+    experiment = EXPERIMENTS["resnet101-accuracy"]
+    with pytest.raises(Error, match="scale paper trains on ImageNet: name its folder by --data DIR, which must have"):
+        prepare(experiment, experiment.scale("paper"), None, 0, None)  # type: ignore[arg-type]
