@@ -65,8 +65,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     done: list[Epoch] = saved["epochs"] if saved else []
     resumed: list[list[int]] = [*saved["resumed_after"], [seed, len(done)]] if saved else []
     if saved:
-        where = f"goes on after epoch {len(done)} of {epochs}, which is in\n{path}"
-        session.progress.say(f"{row.name}, seed {seed}: {where}")
+        session.progress.say(f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}")
         session.progress.skip(session.job(row), len(done) * steps)
         _put(session, row, done, resumed)
     session.start(f"building {row.name}")
@@ -140,29 +139,23 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Return the checkpoint at `path`; None where there is none.
-
-    Raises:
-        Error: it is broken.
-    """
+    """Return the checkpoint at `path`; None where there is none, and an error where it is broken."""
     try:
-        state: dict[str, Any] | None = (
-            torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
-        )
+        return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
+    except FileNotFoundError:
+        return None
     except Exception as error:
         raise Error(f"{path} cannot be read as a checkpoint ({type(error).__name__}); delete it") from error
-    return state
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
     """Keep no training from starting anew: move what somebody's own data taught, and delete the rest."""
     for path in filter(Path.exists, paths):  # a training without memory has none
-        kept = path.parent / session.recorder.path.stem / path.name
-        if session.scale.settings()["made"] is None:
-            kept.parent.mkdir(exist_ok=True)
-            path.replace(kept)
-        else:
+        if session.scale.settings()["made"]:
             path.unlink()
+        else:
+            (kept := path.parent / session.recorder.path.stem).mkdir(exist_ok=True)
+            path.replace(kept / path.name)
 
 
 def _steps(session: Session, row: AccuracyRow) -> int:

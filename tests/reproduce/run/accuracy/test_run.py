@@ -147,7 +147,7 @@ def test_the_command_goes_on_after_an_interrupt(
     capsys.readouterr()
     assert main(command) == 0
     out, err = capsys.readouterr()
-    assert "plain, seed 0: goes on after epoch 1 of 2, which is in\n" in err
+    assert "plain, seed 0: goes on after epoch 1 of 2, in\n" in err
     assert max(map(len, out.splitlines())) <= WIDTH and "GPipe" not in out.replace("kakaobrain/torchgpipe", "")
     (path,) = set(tmp_path.glob("*.json")) - {first}
     assert [result.samples["epoch"] for record in map(load, (first, path)) for result in record.results] == [
