@@ -13,7 +13,6 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.run.accuracy.datasets import Gratings, ImageNet, prepare
 
 Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("torchvision")
 
 
 def gratings(seed: int = 0, noise: float = 0.1, classes: int = 4) -> Gratings:

@@ -19,7 +19,7 @@ from reproduce.run.accuracy.training import AccuracyTraining
 from reproduce.run.session import UNITS
 from reproduce.tables.layout import WIDTH
 
-pytest.importorskip("torchvision")
+pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
 EXPERIMENT = runpy.run_path(str(Path(__file__).parents[2] / "tiny.py"))["TINY"]["tiny-accuracy"]
 STEPS, EPOCHS = 2, 2  # of its trainings: two rows from two seeds each
 GPIPE = "GPipe n8m4"

@@ -14,7 +14,6 @@ from reproduce.machine.devices import Devices
 from reproduce.run.accuracy.datasets import Gratings
 from reproduce.run.accuracy.training import AccuracyTraining
 
-pytest.importorskip("torchvision")
 CPU = Devices("cpu", 2, threads=1)
 ROWS: dict[str, Any] = {
     row.name: replace(row, batch_size=16) for row in EXPERIMENTS["resnet101-accuracy"].scale("small").rows
