@@ -31,7 +31,7 @@ def test_a_fault_is_found(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     rows = [Row("code_.py", "off by one", f"a {old} b", f"a {old}= b") for old in "<>"]
     with copied(tmp_path) as plain:
-        found = [tried(row, plain, 120, threading.Event()) for row in rows]
+        found = [tried(row, plain, 600, threading.Event()) for row in rows]
     assert [(row.found, row.by) for row in found] == [
         (True, "tests/test_code.py::test_less"),
         (False, f"{ALL_PASS} but 1, which fail in any case or not always"),
