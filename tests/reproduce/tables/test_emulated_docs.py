@@ -8,12 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.cli.main import main
-from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED, PUBLISHED_BALANCE
+from reproduce.experiments import LIKE_PUBLISHED, PUBLISHED_BALANCE, Row
 from reproduce.numbers.metrics import throughput
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result, save
+from reproduce.records.record import Record, save
 from reproduce.tables.emulated_docs import distance, distances
 
+from ..made import ran
 from ..made import record as made
 
 PAPERS = {paper.row: paper for paper in published("tg-unet-speed").results}
@@ -21,18 +22,17 @@ PAPERS = {paper.row: paper for paper in published("tg-unet-speed").results}
 
 def run(**factors: float) -> Record:
     """Make a run of U-Net's rows, as fast as published, times a factor where one is given; `_pb`: in that balance."""
-    results = []
-    for row in EXPERIMENTS["unet-speed"].scale("small").rows:
-        if row.configuration in (LIKE_PUBLISHED, PUBLISHED_BALANCE):
-            speed = throughput(PAPERS[row.name.partition("/")[0]])
-            assert speed is not None
-            factor = factors.get(row.name.replace("-", "_").replace("/", "_"), 1.0)
-            config = as_run(row.config())
-            results.append(Result(
-                "unet-speed", row.name, "emulated", "small", "cpu", config, emulated=True,
-                samples={"step_time": [row.batch_size / (speed.middle * factor)] * 3, "round": [0, 1, 2]},
-            ))  # fmt: skip
-    return made(*results)
+
+    def speeds(row: Row) -> list[float] | None:
+        if row.configuration not in (LIKE_PUBLISHED, PUBLISHED_BALANCE):
+            return None
+        speed = throughput(PAPERS[row.name.partition("/")[0]])
+        assert speed is not None
+        return [speed.middle * factors.get(row.name.replace("-", "_").replace("/", "_"), 1.0)] * 3
+
+    return made(
+        *[replace(each, config=as_run(each.config)) for each in ran("unet-speed", "small", speeds, emulated=True)]
+    )
 
 
 def as_run(config: dict[str, object]) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.records.record import Result
@@ -13,18 +12,15 @@ from reproduce.tables.all import tables
 from reproduce.tables.engines import GROUP
 from reproduce.tables.layout import WIDTH
 
+from .. import made
 from ..made import emulated, record
 
-ROWS = {row.name: row for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows}
 
-
-def row(name: str, engine: Any, *seconds: float, **changes: Any) -> Result:
-    steps = {"step_time": list(seconds), "round": [*range(len(seconds))]} if seconds else {}
-    status: Any = "measured" if seconds else "not run"
-    config = ROWS[name].config()
-    return replace(
-        Result("amoebanet-speed", name, status, "small", "cpu", config, engine=engine, samples=steps), **changes
-    )
+def row(name: str, engine: str, *seconds: float, **changes: Any) -> Result:
+    """Make a row that took these seconds by that engine; without any it was not run."""
+    config = next(row for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows if row.name == name).config()
+    own = {"experiment": "amoebanet-speed", "engine": engine, "config": config}
+    return made.row(name, seconds, **{**own, "status": "measured" if seconds else "not run", **changes})
 
 
 THREADS = row("GPipe n2m4", "threads", 32.0, 16.0, 32.0)

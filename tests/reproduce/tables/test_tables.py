@@ -8,60 +8,38 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.experiments import EXPERIMENTS, Row
+from reproduce.experiments import Row
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.record import Record, Result, Run
 from reproduce.tables.all import document, tables
 from reproduce.tables.layout import WIDTH
 
+from ..made import ran
+
 MiB, GiB = 2**20, 2**30
 RUN = Run("finished", ["python", "-m", "reproduce", "run"], 7, "2020-04-21T10:02:05Z", "2020-04-21T10:12:05Z",
           "cuda", 8, None, Machine("Linux", "a CPU", 4, 8, 64 << 30, [Gpu("Tesla P40", 22 << 30)] * 8),
           {"torch": "2.11.0", "torchvision": None}, Git("0123456789abcdef", dirty=True), [0.5, 0.25, 1.0])  # fmt: skip
-Speeds = Callable[[Row], Sequence[float] | str | None]  # samples/s of each step, or the status of a row without any
 
 
 def record(*results: Result, **run: object) -> Record:
     return Record("name", "Title", "measured", {}, list(results), scale="small", run=replace(RUN, **run))
 
 
-def results(name: str, scale: str, speeds: Speeds, device: str = "cpu", emulated: bool = False,
-            linked: float = 0.0, **values: Any) -> list[Result]:  # fmt: skip
-    """Make a result of every row but those of None."""
-    made = []
-    for row in EXPERIMENTS[name].scale(scale).rows:
-        given = speeds(row)
-        if given is None:
-            continue
-        good = "emulated" if emulated else "measured"
-        status, steps = (given, []) if isinstance(given, str) else (good, [row.batch_size / each for each in given])
-        own = {k: v(row) if callable(v) else v for k, v in values.items()} if status == good else {}
-        samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
-        if emulated and steps:
-            samples |= {"here_time": [each * (1 - linked) for each in steps], "work_time": steps, "wall_time": steps}
-        config = {**row.config(), **({"link": row.link} if emulated and linked else {})}
-        made.append(Result(
-            name, row.name, status, scale, device, config, row.over,  # type: ignore[arg-type]
-            f"{EXPERIMENTS[name].table}/{row.published}" if row.published else None, f"needs {row.devices} devices",
-            emulated=emulated, values=own, samples=samples,
-        ))  # fmt: skip
-    return made
-
-
 def observed(name: str, scale: str, **values: Any) -> Record:
     """Make a record of two steps of every row, with utilization and memory."""
     values = {"utilization": lambda row: [1.0] * row.devices, "bubble": 0.5,
               "peak_allocated": lambda row: [GiB] * row.devices, **values}  # fmt: skip
-    return record(*results(name, scale, lambda row: [100.0, 50.0], **values))
+    return record(*ran(name, scale, lambda row: [100.0, 50.0], **values))
 
 
 def memory(scale: str, device: str, peak: Callable[[int], list[int]], **values: Any) -> Record:
     """Make a record of peaks, given those for a number of devices, and of what was counted."""
     exact: dict[str, Any] = {"parameters": 1_844_858_344, "model_bytes": 12 * 1_844_858_344}
     peaks = {**exact, "peak_allocated": lambda row: peak(row.devices), **values}
-    counted = results("amoebanet-memory", "paper", lambda row: [], "meta", **exact)
-    return record(*counted, *results("amoebanet-memory", scale, lambda row: [], device, **peaks))
+    counted = ran("amoebanet-memory", "paper", lambda row: [], "meta", **exact)
+    return record(*counted, *ran("amoebanet-memory", scale, lambda row: [], device, **peaks))
 
 
 def cells(made: Record, title: str, first: Sequence[str]) -> list[str]:
@@ -89,21 +67,21 @@ def emulated_faster_still(row: Row) -> Sequence[float]:
 
 def both(name: str, scale: str, **options: Any) -> list[Result]:
     """Make every row measured where there are devices for it, and emulated."""
-    measured = results(name, scale, lambda row: None if row.partitions == 8 else gpipe_is_faster(row))
-    return [*measured, *results(name, scale, emulated_faster_still, emulated=True, **options)]
+    measured = ran(name, scale, lambda row: None if row.partitions == 8 else gpipe_is_faster(row))
+    return [*measured, *ran(name, scale, emulated_faster_still, emulated=True, **options)]
 
 
-MEASURED = results("amoebanet-speed", "paper", gpipe_is_faster)
+MEASURED = ran("amoebanet-speed", "paper", gpipe_is_faster)
 SPEED = record(*MEASURED)
 EMULATED = record(*both("amoebanet-speed", "paper"), device="cpu", threads_per_device=1, load=None)
-PUBLISHED = record(*results("amoebanet-speed", "paper", lambda row: None if row.equal else [row.batch_size / 2]))
+PUBLISHED = record(*ran("amoebanet-speed", "paper", lambda row: None if row.equal else [row.batch_size / 2]))
 LIVE = memory("small", "cpu", lambda n: [(100 + j) * MiB for j in range(n)], model_bytes=50 * MiB)
 LARGE = memory("small", "cpu", lambda n: [9999 * MiB] * n)
 CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB])
 UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem="no pynvml")
-NO_NAIVE = record(*results("amoebanet-speed", "paper",
+NO_NAIVE = record(*ran("amoebanet-speed", "paper",
                            lambda row: "out of memory" if row.configuration == "naive" else [64.0]))  # fmt: skip
-ZOO = record(*results("zoo-speed", "small", lambda row: "failed" if "n8 equal" in row.name else [2.0 * row.devices]))
+ZOO = record(*ran("zoo-speed", "small", lambda row: "failed" if "n8 equal" in row.name else [2.0 * row.devices]))
 TWO = "75.0 (62.5-87.5)"  # of 100 and 50 samples/s
 
 
@@ -146,7 +124,7 @@ def test_rows(made: Record, title: str, first: Sequence[str], last: Sequence[str
     ],
 )
 def test_rows_without_numbers(status: str, cell: str, note: str) -> None:
-    speed = record(*results("amoebanet-speed", "paper", lambda row: status if row.partitions == 4 else [1.0]))
+    speed = record(*ran("amoebanet-speed", "paper", lambda row: status if row.partitions == 4 else [1.0]))
     assert cells(speed, "equal batch", ("GPipe", "4", "4"))[-2:] == [cell, ""]
     assert note.format("naive n4, GPipe n4m4, GPipe n4m32") in notes(speed)
     lacking = [replace(each, status=status, values={}) if each.row == "pipeline-4" and each.scale == "small" else each
@@ -201,22 +179,13 @@ def test_notes(made: Record, note: str, expected: bool) -> None:
     assert (note in notes(made)) == expected
 
 
-def test_nothing_emulated_is_called_measured() -> None:
-    """A column of an emulated table says measured where it is, and the emulated numbers are not in it."""
-    for made, name in ((EMULATED, "emulated"), (SPEED, "(quartiles)")):
-        for table in tables(made):
-            assert [heading for heading in table.headings if "samples/s" in heading] == [f"samples/s\n{name}"]
-    for table in tables(record(*[each for each in EMULATED.results if each.emulated])):
-        assert not any(heading == "measured" or "meas." in heading for heading in table.headings)
-
-
 NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablation", "resnet101-speed")
          for scale in ("paper", "small")]  # fmt: skip
 WIDEST = {
     **{f"{name}, {scale}": observed(name, scale) for name, scale in NAMES},
     **{f"{name}, {scale}, emulated": record(*both(name, scale, utilization=lambda row: [1.0] * row.devices, bubble=0.5))
        for name, scale in NAMES},
-    "speed, paper": record(*results("amoebanet-speed", "paper", lambda row: [132.413, 199.9, 100.1])),
+    "speed, paper": record(*ran("amoebanet-speed", "paper", lambda row: [132.413, 199.9, 100.1])),
     "memory, paper": memory("paper", "cuda", lambda n: [int(139.9 * GiB)] * n, peak_reserved=[139 * GiB] * 8),
     "memory, small": LARGE,
     "models": ZOO,
@@ -224,14 +193,16 @@ WIDEST = {
 
 
 @pytest.mark.parametrize("made", WIDEST.values(), ids=WIDEST.keys())
-def test_pages_have_circumstances_and_every_table_which_fit_80_columns(made: Record) -> None:
-    page = document(made)
+def test_every_table_is_in_the_page_and_fits_80_columns(made: Record) -> None:
+    assert document(made).count("\n## ") == len(tables(made))
+    for table in tables(made):
+        assert table.text().isascii() and max(map(len, table.text().splitlines())) <= WIDTH
+
+
+def test_a_page_has_its_circumstances() -> None:
+    page = document(SPEED)
     for text in (
         "# Title", "scale `small`, on 8 CUDA devices", "a CPU, 4 cores, 64 GiB of memory, Tesla P40 (22 GiB)",
         "torch 2.11.0; git revision 0123456789ab with changes", "seed 7; load at start 0.50 0.25 1.00",
-        "`python -m reproduce run`", "`name.json`",
     ):  # fmt: skip
         assert text in page
-    assert page.count("\n## ") == len(tables(made))
-    for table in tables(made):
-        assert table.text().isascii() and max(map(len, table.text().splitlines())) <= WIDTH
