@@ -122,9 +122,9 @@ def _put(
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
-    """Name a training's file, which ends in a digest of all that its course depends on."""
+    """Name the file of a training: by a digest of what its course depends on, beside row and seed."""
     data, made = _needs(session).data, session.scale.settings()["made"]
-    depends_on = [row.config(), seed, made and [made, session.seed], data.train_size, data.val_size,
+    depends_on = [row.config(), made and [made, session.seed], data.train_size, data.val_size,
                   session.devices.kind, session.devices.threads]  # fmt: skip
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:10]
     name = f"{session.experiment.name}-{session.scale.name}-{row.name}-seed{seed}-{digest}.pt"
