@@ -186,20 +186,29 @@ def rank_of(case: Case, rank: int, store: str, said: Any) -> None:
     said.send(("", time.monotonic()))
 
 
+def started(method: str, *args: Any) -> None:
+    """Start a rank, and wait for it. This process has not used autograd: a fork could not go on with its threads."""
+    context: Any = get_context(method)
+    process = context.Process(target=rank_of, args=args)
+    process.start()
+    process.join()
+
+
 @pytest.mark.parametrize(
     "name, method", [*product(CASES, ["forkserver"]), ("raises outside", "fork"), ("raises outside", "spawn")]
 )
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_all_end(name: str, method: str, tmp_path: Path) -> None:
     """Processes of `multiprocessing` say why they end, however they were started."""
     case = CASES[name]
-    context: Any = get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__])
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     processes, heard = [], []
     for rank in range(WORLD):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=rank_of, args=(case, rank, str(tmp_path / "store"), there), daemon=True)
+        args = (case, rank, str(tmp_path / "store"), there)
+        process = context.Process(target=rank_of, args=args, daemon=True)
+        if method != "forkserver":
+            process = context.Process(target=started, args=(method, *args))
         process.start()
         there.close()
         heard.append(here)
