@@ -71,6 +71,7 @@ GRIDS = ["e: throughput, B/A", "", r"n \ m 1 4", "----- ------ ------"]
             "geometric mean of 1 or 2 x 2.00 x 1.00", "", "- missing in C: n2m4",
         ]),
         (2, GRID, [*GRIDS, "2 1.00 ~ 2.00 +", "10 1.00 ~ 2.00 +"]),
+        (2, {**GRID, "metric": "speedup"}, ["e: speedup, each side over its own, B/A", *GRIDS[1:], "2 1 2.00 +"]),
         (2, {**GRID, "filters": ["n=10"]}, [*GRIDS, "10 1.00 ~ 2.00 +"]),
     ],
 )  # fmt: skip
