@@ -9,7 +9,7 @@ INSTALL ?= $(BIN)/python -m pip install --disable-pip-version-check
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test test-oldest lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
+.PHONY: help setup test test-oldest planted lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
 
 help:
 	@echo "make reproduce            run every experiment here, one model after another"
@@ -21,11 +21,13 @@ help:
 	@echo "make report               write results/report.html, a page of everything in results/ and runs/"
 	@echo "make test                 run the tests"
 	@echo "make test-oldest          run them with the oldest versions that setup.cfg allows"
+	@echo "make planted              plant each fault of tests/planted in a copy, and see whether tests find it (ARGS='--jobs 2')"
 	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
-	@echo "make benchmark            time machinery, training steps, balancer, micro-batches, portals, the planner"
+	@echo "make benchmark            time balancer, micro-batches, portals, the planner, the replay"
 	@echo "make suites               run each of these once, untimed, to see that they work"
 	@echo "make regression BASE=REV  is the working tree slower than that revision?"
 	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.counts"
+	@echo "                          what a task costs beside it: $(BIN)/python -m benchmarks.machinery --against REV"
 	@echo "make clean                remove the virtual environment and caches"
 
 setup: $(READY)
@@ -45,6 +47,9 @@ OLDEST = $(VENV)-oldest/bin/python
 test-oldest:
 	@$(MAKE) --no-print-directory test VENV='$(VENV)-oldest' \
 	    INSTALL='$(OLDEST) -m pip install --quiet uv && $(OLDEST) -m uv pip install --python $(OLDEST) --resolution lowest-direct'
+
+planted: $(READY)
+	@$(BIN)/python -m tests.planted $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

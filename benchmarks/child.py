@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from reproduce.error import Error
+from reproduce.regression.trees import committed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,7 +46,11 @@ class Child:
             text=True,
             start_new_session=True,  # Ctrl-C is for this process; the child ends when there is nobody left to ask
         )
-        self.version: str = self.receive()
+        try:
+            self.version: str = self.receive()
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, *request: Any) -> None:
         """Ask for something.
@@ -81,21 +87,26 @@ class Child:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        with suppress(BrokenPipeError):  # what was written and not read any more
-            self._process.communicate()
+        with suppress(BrokenPipeError), self._process:  # what was written and not read any more
+            self._process.kill()
 
     def _ended(self) -> Error:
         return Error(f"the measuring process ended with exit code {self._process.wait()}")
 
 
 @contextmanager
-def children(script: str, **paths: Path | None) -> Iterator[dict[str, Child]]:
-    """Yield a child for each name with a path, and end them afterwards."""
-    with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(closing(Child(script, path))) for name, path in paths.items() if path is not None
-        }
+def children(script: str, other: Path | str | None) -> Iterator[tuple[Child, Child | None]]:
+    """Yield a child with this torchgpipe, and one with that of another folder or revision; end them afterwards."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        here = stack.enter_context(closing(Child(script)))
+        if other is None:
+            yield here, None
+            return
+        path = other if isinstance(other, Path) else committed(ROOT, other, Path(folder) / "other").folder
+        child = stack.enter_context(closing(Child(script, path)))
+        if isinstance(other, str):
+            child.version = f"torchgpipe {other}"
+        yield here, child
 
 
 def serve(answer: Callable[..., Any]) -> None:
@@ -112,5 +123,10 @@ def serve(answer: Callable[..., Any]) -> None:
             say(answer(*json.loads(line)))
         except torch.OutOfMemoryError:
             say(None, "out of memory")
-        except (ValueError, TypeError, RuntimeError) as error:  # another version may lack what is asked for
+        except (
+            AttributeError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # another version may lack what is asked for
             say(None, f"{type(error).__name__}: {error}".splitlines()[0])

@@ -11,108 +11,133 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.counted_step import CONFIGURATIONS, PER_TASK, Configuration, Counted, count
-from benchmarks.harness import command, render
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import command
+from benchmarks.pipelines import ENGINES, evenly, on_cpu
+from benchmarks.tally import Tally, tallied
 from reproduce.error import Error
+from reproduce.models import unet
 from reproduce.records.decode import decode, read_json
 from reproduce.records.record import write_atomically
+from torchgpipe.checkpoint import MODES, Mode, checkpointed
 
 FILE = Path(__file__).with_name("counts.json")
 
 ADVICE = f"If this is meant, run python -m benchmarks.counts --update, and commit benchmarks/{FILE.name}."
 
-File = Mapping[str, Mapping[str, int]]
+
+def _four_times(*layers: Callable[[], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(*(layer() for _ in range(4) for layer in layers))
 
 
-def differences(file: File, counted: Mapping[Configuration, Counted]) -> list[str]:
+# Layers, the shape of a sample, and what `GPipe` is asked for beside the configuration.
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], dict[str, Any]]] = {
+    "linear": (lambda: _four_times(lambda: nn.Linear(8, 8), nn.Tanh), (8,), {}),
+    # Its skips cross partitions, and its dropout draws.
+    "U-Net": (lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8), {}),
+    "batch norm": (
+        lambda: _four_times(lambda: nn.Linear(8, 8), lambda: nn.BatchNorm1d(8)), (8,), {"deferred_batch_norm": True},
+    ),
+}  # fmt: skip
+SAMPLES = 2  # in a micro-batch
+STEPS = 2  # the first starts the workers, the last is counted
+
+
+# A model in `n` partitions on CPU devices, and how its mini-batches of `m` micro-batches run (`pipelines`).
+CONFIGURATIONS: dict[str, Any] = {
+    f"{model} n{n}m{m} {checkpoint} {engine}": (model, n, m, checkpoint, engine)
+    for model, n, m, modes, engines in (
+        ("linear", 1, 4, ("except_last",), ("graph",)),
+        ("linear", 2, 4, MODES, ENGINES),
+        ("linear", 4, 1, ("never",), ENGINES),
+        ("U-Net", 4, 4, ("except_last",), ENGINES),
+        ("batch norm", 2, 4, ("except_last",), ENGINES),
+    )
+    for checkpoint in modes
+    for engine in engines
+}
+
+
+class Counts(NamedTuple):
+    """Of one training step, forward and backward, that makes the parameters' gradients anew.
+
+    `operators`, by name, and `nodes` are what the pipeline adds to a plain loop over the same layers and micro-batches,
+    which runs the checkpointed ones forward twice: what layers do may differ between versions of PyTorch.
+    """
+
+    operators: Counter[str]
+    nodes: int
+    waits: int
+
+    def totals(self) -> dict[str, int]:
+        """Return a number for each count."""
+        return {**self._asdict(), "operators": self.operators.total()}
+
+
+def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
+    """Count a step of the pipeline and one of the plain loop, the last of a few."""
+    build, shape, options = MODELS[model]
+    x = torch.randn(m * SAMPLES, *shape)
+    layers, twice = build(), checkpointed(checkpoint, m)
+
+    def plain(x: Tensor) -> Tensor:
+        outputs = []
+        for i, micro_batch in enumerate(x.chunk(m) if m > 1 else [x]):
+            if i < twice:
+                with torch.no_grad():
+                    layers(micro_batch)
+            outputs.append(layers(micro_batch))
+        return torch.cat(outputs) if m > 1 else outputs[0]
+
+    with tallied() as tally:
+        expected = _step(plain, layers, x, tally)
+        pipeline = on_cpu(layers, evenly(layers, n), engine, chunks=m, checkpoint=checkpoint, **options)
+        counts = _step(pipeline, pipeline, x, tally)
+    counts.operators.subtract(expected.operators)
+    return counts._replace(nodes=counts.nodes - expected.nodes)
+
+
+def _step(model: Callable[[Tensor], Tensor], layers: nn.Module, x: Tensor, tally: Tally) -> Counts:
+    for _ in range(STEPS):
+        layers.zero_grad()
+        tally.clear()
+        model(x).square().mean().backward()
+    return Counts(Counter(tally.operators), sum(tally.nodes), len(tally.waits))
+
+
+def differences(file: Mapping[str, Mapping[str, int]], counted: Mapping[str, Counts]) -> list[str]:
     """Compare; return a line for each count that differs, and for each configuration that only one side has."""
-    lines = []
-    for configuration, (counts, added) in counted.items():
-        row = file.get(str(configuration))
-        if row is None:
-            lines.append(f"{configuration}: counted, but not in {FILE.name}")
-            continue
-        for name, now in counts._asdict().items():
-            before = row.get(name)
-            if before != now:
-                lines.append(f"{configuration}: {_difference(name, before, now, configuration, added)}")
-    names = {str(configuration) for configuration in counted}
-    return lines + [f"{name}: in {FILE.name}, but no longer counted" for name in file if name not in names]
-
-
-def _difference(
-    name: str, before: int | None, now: int | None, configuration: Configuration, added: Counter[str]
-) -> str:
-    what = name.replace("_", " ")
-    if before is None or now is None:
-        return f"{what} changed from {_told(before)} to {_told(now)}"
-    line = f"{what} {'grew' if now > before else 'fell'} from {before} to {now}"
-    if name in PER_TASK:
-        line += f", {now / (configuration.n * configuration.m):.2f} per task"
-    if name == "operators":
-        each = [f"{number:+} {operator}" for operator, number in sorted(added.items()) if number]
-        line += f"; in all {', '.join(each)}"
-    return line
-
-
-def _told(number: int | None) -> str:
-    return "not counted" if number is None else str(number)
-
-
-def read(path: Path) -> File:
-    """Read committed counts; raise `Error` where the file is none."""
-    return decode(dict[str, dict[str, int]], read_json(path), str(path))
-
-
-def write(path: Path, counted: Mapping[Configuration, Counted]) -> None:
-    """Write counts, a line for each configuration; whatever happens, the old file or the new one is there."""
-    rows = [
-        f"{json.dumps(str(configuration))}: "
-        + json.dumps({name: number for name, number in counts._asdict().items() if number is not None})
-        for configuration, (counts, _) in counted.items()
-    ]
-    write_atomically(path, "{\n" + ",\n".join(rows) + "\n}\n")
-
-
-def tables(counted: Mapping[Configuration, Counted]) -> str:
-    """Render a table for each model."""
-    shown = ("operators", "nodes", "waits", "reads", "kept", "alive", "threads")
-    headers = ["", *(f"{name}\n/task" if name in PER_TASK else name for name in shown)]
-    blocks = []
-    for model, group in groupby(counted.items(), key=lambda item: item[0].model):
-        rows = [[str(c).removeprefix(f"{model} "), *_cells(c, counts._asdict(), shown)] for c, (counts, _) in group]
-        body = render(headers, rows, "simple", colalign=("left", *["right"] * len(shown)))
-        blocks.append(f"{model}\n\n{body}")
-    return "\n\n".join(blocks)
-
-
-def _cells(c: Configuration, counts: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        number = counts[name]
-        yield "" if number is None else f"{number / (c.n * c.m):.2f}" if name in PER_TASK else str(number)
+    lines = [f"{name}: in {FILE.name}, but no longer counted" for name in file if name not in counted]
+    lines += [f"{name}: counted, but not in {FILE.name}" for name in counted if name not in file]
+    for name in [name for name in counted if name in file]:
+        for what, now in counted[name].totals().items():
+            if (before := file[name].get(what, 0)) != now:
+                line = f"{name}: {what} {'grew' if now > before else 'fell'} from {before} to {now}"
+                each = [f"{n:+} {operator}" for operator, n in sorted(counted[name].operators.items()) if n]
+                lines.append(line + (f"; in all {', '.join(each)}" if what == "operators" else ""))
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Count every configuration and print a table; compare with the file, or write it."""
+    """Count every configuration and print it; compare with the file, or write it."""
     parser = command("counts", __doc__, json=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
     try:
-        file = {} if options.update else read(FILE)
+        file = {} if options.update else decode(dict[str, dict[str, int]], read_json(FILE), str(FILE))
     except Error as error:
         raise SystemExit(f"counts: {error}; write it by python -m benchmarks.counts --update") from None
-    try:
-        counted = {configuration: count(configuration) for configuration in CONFIGURATIONS}
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    print(tables(counted))
+    counted = {name: count(*configuration) for name, configuration in CONFIGURATIONS.items()}
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(counts.totals())}" for name, counts in counted.items())
+    print(rows)
     if options.update:
-        write(FILE, counted)
+        write_atomically(FILE, f"{{\n{rows}\n}}\n")
     elif lines := differences(file, counted):
         raise SystemExit("\n".join(["", *lines, ADVICE]))
 

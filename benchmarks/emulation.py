@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.harness import Found, by_case, command, keep, render, start, turns
 from reproduce.experiments import Optimizer, Row
@@ -67,36 +67,7 @@ def transformer() -> nn.Sequential:
     return nn.Sequential(*(Attention() for _ in range(8)), nn.Flatten(), nn.Linear(64 * 64, 10))
 
 
-def plain_convolutions() -> nn.Sequential:
-    """Build a network like VGG's: (N, 3, 32, 32) to (N, 10)."""
-    layers: list[nn.Module] = []
-    for a, b in ((3, 32), (32, 64), (64, 128), (128, 256)):
-        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch normalization, and what they were given: (N, 32, H, W) to the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        convolutions = (nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(2))
-        first, second = (nn.Sequential(each, nn.BatchNorm2d(32)) for each in convolutions)
-        self.layers = nn.Sequential(first, nn.ReLU(), second)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.layers(x))
-
-
-def residual() -> nn.Sequential:
-    """Build a residual network: (N, 3, 32, 32) to (N, 10)."""
-    blocks = (Residual() for _ in range(6))
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
-    )
-
-
-OWN = {"MLP": perceptron, "Transformer": transformer, "VGG-like": plain_convolutions, "residual": residual}
+OWN = {"MLP": perceptron, "Transformer": transformer}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +232,9 @@ def measure(rounds: int) -> Found:
         *_, samples = turns({name: subject.run for name, subject in subjects.items()}, rounds, warm_up=1)
         yield [
             Result(case, way, "measured", config={"balance": list(subjects[way].row.balance or ())},
-                   values={"hand_over": hand, "planned": [subjects[way].planned(each) for each in predictors]},
-                   samples=subjects[way].seconds(runs))
+                   values={"hand_over": hand},
+                   samples={**subjects[way].seconds(runs),
+                            "planned": [subjects[way].planned(each) for each in predictors]})
             for way, runs in samples.items()
         ]  # fmt: skip
 
@@ -272,8 +244,7 @@ def errors(record: Record) -> dict[str, dict[str, float]]:
     found = {}
     for case, ways in by_case(record).items():
         for way, result in ways.items():
-            middle = {name: statistics.median(result.samples[name]) for name in WAYS}
-            middle["as plan predicts"] = statistics.median(result.values["planned"])
+            middle = {name: result.values[name] for name in WAYS} | {"as plan predicts": result.values["planned"]}
             real = middle.pop("measured")
             found[f"{case} {way}"] = {name: x / real - 1 for name, x in middle.items()}
     return found
@@ -284,12 +255,14 @@ def table(record: Record, style: str = "simple") -> str:
     found = errors(record)
     ways = list(next(iter(found.values())))
     results = {f"{each.experiment} {each.row}": each for each in record.results}
-    real = {name: statistics.median(each.samples["measured"]) for name, each in results.items()}
-    rows = [[name, f"{1e3 * real[name]:.0f}", *(f"{x:+.1%}" for x in each.values())] for name, each in found.items()]
+    rows = [
+        [name, f"{1e3 * results[name].values['measured']:.0f}", *(f"{x:+.1%}" for x in each.values())]
+        for name, each in found.items()
+    ]
     for what, of in (("median", statistics.median), ("largest", max)):
         columns = [[abs(each[way]) for each in found.values()] for way in ways]
         rows.append([f"{what}, either way", "", *(f"{of(column):.1%}" for column in columns)])
-    rounds = min(len(each.samples["measured"]) for each in record.results)
+    rounds = min(each.values["spread"]["measured"][-1] for each in record.results)
     hand_over = record.results[0].values["hand_over"]
     head = f"{len(found)} configurations of n=2, {rounds} rounds; a hand-over takes {hand_over * 1e6:.0f} us"
     return f"{head}\n\n{render(['configuration', 'measured ms', *ways], rows, style)}"

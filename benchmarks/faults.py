@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with closing(outside):
         cases = {(case.experiment, case.row): case.run for some in chosen.values() for case in some}
         del options.inside
-        record = start(options, "faults", "faults of ranks", {"seconds": "s"}, devices=RANKS)
+        record = start(options, "faults", "faults of ranks", {"last": "s"}, devices=RANKS)
         if options.json is not None and options.json.exists():
             record = continued(record, load(options.json))
         there = {(each.experiment, each.row) for each in record.results if each.status != "not run"}
@@ -93,13 +93,14 @@ def run(cell: Cell, outside: Outside) -> Result:
         return Result(experiment, row, "not run", reason=NO_NETWORKS)
     seen = outside.run(cell)
     wrong = judged(cell, seen, outside.silence + outside.more)
+    others = {rank: end for rank, end in seen.ended.items() if rank != cell.victim}
+    said = [(f"rank {rank}", what) for rank in sorted(others) if (what := error_in(seen.errors[rank]))]
     return Result(
         experiment,
         row,
         "failed" if wrong else "measured",
         reason="; ".join(wrong) or None,
-        values={f"rank {rank}": said for rank, printed in seen.errors.items() if (said := error_in(printed))},
-        samples={"seconds": [round(end.seconds, 3) for rank, end in seen.ended.items() if rank != cell.victim]},
+        values={"last": max((round(end.seconds, 3) for rank, end in others.items()), default=0.0), **dict(said[:1])},
     )
 
 

@@ -85,8 +85,8 @@ class Outside:
 
     def close(self) -> None:
         """End the process that ranks are forked from, and these."""
-        self._server.kill()
-        self._server.wait()
+        with self._server:
+            self._server.kill()
 
     def run(self, cell: Cell) -> Seen:
         """Run a case until all of it has ended; end what does not end by itself."""

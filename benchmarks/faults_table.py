@@ -56,7 +56,7 @@ def cell(results: Sequence[Result]) -> str:
     done = [each for each in results if each.status != "not run"]
     if failed := sum(each.status == "failed" for each in done):
         return f"**{failed} of {len(done)} fail**"
-    return f"{max(second for each in done for second in each.samples['seconds']):.1f}" if done else "not run"
+    return f"{max(each.values['last'] for each in done):.1f}" if done else "not run"
 
 
 def text(said: object, most: int) -> str:

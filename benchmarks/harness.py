@@ -1,20 +1,21 @@
 """What all benchmarks share: options, turns, and a record that is rewritten as results come.
 
 A benchmark has cases, and in each of them several *ways* to do the same work take turns: engines, versions, a plain
-loop. Its record has a result for each: the case is the result's experiment, the way its row.
+loop. Its record has a result for each: the case is the result's experiment, the way its row. Of its samples the record
+has a summary.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import tabulate
 import torch
 from msgspec.structs import replace
 
@@ -25,39 +26,26 @@ from reproduce.machine.devices import Devices
 from reproduce.records.record import FREED_MEMORY, Record, Result, save
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_run, now, prepare_folder
+from reproduce.tables.layout import grid
 
+render = grid
 T = TypeVar("T")
 Found = Generator[Sequence[Result], None, None]
-"""Results as they come: those that are new, or have more samples."""
+"""Results with their samples, as they come: those that are new, or have more samples."""
 
 
-def command(
-    name: str, doc: str, *, against: bool | None = None, json: bool = True, **defaults: int
-) -> argparse.ArgumentParser:
+def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
     """Return the parser of `python -m benchmarks.NAME`.
 
-    Of the common options it takes `--against` unless that is None (and demands it where True), `--json`, and `--rounds`
-    and `--steps` where they have a default.
+    Of the common options it takes `--json`, and `--rounds` and `--steps` where they have a default.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
-    if against is not None:
-        parser.add_argument("--against", type=folder_with_torchgpipe, metavar="DIR", required=against,
-                            help="folder with another torchgpipe")  # fmt: skip
     for option, default in defaults.items():
         what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
         parser.add_argument(f"--{option}", type=positive, default=default, help=f"{what} (default {default})")
     if json:
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE, as they come")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE, as results come")
     return parser
-
-
-def folder_with_torchgpipe(text: str) -> Path:
-    """Read a folder from a command line; refuse one in which no torchgpipe was installed."""
-    if not (Path(text) / "torchgpipe").is_dir():
-        raise argparse.ArgumentTypeError(
-            f"there is no torchgpipe in {text}; pip install --no-deps --target {text} torchgpipe==0.0.7"
-        )
-    return Path(text)
 
 
 def positive(text: str) -> int:
@@ -118,6 +106,18 @@ def by_case(record: Record) -> dict[str, dict[str, Result]]:
     return found
 
 
+def summarized(result: Result) -> Result:
+    """Return a result with the median of each series as its value; in `spread` are both quartiles and the count."""
+    if not result.samples:
+        return result
+    medians, spread = {}, {}
+    for name, series in result.samples.items():
+        parts = statistics.quantiles(series, n=4) if len(series) > 1 else [*series] * 3
+        low, medians[name], high = (float(f"{part:.6g}") for part in parts)
+        spread[name] = [low, high, len(series)]
+    return replace(result, samples={}, values={**result.values, **medians, "spread": spread})
+
+
 def keep(record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]) -> Record:
     """Add what is `found`, in so many parts, to a record, and rewrite its file each time; at the end print the table.
 
@@ -136,7 +136,7 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
         with interruptible() as check, closing(found):
             progress.show(f"0 of {total}")
             for number, part in enumerate(found, 1):
-                results |= {(result.experiment, result.row): result for result in part}
+                results |= {(result.experiment, result.row): summarized(result) for result in part}
                 if path is not None:
                     save(so_far("running"), path)
                 progress.show(f"{number} of {total}")
@@ -157,9 +157,3 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
         print(f"{record.name}: {why[1]}; {left}", file=sys.stderr)
         raise SystemExit(why[0])
     return record
-
-
-def render(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str, **more: Any) -> str:
-    """Return a table in one of tabulate's styles."""
-    tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
-    return tabulate.tabulate(rows, headers, disable_numparse=True, tablefmt=style, **more)

@@ -1,82 +1,137 @@
-"""What the machinery costs per task, with layers that do next to nothing.
+"""What the machinery costs: steps of pipelines beside a plain loop over the same layers, and beside another torchgpipe.
 
-    python -m benchmarks.machinery                     # this checkout, beside a plain loop over the same layers
-    python -m benchmarks.machinery --against DIR       # and beside another torchgpipe, in the same run
+    python -m benchmarks.machinery                                        # layers that do next to nothing, on the CPU
+    python -m benchmarks.machinery --against 414bf55                      # and that revision, in the same run
+    python -m benchmarks.machinery --against DIR                          # or a torchgpipe in a folder
+    python -m benchmarks.machinery --model AmoebaNet-D --device cuda      # layers that do something, on a GPU
 
-DIR is a folder that another version was installed into: pip install --no-deps --target DIR torchgpipe==0.0.7
+Into the folder, another version is installed by pip install --no-deps --target DIR torchgpipe==0.0.7
 
 Each version runs in a process of its own and they take turns, so that a drift of the machine's speed meets all of
 them. A figure is the median over all rounds, in microseconds per task: the time of `model(x)`, and of
-`loss.backward()`, over n·m. A task's `Linear(8, 8)` is part of it. Engines are the graph engine, as it works on one
-device and `across` several, and workers; beside each is its ratio to the other version.
+`loss.backward()`, over n·m. The layers' own time is part of it. Engines are the graph engine, as it works on one device
+and `across` several, and workers; beside each is the ratio of both times to those of the other version, by the same
+engine if it has that, or else to those of the plain loop. On CUDA all partitions are on one GPU.
 """
 
 from __future__ import annotations
 
-import statistics
-from argparse import Namespace
+import argparse
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
+from pathlib import Path
 
-from benchmarks.child import ROOT, children
-from benchmarks.harness import Found, by_case, command, keep, render, start, turns
-from benchmarks.machinery_child import PLAIN
+import torch
+
+from benchmarks.child import ROOT, Child, children
+from benchmarks.harness import Found, by_case, command, keep, positive, render, start, turns
+from benchmarks.machinery_child import MODELS, MODES
 from benchmarks.pipelines import ENGINES
+from reproduce.error import Error
+from reproduce.machine.git import commit_of
 from reproduce.records.record import Record, Result
 
-CASES = [(n, m, checkpoint) for checkpoint in ("never", "always") for n in (1, 2, 4, 8) for m in (1, 8, 32)]
 DIRECTIONS = ("forward", "backward")
+BOTH = "both"
+OTHER = "other"
+WAYS = ("plain", OTHER, *(way for engine in ENGINES for way in (f"{engine}, {OTHER}", engine)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case and print a table."""
-    options = command("machinery", __doc__, against=False, rounds=5, steps=20).parse_args(arguments)
-    record = start(options, "machinery", "time per task", dict.fromkeys(DIRECTIONS, "us/task"), devices=8)
-    keep(record, options.json, measure(options), len(CASES), table)
+    parser = command("machinery", __doc__, rounds=5, steps=20)
+    parser.add_argument("--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["linear"])
+    parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
+    parser.add_argument("--partitions", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="n")
+    parser.add_argument("--chunks", type=positive, nargs="+", default=[1, 8, 32], metavar="m")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
+    devices = 1 if options.device == "cuda" else max(options.partitions)
+    unit = dict.fromkeys((*DIRECTIONS, BOTH), "us/task")
+    record = start(options, "machinery", "time per task", unit, devices=devices, device=options.device)
+    cases = [*product(options.model, options.checkpoint, options.partitions, options.chunks)]
+    keep(record, options.json, measure(options, cases), len(cases), table)
 
 
-def measure(options: Namespace) -> Found:
+def other_torchgpipe(text: str) -> Path | str:
+    """Read a folder with a torchgpipe, or a revision of this one, from a command line."""
+    if (Path(text) / "torchgpipe").is_dir():
+        return Path(text)
+    try:
+        commit_of(ROOT, text)
+    except Error as error:
+        install = f"pip install --no-deps --target {text} torchgpipe==0.0.7"
+        raise argparse.ArgumentTypeError(f"{error}, or a folder with a torchgpipe in it ({install})") from None
+    return text
+
+
+def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, int]]) -> Found:
     """Yield the results of one case after another."""
-    with children("machinery_child.py", here=ROOT, other=options.against) as versions:
-        for n, m, checkpoint in CASES:
-            asked = {"plain": ["here", PLAIN[checkpoint]], "other": ["other", checkpoint]}
-            asked |= {engine: ["here", checkpoint, engine] for engine in ENGINES[: 1 if n == 1 else None]}
-            ways = {way: (versions[version], how) for way, (version, *how) in asked.items() if version in versions}
-            turn = {way: partial(child.ask, options.steps, n, m, *how) for way, (child, how) in ways.items()}
+    with children("machinery_child.py", options.against) as (here, other):
+        for model, checkpoint, n, m in cases:
+            engines = ENGINES if n > 1 and options.device == "cpu" else ENGINES[:1]
+            ways: dict[str, tuple[Child, str | None]] = {"plain": (here, "plain")}
+            ways |= {engine: (here, engine) for engine in engines}
+            if other is not None and other.version.startswith("torchgpipe 0.0."):  # which had no choice of engines
+                ways[OTHER] = other, None
+            elif other is not None:
+                ways |= {f"{engine}, {OTHER}": (other, engine) for engine in engines}
+            asked = (model, n, m, checkpoint, options.device)
+            unable: dict[str, str] = {}
+            for way, (child, how) in ways.items():
+                try:
+                    child.ask(1, *asked, how)
+                except Error as why:
+                    unable[way] = str(why)
+            turn = {
+                way: partial(child.ask, options.steps, *asked, how)
+                for way, (child, how) in ways.items()
+                if way not in unable
+            }
             *_, found = turns(turn, options.rounds)
-            results = []
-            for way, (child, _) in ways.items():
-                pairs = zip(*(pair for turn in found[way] for pair in turn), strict=True)
-                samples = {x: [round(t * 1e6, 2) for t in times] for x, times in zip(DIRECTIONS, pairs, strict=True)}
-                config = {"version": child.version}
-                results.append(Result(f"n={n} m={m} {checkpoint}", way, "measured", config=config, samples=samples))
-            yield results
+            case = f"{'' if model == 'linear' else f'{model} '}n={n} m={m} {checkpoint}"
+            yield [
+                _result(case, way, child.version, found.get(way), unable.get(way)) for way, (child, _) in ways.items()
+            ]
+
+
+def _result(
+    case: str, way: str, version: str, turns: Sequence[Sequence[Sequence[float]]] | None, why: str | None
+) -> Result:
+    if turns is None:
+        return Result(case, way, "failed", reason=why, config={"version": version})
+    pairs = [(1e6 * forward, 1e6 * backward) for turn in turns for forward, backward in turn]
+    forward, backward = (list(times) for times in zip(*pairs, strict=True))
+    samples = {"forward": forward, "backward": backward, BOTH: [sum(pair) for pair in pairs]}
+    return Result(case, way, "measured", config={"version": version}, samples=samples)
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render medians in µs per task, forward + backward, and the ratios to the other version's for both."""
+    """Render medians in µs per task, forward + backward, and the ratios for both."""
     cases = by_case(record)
-    known = ("plain", "other", "here", *ENGINES)  # "here" is what older records have in place of engines
-    ways = [way for way in known if any(way in found for found in cases.values())]
-    others = [str(found["other"].config["version"]) for found in cases.values() if "other" in found]
-    titles = {"plain": "plain loop", "other": "".join(others[:1]).removeprefix("torchgpipe ")}
-    judged = [way for way in ways if others and way not in titles]
-    headers = ["case", *(title for way in ways for title in (titles.get(way, way), *["ratio"] * (way in judged)))]
-    rows = []
+    ways = [way for way in WAYS if any(way in found for found in cases.values())]
+    others = [str(found[way].config["version"]) for found in cases.values() for way in found if way.endswith(OTHER)]
+    name = "".join(others[:1]).removeprefix("torchgpipe ")
+    titles = {"plain": "plain loop", OTHER: name, **{f"{engine}, {OTHER}": f"{engine}, {name}" for engine in ENGINES}}
+    headers = ["case", *(title for way in ways for title in (titles.get(way, way), *["ratio"] * (way in ENGINES)))]
+    rows: list[list[str]] = []
+    reasons: dict[str, None] = {}
     for case, found in cases.items():
         row = [case]
         for way in ways:
-            samples = found[way].samples if way in found else {}
-            row.append(" + ".join(f"{statistics.median(times):.0f}" for times in samples.values()))
-            if way in judged:
-                row.append(f"{_both(found[way]) / _both(found['other']):.2f}" if samples else "")
+            values = found[way].values if way in found else {}
+            if way in found and found[way].reason is not None:
+                reasons[f"- {titles.get(way, way)}: {found[way].reason}"] = None
+            row.append(" + ".join(f"{values[each]:.0f}" for each in DIRECTIONS) if BOTH in values else "")
+            if way in ENGINES:
+                base = next(found[each] for each in (f"{way}, {OTHER}", OTHER, "plain") if each in found).values
+                row.append(f"{values[BOTH] / base[BOTH]:.2f}" if BOTH in values and BOTH in base else "")
         rows.append(row)
-    return render(headers, rows, style)
-
-
-def _both(each: Result) -> float:
-    """Return the median over steps of forward and backward together."""
-    return statistics.median(map(sum, zip(*each.samples.values(), strict=True)))
+    return "\n".join([render(headers, rows, style), *(["", *reasons] if reasons else [])])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -11,45 +12,72 @@ from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
 from benchmarks.child import serve
 from benchmarks.pipelines import on_cpu
+from reproduce.models import amoebanetd
+from torchgpipe import GPipe
 
-Sample = tuple[float, float]
-
-# What a plain loop over the same layers and micro-batches does in place of each checkpoint mode.
-PLAIN = {"never": "plain", "always": "plain checkpointed"}
-
-
-def build(n: int, m: int, mode: str, engine: str | None = None) -> Callable[[Tensor], Tensor]:
-    """Return a model of `n` layers, one per partition, in a plain loop or a pipeline (`pipelines` says of `engine`)."""
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(n)))
-    if mode == "plain":
-        return lambda x: torch.cat([layers(micro_batch) for micro_batch in x.chunk(m)])
-    if mode == "plain checkpointed":
-
-        def run(x: Tensor) -> Tensor:
-            outputs = []
-            for micro_batch in x.chunk(m):
-                for layer in layers:
-                    micro_batch = plain_checkpoint(layer, micro_batch, use_reentrant=False)
-                outputs.append(micro_batch)
-            return torch.cat(outputs)
-
-        return run
-    return on_cpu(layers, [1] * n, engine, chunks=m, checkpoint=mode)
+MODELS: dict[str, tuple[Callable[[int], nn.Sequential], tuple[int, ...]]] = {  # of n partitions; a sample's shape
+    "linear": (lambda n: nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), (8,)),
+    "AmoebaNet-D": (lambda n: amoebanetd(3, 8, num_classes=10), (3, 224, 224)),
+}
+MODES = ("never", "except_last", "always")
 
 
-def measure(steps: int, n: int, m: int, mode: str, engine: str | None = None) -> list[Sample]:
+class Subject:
+    """A model with an input of a sample per micro-batch: in a plain loop, or a pipeline by an engine (`pipelines`)."""
+
+    def __init__(self, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None) -> None:
+        build, shape = MODELS[model]
+        torch.manual_seed(0)
+        self.layers, self.x = build(n).to(device), torch.rand(m, *shape, device=device)
+        balance = [len(part) for part in torch.arange(len(self.layers)).tensor_split(n)]
+        self.run: Callable[[Tensor], Tensor]
+        if way == "plain":
+            checkpointed = {"never": 0, "except_last": m - 1, "always": m}[checkpoint]
+            self.run = _plain(self.layers, balance, m, checkpointed)
+        elif device == "cpu":
+            self.run = on_cpu(self.layers, balance, way, chunks=m, checkpoint=checkpoint)
+        else:
+            self.run = GPipe(self.layers, balance, devices=[device] * n, chunks=m, checkpoint=checkpoint)  # type: ignore[arg-type]
+
+
+def _plain(layers: nn.Sequential, balance: list[int], m: int, checkpointed: int) -> Callable[[Tensor], Tensor]:
+    """Return a loop over micro-batches, each partition of the first `checkpointed` under `torch.utils.checkpoint`."""
+    partitions = [layers[a:b] for a, b in pairwise(accumulate(balance, initial=0))]
+
+    def run(x: Tensor) -> Tensor:
+        outputs = []
+        for i, y in enumerate(x.chunk(m)):
+            if i < checkpointed:
+                for partition in partitions:
+                    y = plain_checkpoint(partition, y, use_reentrant=False)
+            else:
+                y = layers(y)
+            outputs.append(y)
+        return torch.cat(outputs)
+
+    return run
+
+
+def measure(
+    steps: int, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None
+) -> list[tuple[float, float]]:
     """Return (forward, backward) seconds per task of `steps` steps, after three to warm up."""
-    model = build(n, m, mode, engine)
-    x = torch.randn(m, 8)
+    subject = Subject(model, n, m, checkpoint, device, way)
+
+    def clock() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     samples = []
     for step in range(-3, steps):
-        began = time.perf_counter()
-        y = model(x)
-        ran = time.perf_counter()
+        began = clock()
+        y = subject.run(subject.x)
+        ran = clock()
         loss = y.sum()
-        summed = time.perf_counter()
+        summed = clock()
         loss.backward()
-        ended = time.perf_counter()
+        ended = clock()
         if step >= 0:
             samples.append(((ran - began) / (n * m), (ended - summed) / (n * m)))
     return samples

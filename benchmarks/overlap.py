@@ -6,8 +6,8 @@
 All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
 of them. A speed-up is the median over rounds of naive's time by the configuration's. The replay is what the schedule
 allows with the partitions' own task times: medians over the same rounds, each task measured with nothing else running.
-Where recomputation starts before its gradient arrives, it hides in the bubble; "if it waited" is the replay without
-that. `benchmarks.engines` compares with other pipelines.
+Where recomputation starts before its gradient arrives, it hides in the bubble; "if it waited" is the replay
+without that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,8 @@ from benchmarks.pipelines import on_cpu
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.models import amoebanetd
 from reproduce.records.record import Record, Result
+from reproduce.tables import layout
+from reproduce.tables.layout import Column
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.observe import Task
@@ -35,6 +37,7 @@ from torchgpipe.plan.replay import Costs, replay
 
 IMAGE = (3, 224, 224)
 WARM_UP = 2  # rounds: the first starts the workers
+GAIN = "x naive"
 
 
 def step(model: GPipe, x: Tensor, target: Tensor) -> float:
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.keep_freed_memory and arguments is None:
         keep_freed_memory()
 
-    units = {"time": "s", "replay": "s", "replay if it waited": "s"}
+    units = {"time": "s", GAIN: "1", "replay": "s", "replay if it waited": "s"}
     record = start(options, "overlap", "what overlap gains", units, devices=2)
     keep(record, options.json, measure(options), options.rounds, table)
 
@@ -113,8 +116,9 @@ def measure(options: Namespace) -> Found:
     case = f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {balance}, {options.checkpoint}"
     for samples in turns(turn, options.rounds, WARM_UP):
         bounds = {way: _bounds(one.costs(), options.checkpoint) for way, one in alone.items()}
+        gains = {way: [a / b for a, b in zip(samples["naive"], samples[way], strict=True)] for way in models}
         yield [
-            Result(case, way, "measured", samples={"time": list(samples[way])}, values=bounds.get(way, {}))
+            Result(case, way, "measured", samples={"time": samples[way], GAIN: gains[way]}, values=bounds.get(way, {}))
             for way in models
         ]
 
@@ -127,34 +131,22 @@ def _bounds(costs: Costs, checkpoint: str) -> dict[str, float]:
     return bounds
 
 
+COLUMNS = [
+    Column[Result]("configuration", lambda result: result.row),
+    Column[Result]("step s", lambda result: result.values["time"], "{:.3f}"),
+    Column[Result]("quartiles", lambda result: result.values["spread"]["time"], "{0[0]:.3f}-{0[1]:.3f}"),
+    Column[Result]("x naive", lambda result: result.values[GAIN], "{:.2f}"),
+    Column[Result]("replay s", lambda result: result.values.get("replay"), "{:.3f}"),
+    Column[Result]("reached", lambda result: result.values.get("replay", 0) / result.values["time"] or None, "{:.0%}"),
+    Column[Result]("if it waited", lambda result: result.values.get("replay if it waited"), "{:.3f}"),
+]
+
+
 def table(record: Record, style: str = "simple") -> str:
     """Render medians, quartiles, and medians of the rounds' ratios; of the replay, how much is reached."""
     ((case, ways),) = by_case(record).items()
-    rows = [_row(way, ways) for way in ways]
-    headers = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    body = render(headers, [[row[heading] for heading in headers] for row in rows], style)
-    return f"{case}, {len(_seconds(ways['naive']))} rounds\n\n{body}"
-
-
-def _row(way: str, ways: Mapping[str, Result]) -> dict[str, str]:
-    seconds, values = _seconds(ways[way]), ways[way].values
-
-    low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
-    gained = statistics.median(a / b for a, b in zip(_seconds(ways["naive"]), seconds, strict=True))
-    bound, waited = values.get("replay"), values.get("replay if it waited")
-    return {
-        "configuration": way,
-        "step s": f"{median:.3f}",
-        "quartiles": f"{low:.3f}-{high:.3f}",
-        "x naive": f"{gained:.2f}",
-        "replay s": "" if bound is None else f"{bound:.3f}",
-        "reached": "" if bound is None else f"{bound / median:.0%}",
-        "if it waited": "" if waited is None else f"{waited:.3f}",
-    }
-
-
-def _seconds(one: Result) -> list[float]:
-    return one.samples["time"]
+    made = layout.table(f"{case}, {ways['naive'].values['spread']['time'][-1]} rounds", COLUMNS, ways.values())
+    return f"{made.title}\n\n{render(made.headings, made.rows, style)}"
 
 
 if __name__ == "__main__":

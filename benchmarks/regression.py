@@ -6,7 +6,7 @@
 As in `make regression`, the working tree is compared with a revision beside it: HEAD, from which the tree does not
 differ. An alarm is a run in which anything is called worse. Every finished run is kept beside the result at once, with
 every sample, and an experiment that was broken off goes on there, to more runs or fewer; the result's own file is
-replaced when all runs are done. A run during which the tree was changed is not kept.
+replaced when all runs are done, by their ratios without samples. A run during which the tree was changed is not kept.
 
 What so few runs cannot tell is resampled at the end: restarts of all runs with the same delay are drawn at random, as
 many as a run has, and judged as a run is. This takes restarts for independent, also those of one run.
@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from benchmarks.harness import Found, command, keep, positive, render, start
 from reproduce.error import USAGE, Error
 from reproduce.machine.git import Git, checkout
 from reproduce.numbers.significance import Decision, Rule
-from reproduce.records.record import Record, Result, load
+from reproduce.records.record import Record, Result, load, save
 from reproduce.regression.cases import CASES
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import RULE, TOGETHER, Judgement, judge
@@ -129,8 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"{unfinished} is of another revision or other settings; finish that, or start --fresh")
     finished = [one for one in record.results if one.experiment == "regression"]
     found = prove(partial(_measured, revision, RULE), settings, RULE, finished, total)
-    keep(record, unfinished, found, max(total - len(finished), 0) + len({*DELAYS}), table)
-    unfinished.replace(options.json)
+    record = keep(record, unfinished, found, max(total - len(finished), 0) + len({*DELAYS}), table)
+    save(structs.replace(record, results=[_without_samples(one) for one in record.results]), options.json)
+    unfinished.unlink()
+
+
+def _without_samples(one: Result) -> Result:
+    cases = {case: {name: x for name, x in found.items() if name not in ("base", "head")}
+             for case, found in one.values.get("cases", {}).items()}  # fmt: skip
+    return structs.replace(one, values={**one.values, **({"cases": cases} if cases else {})})
 
 
 def _measured(revision: Git, rule: Rule, settings: Settings) -> Judgement:

@@ -2,22 +2,21 @@
 
     operators   what reaches PyTorch's dispatcher below autograd, forward and backward
     nodes       of autograd graphs that backward goes through, in whatever graph
-    alive       tensors that operators made, counted by storage: a tensor and its views are one
-    threads     started from Python
-    waits       for threads: an item handed over by a queue, a lock, a thread joined, whether or not one had to wait
-    reads       waits for a device: synchronizing it, and operators whose result the host needs before it can go on
+    waits       where a thread may have to wait for another: items put into queues, locks, events, threads started
 
-A thread is watched from its start, so what shall be tallied has to start its threads, and make its queues and locks,
-meanwhile. Queues (`queue.SimpleQueue`) and locks are seen in the library's own modules, `Thread.join` and `Event.wait`
-everywhere.
+Chance decides whether one has to wait, and how often a loop takes from a queue; but not how many items are put there.
+What shall be tallied has to start its threads, and make its queues (`SimpleQueue`) and locks, meanwhile. These are seen
+in the library's own modules.
 """
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,95 +25,38 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe._autograd
-from benchmarks.waits import Replacement, reads, waits
-from reproduce.run.live_bytes import LiveBytes
-from torchgpipe.plan.operators import tensors_in
-
-PATIENCE = 120.0
-"""Seconds that a thread gets to come to rest, or to end; on however busy a machine, only a fault takes as long."""
 
 
 class Tally:
     """What was seen since the last `clear`. Lists, since appending needs no lock."""
 
     def __init__(self) -> None:
-        self.threads: list[threading.Thread] = []
-        """All that were started, whenever."""
-        self.tensors = LiveBytes(1)
-        self._own = threading.current_thread()
-        self._at_rest: set[threading.Thread] = set()
+        self.threads = {threading.current_thread()}
+        """Those whose doings count."""
         self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.operators: list[str] = []
+        self.nodes: list[int] = []
+        self.waits: list[str] = []
+
+    def watches(self) -> bool:
+        """Return whether the running thread is one of them."""
+        return threading.current_thread() in self.threads
 
     def wait(self, what: str) -> None:
         """Note that the running thread may wait for another one."""
         if self.watches():
             self.waits.append(what)
 
-    def read(self, what: str) -> None:
-        """Note that the running thread would wait for a device."""
-        if self.watches():
-            self.reads.append(what)
 
-    def watches(self) -> bool:
-        """Return whether the running thread is one of those whose doings count."""
-        thread = threading.current_thread()
-        return thread is self._own or thread in self.threads
-
-    def clear(self) -> None:
-        """Begin anew; what is alive now counts no more."""
-        self.operators: list[Any] = []
-        self.nodes: list[int] = []
-        self.waits: list[str] = []
-        self.reads: list[str] = []
-        self.tensors.restart()
-        self._before = self.tensors.count, self.tensors.live[0]
-
-    def alive(self) -> tuple[int, int]:
-        """Return how many tensors are alive now beyond those at the beginning, and their bytes."""
-        return self.tensors.count - self._before[0], self.tensors.live[0] - self._before[1]
-
-    def peak(self) -> tuple[int, int]:
-        """Return how many were alive at most, and the most bytes."""
-        return self.tensors.most - self._before[0], self.tensors.peak[0] - self._before[1]
-
-    def settle(self) -> None:
-        """Wait until every thread that was started has ended, or waits at a queue with nothing in its hands."""
-        if busy := _after_a_while(lambda: [t for t in self.threads if t.is_alive() and t not in self._at_rest]):
-            raise RuntimeError(f"thread {busy[0].name!r} neither ends nor waits at a queue")
-
-    def left(self) -> int:
-        """Return how many of the threads that were started do not end."""
-        return len(_after_a_while(lambda: [t for t in self.threads if t.is_alive()]))
-
-    @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Mark the running thread as one that waits for work."""
-        self._at_rest.add(threading.current_thread())
-        try:
-            yield
-        finally:
-            self._at_rest.discard(threading.current_thread())
-
-
-def _after_a_while(find: Callable[[], list[threading.Thread]]) -> list[threading.Thread]:
-    """Return what is still found when there was time for it to vanish."""
-    end = time.monotonic() + PATIENCE
-    while (found := find()) and time.monotonic() < end:
-        time.sleep(1e-4)
-    return found
-
-
-@contextlib.contextmanager
+@contextmanager
 def tallied() -> Iterator[Tally]:
-    """Tally what this thread, and threads that are started meanwhile, do."""
+    """Tally what this thread does, and threads that are started meanwhile."""
     tally = Tally()
-    with contextlib.ExitStack() as stack:
-        for owner, name, replacement in (
-            *_threads(tally),
-            *_engines(tally),
-            *waits(tally.wait, tally.at_rest),
-            *reads(tally.read),
-        ):
+    with ExitStack() as stack:
+        for owner, name, replacement in _replacements(tally):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(_Operators(tally))
         yield tally
@@ -128,53 +70,53 @@ class _Operators(TorchDispatchMode):
         self._tally = tally
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._tally.operators.append(func)
-        dynamic = torch.Tag.dynamic_output_shape in func.tags and (kwargs or {}).get("output_size") is None
-        if dynamic or torch.Tag.data_dependent_output in func.tags:
-            self._tally.read(str(func))
-        self._tally.tensors.add(tensors_in(result), 0)
-        return result
+        self._tally.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
-def _threads(tally: Tally) -> Iterator[Replacement]:
-    start = threading.Thread.start
+def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
+    """Yield objects, an attribute of each, and what shall stand there."""
+    start, engine = threading.Thread.start, torch.autograd.Variable._execution_engine
 
-    def start_watched(thread: threading.Thread) -> None:
+    def noted_start(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def watched() -> None:
+            with _Operators(tally):
+                run()
+
         if tally.watches():
-            run = thread.run
-
-            def run_watched() -> None:
-                with _Operators(tally):
-                    run()
-
-            thread.run = run_watched  # type: ignore[method-assign]
-            tally.threads.append(thread)
+            tally.wait("start")
+            tally.threads.add(thread)
+            thread.run = watched  # type: ignore[method-assign]
         start(thread)
 
-    yield threading.Thread, "start", start_watched
+    def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if tally.watches():
+            tally.nodes.append(len(_reachable(roots)))
+        return engine.run_backward(roots, *args, **kwargs)
 
+    names = [name for name in dir(engine) if not name.startswith("__")]
+    noted_engine = SimpleNamespace(**{name: getattr(engine, name) for name in names} | {"run_backward": run_backward})
+    yield threading.Thread, "start", noted_start
+    yield torch.autograd.Variable, "_execution_engine", noted_engine  # for loss.backward()
+    yield torchgpipe._autograd, "_engine", noted_engine  # for tasks
 
-class _Engine:
-    """PyTorch's autograd engine, with a look at each graph that goes backward."""
+    def noted(make: Callable[[], Any]) -> Callable[[], _Noted]:
+        return lambda: _Noted(make(), tally)
 
-    def __init__(self, engine: Any, tally: Tally) -> None:
-        self._engine = engine
-        self._tally = tally
-
-    def run_backward(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if self._tally.watches():
-            self._tally.nodes.append(len(_reachable(roots)))
-        return self._engine.run_backward(roots, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-def _engines(tally: Tally) -> Iterator[Replacement]:
-    engine = _Engine(torch.autograd.Variable._execution_engine, tally)
-    yield torch.autograd.Variable, "_execution_engine", engine  # for loss.backward()
-    yield torchgpipe._autograd, "_engine", engine  # for tasks
+    made = {name: noted(getattr(threading, name)) for name in ("Lock", "RLock", "Event", "Condition")}
+    noted_threading = SimpleNamespace(**vars(threading) | made)
+    locks = type(threading.Lock()) | type(threading.RLock())
+    # In the library's modules only: others, imported meanwhile, would keep what they made of them.
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "torchgpipe"]:
+        for name, value in list(vars(module).items()):
+            if value is SimpleQueue:
+                yield module, name, noted(SimpleQueue)
+            elif value is threading:
+                yield module, name, noted_threading
+            elif isinstance(value, locks):
+                yield module, name, _Noted(value, tally)
 
 
 def _reachable(roots: Sequence[Any]) -> set[Node]:
@@ -186,3 +128,32 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
             found.add(node)
             waiting += [following for following, _ in node.next_functions]
     return found
+
+
+class _Noted:
+    """What threads wait for each other by, and it is noted."""
+
+    def __init__(self, other: Any, tally: Tally) -> None:
+        self._other, self._tally = other, tally
+
+    def put(self, item: Any) -> None:
+        self._tally.wait("put")
+        self._other.put(item)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> Any:
+        if blocking:
+            self._tally.wait("acquire")
+        return self._other.acquire(blocking, timeout)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self._tally.wait("wait")
+        return self._other.wait(timeout)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._other.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections import defaultdict
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from torchgpipe import idle
+from torchgpipe.distributed import idle
 
 from .pairs import covering
 from .ranks import Ranks, current, is_rank
@@ -100,6 +102,23 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    """Skip what needs torchvision where that cannot be imported, such as beside a PyTorch of another build."""
+    try:
+        return (yield)
+    except Exception as error:
+        try:
+            importlib.import_module("torchvision")
+        except Exception as why:
+            if str(why) in str(error):
+                pytest.skip(f"torchvision cannot be imported: {why}")
+        raise
+
+
+pytest_runtest_call = pytest_runtest_setup
 
 
 # How a pipeline runs. A test takes `engine` and `checkpoint`, or both as `way`: keyword arguments of `GPipe`.

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each line may import from the lines below it, and from itself.
 LAYERS = [
-    {"research", "benchmarks"},
+    {"benchmarks"},
     {"reproduce.cli"},
     {"reproduce.report", "reproduce.regression"},
     {"reproduce.tables"},
@@ -26,7 +26,7 @@ LAYERS = [
 ]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for folder in ("research", "benchmarks", "reproduce", "torchgpipe")
+    for folder in ("benchmarks", "reproduce", "torchgpipe")
     for path in (ROOT / folder).rglob("*.py")
 }
 

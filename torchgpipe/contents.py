@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.item import versions
 from torchgpipe.observe import NOTHING
 from torchgpipe.parameters import InPlace, Leaves
-
-if TYPE_CHECKING:
-    from torchgpipe.stage import Stage
 
 SMALL = 1 << 16
 """Bytes up to which a buffer is copied."""
@@ -48,22 +45,26 @@ Buffers = tuple[_Slot, ...]
 
 
 class Contents:
-    """What the layers of a stage hold now. `recomputed`: whether some task will run them twice.
+    """What the layers of partition `index` hold now. `recomputed`: whether some task will run them twice.
 
     Attributes:
         modules: all of the partition's modules, itself first.
         leaves: what tasks use in place of the parameters.
         held: the storages of parameters and buffers.
+        lock: what keeps other threads from running the layers.
         begins_in_place: whether the first layer changes its input in place, by its own account (`inplace`).
     """
 
-    def __init__(self, stage: Stage, *, recomputed: bool) -> None:
-        self.modules = modules = stage.modules
+    def __init__(
+        self, index: int, modules: list[nn.Module], lock: AbstractContextManager[object], *, recomputed: bool
+    ) -> None:
+        self.modules = modules
         self.leaves = Leaves(modules)
         held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
         self.held = frozenset(map(storage_of, held))
         self.begins_in_place = recomputed and begins_in_place(modules[0])
-        self._stage, self._index = stage, stage.index
+        self.lock = lock
+        self._index = index
         self._recomputed = recomputed
         if recomputed:
             self._modes = [module.training for module in modules]
@@ -72,11 +73,6 @@ class Contents:
             # Norms in training that track statistics. Their output does not depend on these.
             self._norms = {m for m in modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE}
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """What keeps other threads from running the layers."""
-        return self._stage.lock
 
     def begin(self, backward: int) -> None:
         """Prepare for `backward`, unless that was done.

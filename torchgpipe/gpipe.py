@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -46,18 +47,16 @@ class GPipe(Partitioned):
         portals: send skips straight to the partition that pops them, not through those in between.
         init: called as `init(k, layer)` for each layer k, with random numbers that depend on k and the default
             generator's seed alone. Layers on device `meta` need it.
-        silence: after how many seconds a worker's task counts as hanging that neither ends nor computes: the call, or
-            backward, raises `TimeoutError`, and the next one works. What runs in the calling thread, the last partition
-            and the graph engine, is not watched: Ctrl-C ends it. `None`: nothing is.
+        silence: does nothing any more, and will go.
 
     Attributes:
-        balance, devices, chunks, checkpoint, partitions, silence: as above.
+        balance, devices, chunks, checkpoint, partitions: as above.
         observer: called with each `torchgpipe.observe.Task`, returns a context to run it in; `None` by default.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.
-        ValueError: `chunks`, `checkpoint`, `engine`, `silence` or `balance` is out of range; a layer, or a parameter on
-            two devices, occurs twice; a layer is on `meta`, and there is no `init`.
+        ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a parameter on two
+            devices, occurs twice; a layer is on `meta`, and there is no `init`.
         IndexError: there are fewer devices than partitions.
     """
 
@@ -86,8 +85,9 @@ class GPipe(Partitioned):
             chunks=chunks,
             checkpoint=checkpoint,
             deferred_batch_norm=deferred_batch_norm,
-            silence=silence,
         )
+        if silence is not None:
+            warnings.warn("GPipe(silence=…) does nothing any more, and will go", DeprecationWarning, stacklevel=2)
         self.devices = chosen = choose_devices(devices, len(self.balance))
         check_engine(engine, chosen)
         self._switches = (engine, dependency, copy_streams, portals)
@@ -140,8 +140,6 @@ class GPipe(Partitioned):
         self._check()
         if not self._stages:
             return input
-        if isinstance(self._engine, WorkersEngine):
-            self._engine.silence = self.silence
         micro_batches = self._micro_batches(input)
         return gather(self._mini_batch(lambda: self._engine.run(micro_batches, self.checkpoint, self.observer)))
 

@@ -11,7 +11,6 @@ Its backward comes after those of all tasks, and returns what they added up in t
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -205,15 +204,6 @@ class InPlace:
 
     def __del__(self) -> None:
         self.__exit__()
-
-
-def put_back(modules: Iterable[nn.Module]) -> None:
-    """Put back all attributes of these modules that are replaced now."""
-    places = {id(module.__dict__) for module in modules}
-    # A slow way to find them, but no task has to note them.
-    for x in gc.get_objects():
-        if type(x) is InPlace and any(id(place) in places for place in x._places):
-            x.__exit__()
 
 
 def _leaf(p: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +50,6 @@ class Partitioned(nn.Module, ABC):
     chunks: int
     checkpoint: Mode
     observer: Observer | None
-    silence: float | None
     _partitions: nn.ModuleList
     _stages: list[Stage]
 
@@ -63,11 +61,10 @@ class Partitioned(nn.Module, ABC):
         chunks: int,
         checkpoint: Mode,
         deferred_batch_norm: bool,
-        silence: float | None = None,
     ) -> None:
         super().__init__()
         check_module(module)
-        check_settings(chunks, checkpoint, silence)
+        check_settings(chunks, checkpoint)
         verify_skippables(module)
         self._deferred = deferred_batch_norm
         if deferred_batch_norm:
@@ -76,7 +73,7 @@ class Partitioned(nn.Module, ABC):
         # Past `__setattr__`, which would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self.balance = list(map(len, partitions))
-        self.chunks, self.checkpoint, self.observer, self.silence = chunks, checkpoint, None, silence
+        self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
@@ -126,7 +123,7 @@ class Partitioned(nn.Module, ABC):
 
     def _check(self) -> None:
         """Check, before a mini-batch, what may have been changed since the last one."""
-        check_settings(self.chunks, self.checkpoint, self.silence)
+        check_settings(self.chunks, self.checkpoint)
         layers = {name: layer for stage in self._stages for name, layer in stage.partition._modules.items()}
         if self._modules != layers or [stage.partition for stage in self._stages] != [*self._partitions]:
             raise RuntimeError(
@@ -221,12 +218,9 @@ _MOVING = (
 )
 
 
-def check_settings(chunks: object, checkpoint: object, silence: object) -> None:
-    """Raise `ValueError` if chunks, checkpoint or silence is out of range."""
+def check_settings(chunks: object, checkpoint: object) -> None:
+    """Raise `ValueError` if chunks or checkpoint is out of range."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
     if checkpoint not in MODES:
         raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
-    if silence is None or (isinstance(silence, int | float) and silence is not True and 0 < silence < inf):
-        return
-    raise ValueError(f"silence must be a positive number of seconds, or None, but got {silence!r}")

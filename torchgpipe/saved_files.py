@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torchgpipe.caught import caught
 from torchgpipe.meeting import Meeting
 
 _AS_GIVEN = (False, False)
@@ -22,6 +24,7 @@ _AS_GIVEN = (False, False)
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     """Write a checkpoint, each rank its part, and flush it."""
     writer, planner = FileSystemWriter(path), DefaultSavePlanner(*_AS_GIVEN)
+    writer.fs = _Files()
     planner.set_up_planner(content, writer.storage_meta(), ranks.own == 0)
     writer.set_up_storage_writer(ranks.own == 0)
     # Every rank works out the same global plan.
@@ -31,6 +34,19 @@ def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     if ranks.own == 0:
         writer.finish(metadata, results)
         flush(path)
+
+
+class _Files(FileSystem):
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> _File:  # type: ignore[override]
+        return _File(io.FileIO(path, mode))
+
+
+class _File(io.BufferedWriter):
+    """A file that may be flushed after its end: PyTorch's writer does so with an item that could not be written."""
+
+    def flush(self) -> None:
+        if not self.closed:
+            super().flush()
 
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
@@ -68,4 +84,4 @@ def readable(path: Path) -> Iterator[None]:
         raise RuntimeError(
             f"the state in {path} cannot be read ({type(error).__name__}: {line}); if it is damaged, remove it, and "
             "the one before is loaded"
-        ) from error
+        ) from caught(error)

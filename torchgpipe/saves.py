@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from torchgpipe.caught import caught
 from torchgpipe.file_lock import FileLock
 from torchgpipe.meeting import meeting
 from torchgpipe.partitioned import Partitioned
@@ -214,7 +215,7 @@ class Saves:
                 raise
             stays = "what was saved before stays" if self._whole() else "nothing was saved before"
             why = f"step {step} cannot be saved in {self.folder}: {cause.strerror or cause}; {stays}"
-            raise OSError(cause.errno, why) from error
+            raise OSError(cause.errno, why) from caught(error)
 
 
 Forms = dict[str, str]

@@ -16,7 +16,6 @@ from torchgpipe.contents import Contents, modules_of
 from torchgpipe.item import Shared, check_unchanged, versions
 from torchgpipe.microbatch import Flat, check
 from torchgpipe.observe import NOTHING
-from torchgpipe.parameters import put_back
 from torchgpipe.randomness import own_generators
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
@@ -29,7 +28,6 @@ _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerE
 
 _locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
-_times = 0  # that a stage was let go of
 
 
 class Stage:
@@ -45,7 +43,6 @@ class Stage:
         self.device = device
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
-        self._times = 0
         self.lock: Lock
 
     def look(self) -> bool:
@@ -53,24 +50,13 @@ class Stage:
         modules = modules_of(self.partition)
         self.generators = own_generators(modules)
         seen: list[tuple[object, ...]] = [(m, type(m), *map(id, m._buffers.values())) for m in modules]
-        if seen == self._seen and self._times == _times:
+        if seen == self._seen:
             return False
-        self.modules, self._seen, self._times = modules, seen, _times
+        self.modules, self._seen = modules, seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.lock = _lock_of(modules)
         return True
-
-    def let_go(self) -> None:
-        """Let a task hang in these layers with their lock; put back what it has replaced, for the tasks to come."""
-        global _times
-        put_back(self.modules)
-        with _making:
-            gone = {_locks.pop(module) for module in self.modules if module in _locks}
-            for module in [module for module, lock in _locks.items() if lock in gone]:
-                del _locks[module]
-            _times += 1
-        self.lock = _lock_of(self.modules)
 
     def connect(self, crossings: Sequence[Crossing]) -> None:
         """Find the skips that enter and leave the partition."""
@@ -83,7 +69,7 @@ class Stage:
     def contents(self, *, recomputed: bool) -> Contents:
         """Return what the layers hold now; `recomputed` says whether some task will run them twice."""
         with self.lock:
-            return Contents(self, recomputed=recomputed)
+            return Contents(self.index, self.modules, self.lock, recomputed=recomputed)
 
     def run(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.

@@ -29,15 +29,10 @@ T = TypeVar("T")
 
 
 class WorkersEngine:
-    """Run mini-batches through `stages` with a worker for each.
-
-    Attributes:
-        silence: after how many seconds an idle task is given up.
-    """
+    """Run mini-batches through `stages` with a worker for each."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
-        self.silence: float | None = None
         self.workers = Workers(max(0, len(stages) - 1))
 
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
@@ -57,7 +52,7 @@ class _MiniBatch(Batch):
                 "them, but workers run at once; use engine='graph'"
             )
         super().__init__(engine.stages, len(engine.stages), m, mode, observer)
-        self._workers, self._silence = engine.workers, engine.silence
+        self._workers = engine.workers
 
     def forward(self, micro_batches: list[TensorOrTensors]) -> list[Item]:
         """Run every task's forward; return the outputs without a graph."""
@@ -95,7 +90,7 @@ class _MiniBatch(Batch):
             results[j] = what(self.programs[j], links[j])
 
         if self._overlaps:
-            self._workers.run(relay, [partial(run, j) for j in range(n)], self.programs, self._silence)
+            self._workers.run(relay, [partial(run, j) for j in range(n)])
         else:
             for j in reversed(range(n)) if reverse else range(n):
                 run(j)

@@ -40,7 +40,7 @@ def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> N
         raise click.UsageError("--row and --col go together, as in --row n --col m")
     if options["down"] and options["style"] not in ("text", "markdown"):
         raise click.UsageError(f"--row and --col make a grid for --format text or markdown, not {options['style']}")
-    from reproduce.tables.compare import compared
+    from reproduce.tables.comparison import compared
 
     text, complaint = compared(sides, **options)
     click.echo(text, nl=False)

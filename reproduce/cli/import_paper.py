@@ -7,13 +7,15 @@ from pathlib import Path
 import click
 
 from reproduce.cli.shared import PATH, shown
-from reproduce.records.published import PAPER, import_tables
+from reproduce.records.places import OUT
+from reproduce.records.published import import_tables
 from reproduce.run.recorder import prepare_folder
 
 
 @click.command("import-paper")
 @click.argument("source", type=PATH)
-@click.option("--out", type=PATH, default=PAPER, metavar="DIR", help="Where to put them. Default: results/paper.")
+@click.option("--out", type=PATH, default=OUT / "paper", metavar="DIR", help="Where to put them. Default: "
+              "results/paper in a checkout, else paper.")  # fmt: skip
 def import_paper(source: Path, out: Path) -> None:
     """Make the records of published numbers.
 

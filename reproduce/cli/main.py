@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import click
 
-from reproduce.cli.calibrate import calibrate
 from reproduce.cli.compare import compare
 from reproduce.cli.import_paper import import_paper
 from reproduce.cli.list import list_experiments
@@ -21,8 +20,8 @@ from reproduce.cli.run import INTERRUPTED, run
 from reproduce.cli.show import show
 from reproduce.error import Error
 
-COMMANDS = [list_experiments, run, show, publish, compare, report, render_command, predict, plan, calibrate,
-            regression, import_paper]  # fmt: skip
+COMMANDS = [list_experiments, run, show, publish, compare, report, render_command, predict, plan, regression,
+            import_paper]  # fmt: skip
 
 
 @click.group(commands=COMMANDS)

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
 from reproduce.machine.devices import find_devices
-from reproduce.predict.calibrate import calibrated
 from reproduce.predict.rows import predict_run, predict_table, predictable
-from reproduce.records.places import RESULTS, find_record
+from reproduce.records.places import OUT, find_record
 from reproduce.records.record import load, save
 from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import tables
@@ -31,12 +30,12 @@ ALL = "all"
               "file, or its name.")  # fmt: skip
 @click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
               callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
-              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or here: this "
-              "machine, calibrated now.")  # fmt: skip
+              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or, with --run, "
+              f"{HERE}: time the run's models on a device of this machine.")  # fmt: skip
 @autocast
 @fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
-              "Default: results/predicted.")  # fmt: skip
+              "Default: results/predicted in a checkout, else predicted.")  # fmt: skip
 def predict(
     experiments: list[str],
     run: str | None,
@@ -59,18 +58,26 @@ def predict(
         emulated = load(find_record(run))
         if not any(result.status == "emulated" for result in emulated.results):
             raise click.UsageError(f"--run {run}: it has no emulated rows")
-        for table in beside_emulated(emulated, predict_run(emulated, hardware or calibrated(find_devices(None, None)))):
+        found = find_devices(None, None)
+        with found.in_use():
+            predicted = predict_run(emulated, hardware or found.first(1)[0])
+        for table in beside_emulated(emulated, predicted):
             click.echo(f"\n{table.text()}")
         return
 
+    if hardware is None:
+        raise click.BadParameter(
+            "the papers' tables are predicted from a description: name one. On this machine, python -m reproduce plan "
+            f"MODEL --hardware {HERE} times a model, and predict --run RUN --hardware {HERE} those of a run",
+            param_hint=f"--hardware {HERE}",
+        )
     other = list(filter(None, (autocast and f"autocast-{autocast}", fp32_precision)))
     if other and out is None:
         raise click.UsageError(
             "--autocast, --fp32-precision: name a folder by --out; results/predicted is as published"
         )
-    out = out or RESULTS / "predicted"
+    out = out or OUT / "predicted"
     prepare_folder(out)
-    hardware = hardware or calibrated(find_devices(None, None))
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
         with numbers(fp32_precision, autocast):

@@ -8,7 +8,7 @@ import click
 from msgspec.structs import replace
 
 from reproduce.cli.shared import shown
-from reproduce.records.places import MEASURED, find_record
+from reproduce.records.places import MEASURED, find_record, need_checkout
 from reproduce.records.record import Record, Run, load, save, write_atomically
 from reproduce.tables.all import document
 
@@ -23,6 +23,7 @@ def publish(record: str, force: bool) -> None:
     devices and time. Of absolute paths in its command only the last part is kept. A run is refused if it was not
     finished, if it ran changed or unknown source code, or if it would replace another of the same name.
     """
+    need_checkout("publish")
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
         raise click.UsageError(f"{record}: was not measured by this program, so it is not to be published as measured")

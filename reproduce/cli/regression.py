@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from reproduce.cli.shared import COUNT, FILE, alpha, style, threshold
+from reproduce.records.places import need_checkout
 
 if TYPE_CHECKING:
     from reproduce.regression.cases import Clock
@@ -52,6 +53,7 @@ def regression(
     Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for real:
     significantly, and by more than the threshold. With --bisect, it is 0 if a slower commit was found.
     """
+    need_checkout("regression")
     if bool(base) == bool(bisect) or (bisect and (head or markdown)):
         raise click.UsageError("give --base REV, or --bisect GOOD BAD, which takes no --head and no --markdown")
     from reproduce.numbers.significance import Rule

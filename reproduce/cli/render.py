@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from reproduce.machine.description import ROOT
+from reproduce.records.places import need_checkout
 from reproduce.records.record import write_atomically
 from reproduce.tables.render import render, stale
 
@@ -16,6 +19,8 @@ def render_command(check: bool) -> None:
 
     These are the pages in results/, and the marked blocks of README.md and docs/.
     """
+    need_checkout("render")
+    sys.path.insert(0, str(ROOT))  # its benchmarks make blocks, wherever one stands
     files = render(ROOT)
     changed = stale(files)
     if check and changed:

@@ -21,8 +21,7 @@ from reproduce.records.places import RUNS
 from reproduce.records.published import published
 from reproduce.records.record import FREED_MEMORY, SUCCESS, write_atomically
 from reproduce.report.trace import Tracer, matplotlib_problem
-from reproduce.run.accuracy.checkpoints import Checkpoints
-from reproduce.run.accuracy.needs import AccuracyNeeds, prepare_data
+from reproduce.run.accuracy.datasets import prepare
 from reproduce.run.engines import OFFERED
 from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress
@@ -67,7 +66,6 @@ Chosen = list[tuple[Experiment, Scale]]
               "train/<class>/*.JPEG and val/<class>/*.JPEG.")  # fmt: skip
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy only: train each row from K seeds. Default: as many "
               "as the scale says.")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Accuracy only: start trainings anew instead of from their checkpoints.")
 def run(
     experiments: list[str],
     scale: str | None,
@@ -84,7 +82,6 @@ def run(
     trace: Path | None,
     data: Path | None,
     seeds: int | None,
-    fresh: bool,
 ) -> None:
     """Run experiments, print their tables and keep a record.
 
@@ -103,20 +100,18 @@ def run(
         raise click.UsageError(f"--on meta is for experiments on memory: {', '.join(on_memory)}")
     if "accuracy" in measured:
         scale = scale or ("small" if data is None else "paper")
-    elif data is not None or seeds is not None or fresh:
-        raise click.UsageError("--data, --seeds and --fresh are for experiments on accuracy: run resnet101-accuracy")
+    elif data is not None or seeds is not None:
+        raise click.UsageError("--data and --seeds are for experiments on accuracy: run resnet101-accuracy")
     scale = choose_scale(asked, found, scale)
     chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
     prepare_folder(out)
     emulate = 0 if no_emulate else emulate
     tracer = None if trace is None else make_tracer(trace, chosen, several=emulate > 0 or len(engines) > 1)
-    accuracy: dict[str, AccuracyNeeds] = {}
-    if "accuracy" in measured:
-        checkpoints = Checkpoints(out / "checkpoints", fresh=fresh)
-        for experiment, at in chosen:
-            if isinstance(at, AccuracyScale):
-                dataset = prepare_data(experiment, at, data, seed)
-                accuracy[experiment.name] = AccuracyNeeds(dataset, range(seed, seed + (seeds or at.seeds)), checkpoints)
+    accuracy = {
+        experiment.name: prepare(experiment, at, data, seed, seeds)
+        for experiment, at in chosen
+        if isinstance(at, AccuracyScale)
+    }
 
     recorder = new_recorder(
         out,

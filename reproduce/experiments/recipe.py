@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reproduce.experiments.row import Row, Scale
@@ -78,25 +79,17 @@ class AccuracyRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """Ask for a data set that the program makes of these numbers and a seed (`reproduce/run/accuracy/datasets.py`)."""
-
-    train_size: int
-    val_size: int
-    classes: int
-    image_size: int
-    noise: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class AccuracyScale(Scale):
-    """Choose an experiment's sizes; every row is trained `seeds` times. `made` is None where the user brings data."""
+    """Choose an experiment's sizes; every row is trained `seeds` times.
+
+    `made` are the numbers of which the program makes its data (`Gratings`), or None where the user brings them.
+    """
 
     rows: tuple[AccuracyRow, ...]
     steps: int = 0  # as many as the recipe's epochs have
     seeds: int
-    made: Made | None
+    made: Mapping[str, Json] | None
 
     def settings(self) -> dict[str, Json]:
         """Return how often each row is trained, and on what, as a run's record keeps it."""
-        return {"seeds": self.seeds, "made": None if self.made is None else vars(self.made)}
+        return {"seeds": self.seeds, "made": self.made and dict(self.made)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Made, Recipe
+from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Recipe
 from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB, Optimizer
 
 SGD = Optimizer(name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1)
@@ -30,70 +30,49 @@ BASE = AccuracyRow(
 
 EIGHT = (26, 22, 33, 44, 44, 66, 66, 69)
 
-# name, GPUs, batch size, m, balance, the row that it is to equal, as published
-PUBLISHED = (
-    ("reference-256", 8, 256, None, None, None),
-    ("reference-8k", 256, 8192, None, None, "reference-256"),
-    ("dataparallel-256", 2, 256, None, None, "reference-256"),
-    ("dataparallel-1k", 8, 1024, None, None, "dataparallel-256"),
-    ("dataparallel-4k", 8, 4096, None, None, "dataparallel-256"),
-    ("pipeline-256", 2, 256, 4, (140, 230), "dataparallel-256"),
-    ("pipeline-1k", 8, 1024, 64, EIGHT, "dataparallel-1k"),
-    ("pipeline-4k", 8, 4096, 64, EIGHT, "dataparallel-256"),
-)
+PUBLISHED = tuple(
+    replace(BASE, name=name, gpus=gpus, batch_size=batch_size, chunks=m, balance=balance, over=over, published=name,
+            partitions=None if balance is None else gpus, checkpoint=None if balance is None else "except_last")
+    for name, gpus, batch_size, m, balance, over in (
+        ("reference-256", 8, 256, None, None, None),
+        ("reference-8k", 256, 8192, None, None, "reference-256"),
+        ("dataparallel-256", 2, 256, None, None, "reference-256"),
+        ("dataparallel-1k", 8, 1024, None, None, "dataparallel-256"),
+        ("dataparallel-4k", 8, 4096, None, None, "dataparallel-256"),
+        ("pipeline-256", 2, 256, 4, (140, 230), "dataparallel-256"),
+        ("pipeline-1k", 8, 1024, 64, EIGHT, "dataparallel-1k"),
+        ("pipeline-4k", 8, 4096, 64, EIGHT, "dataparallel-256"),
+    )
+)  # fmt: skip
 
-
-def as_published() -> tuple[AccuracyRow, ...]:
-    """List the published rows."""
-    return tuple(
-        replace(BASE, name=name, gpus=gpus, batch_size=batch_size, chunks=m, balance=balance, over=over, published=name,
-                partitions=None if balance is None else gpus, checkpoint=None if balance is None else "except_last")
-        for name, gpus, batch_size, m, balance, over in PUBLISHED
-    )  # fmt: skip
-
-
-# --- small -----------------------------------------------------------------------------------------------------
-
-MADE = Made(train_size=1280, val_size=480, classes=8, image_size=32, noise=0.7)
+MADE = {"train_size": 1280, "val_size": 480, "classes": 8, "image_size": 32, "noise": 0.7}
 
 SMALL = replace(
     BASE,
     model="ResNet",
     size=(1, 16, 1),
-    input_shape=(3, MADE.image_size, MADE.image_size),
+    input_shape=(3, 32, 32),
     batch_size=128,  # micro-batches of 32 at m = 4: with fewer, normalization by micro-batch costs accuracy here
-    num_classes=MADE.classes,
+    num_classes=8,
     recipe=Recipe(epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1),
-    data=(
-        ("dataset", "gratings"),
-        ("train_crop", "random"),
-        ("eval_crop", "middle"),
-        ("drop_last", True),
-    ),
+    data=(("dataset", "gratings"), ("train_crop", "random"), ("eval_crop", "middle"), ("drop_last", True)),
 )
 
 BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU
 
-# name, n, m, deferred batch norm, the published row that is alike
-PIPELINES = (
-    ("GPipe n2m2", 2, 2, True, None),
-    ("GPipe n2m4", 2, 4, True, None),
-    ("plain BN n2m4", 2, 4, False, "pipeline-256"),
-    ("GPipe n8m4", 8, 4, True, None),
-)
-
-
-def small_rows() -> tuple[AccuracyRow, ...]:
-    """List plain training, and pipelines that are to equal it."""
-    return (
-        replace(SMALL, name="plain", configuration="plain", published="dataparallel-256"),
-        *(
-            replace(SMALL, name=name, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last",
-                    balance=BALANCES[n], deferred_batch_norm=deferred, over="plain", published=published)
-            for name, n, m, deferred, published in PIPELINES
-        ),
-    )  # fmt: skip
-
+SMALL_ROWS = (  # plain training, and pipelines that are to equal it
+    replace(SMALL, name="plain", configuration="plain", published="dataparallel-256"),
+    *(
+        replace(SMALL, name=name, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last",
+                balance=BALANCES[n], deferred_batch_norm=deferred, over="plain", published=published)
+        for name, n, m, deferred, published in (
+            ("GPipe n2m2", 2, 2, True, None),
+            ("GPipe n2m4", 2, 4, True, None),
+            ("plain BN n2m4", 2, 4, False, "pipeline-256"),
+            ("GPipe n8m4", 8, 4, True, None),
+        )
+    ),
+)  # fmt: skip
 
 ACCURACY = Experiment(
     name="resnet101-accuracy",
@@ -101,7 +80,7 @@ ACCURACY = Experiment(
     measures="accuracy",
     table="tg-resnet101-accuracy",
     scales=(
-        AccuracyScale(name="paper", rows=as_published(), memory=P40_MEMORY, cuda=True, seeds=1, made=None),
-        AccuracyScale(name="small", rows=small_rows(), memory=2 * GiB, cuda=False, seeds=5, made=MADE),
+        AccuracyScale(name="paper", rows=PUBLISHED, memory=P40_MEMORY, cuda=True, seeds=1, made=None),
+        AccuracyScale(name="small", rows=SMALL_ROWS, memory=2 * GiB, cuda=False, seeds=5, made=MADE),
     ),
 )

@@ -22,8 +22,10 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def checkout(folder: Path = ROOT) -> Git | None:
-    """Return the revision that is checked out in `folder`; None outside a checkout, and without git."""
+    """Return the revision that is checked out in `folder`; None within or outside a checkout, and without git."""
     try:
+        if git(folder, "rev-parse", "--show-prefix"):  # of another project, which has this one installed
+            return None
         changes = git(folder, "status", "--porcelain", "--untracked-files=no")
         return Git(git(folder, "rev-parse", "--verify", "HEAD").decode(), dirty=bool(changes))
     except Error:

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from reproduce.records.record import Result
 
-__all__ = ["FinalError", "final_error", "final_errors"]
-
 
 class FinalError(NamedTuple):
     """Hold top-1 errors in %: mean, and standard deviation where there is more than one."""

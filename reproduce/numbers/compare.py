@@ -50,6 +50,11 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     together: Decision | None = None
 
+    @property
+    def what(self) -> str:
+        """Name the metric, and say whether ratios of it are compared."""
+        return f"{self.metric}, each side over its own" if self.relative else self.metric
+
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios, as judged where it was, and of how many; None without any."""
         ratios = [decision.ratio for row in self.rows if (decision := row.decisions[side])]

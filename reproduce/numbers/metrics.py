@@ -163,7 +163,7 @@ def read(entry: Entry, metric: str) -> Reading | None:
         if result.samples.get(name):
             return Reading(result.samples[name], "s" if metric == "time" else unit.get(name, ""), _rounds(result, run))
     if metric == "time":
-        return _exact(result.values.get("step_time"), "s")
+        return _exact(result.values.get("step_time", result.values.get("time")), "s")
     value = result.values.get(metric)
     if metric == "utilization" and unit.get(metric) == "%" and value is not None:
         value /= 100

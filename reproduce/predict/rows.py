@@ -7,17 +7,13 @@ They hold no time and no machine, so that the same source gives the same file.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from msgspec import structs
-from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.models import MODELS
-from reproduce.models.older import older_amoebanetd, older_resnet101
-from reproduce.predict.older import OLDER
 from reproduce.records.decode import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
@@ -27,6 +23,7 @@ from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.profiled import predictor_here
 
 __all__ = ["SPEED_TABLES", "counted", "predict_row", "predict_run", "predict_table", "predictable"]
 
@@ -45,13 +42,15 @@ DIGITS = 6  # that are kept: more would be noise of the arithmetic
 RESERVED = ("memory", "peak_activation_memory")
 """Published values of memory: GiB, as reserved by the caching allocator, summed over devices."""
 
+Model = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A row's model, its sizes, and a sample's shape."""
+
 UNORDERED = "without the dependency nothing orders backward, so there is no one schedule to replay"
 
 
 def predictable() -> dict[str, str]:
-    """Return the experiments that can be predicted, each with its published table; those of older versions last."""
-    now = {each.name: each.table for each in EXPERIMENTS.values() if each.table and each.measures != "accuracy"}
-    return now | {name: older.table for name, older in OLDER.items()}
+    """Return the experiments that can be predicted, each with its published table."""
+    return {each.name: each.table for each in EXPERIMENTS.values() if each.table and each.measures != "accuracy"}
 
 
 def predict_table(experiment: str, hardware: Hardware) -> Record:
@@ -68,20 +67,30 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
     )
 
 
-def predict_run(record: Record, hardware: Hardware) -> Record:
-    """Predict the emulated rows of a run, as they were run, on `hardware`."""
+def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
+    """Predict the emulated rows of a run, as they were run, on `hardware`; or on a device here, where models are timed.
+
+    They are timed in micro-batches as large as the run's largest. A device has no others beside it, as in emulation.
+    """
     rows = [row for row in record.results if row.status == "emulated"]
-    predictors: dict[tuple[Json, ...], Predictor] = {}
+    largest: dict[Model, int] = {}
+    for row in rows:
+        key = _model(row.config)
+        largest[key] = max(largest.get(key, 0), row.config["micro_batch_size"] or row.config["batch_size"])
+    predictors = {
+        key: Predictor(counted(*key, memory=False), hardware)
+        if isinstance(hardware, Hardware)
+        else _profiled(*key, size, hardware)
+        for key, size in largest.items()
+    }
     results = []
     for row in rows:
-        key = (row.config["model"], _sizes(row.config), tuple(row.config["input_shape"]))
-        if key not in predictors:
-            predictors[key] = Predictor(counted(*key, memory=False), hardware)
-        values = _speed(predictors[key], row.config, zeroed=False)
+        values = _speed(predictors[_model(row.config)], row.config, zeroed=False)
         rounded = {name: _rounded(value) for name, value in values.items()}
         results.append(
             Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over, values=rounded)
         )
+    hardware = next(iter(predictors.values())).hardware
     return Record(
         name=f"{record.name}-{hardware.name}",
         title=f"{record.title}: predicted, on {hardware.name}",
@@ -93,9 +102,18 @@ def predict_run(record: Record, hardware: Hardware) -> Record:
     )
 
 
-def _sizes(config: dict[str, Json]) -> tuple[int, ...]:
-    names = MODELS[config["model"]].sizes if config["model"] in MODELS else ("L", "D", "F")
-    return tuple(config[name] for name in names if name in config)
+def _model(config: dict[str, Json]) -> Model:
+    sizes = tuple(config[name] for name in MODELS[config["model"]].sizes if name in config)
+    return config["model"], sizes, tuple(config["input_shape"])
+
+
+def _profiled(
+    model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], rows: int, on: torch.device
+) -> Predictor:
+    with torch.device("meta"):
+        module = MODELS[model].build(*sizes)
+    sample = torch.rand(rows, *input_shape, device=on)
+    return predictor_here(module, sample, count(module, sample, device=on.type), devices=1)
 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
@@ -110,7 +128,7 @@ def _described(hardware: Hardware) -> dict[str, Json]:
 
 def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
     """Predict one published row of `table`."""
-    config = OLDER[experiment].completed(row.config) if experiment in OLDER else row.config
+    config = row.config
     result = Result(
         experiment=experiment,
         row=row.row,
@@ -124,7 +142,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
     with_memory = any(name in row.values for name in RESERVED)
-    counts = counted(config["model"], _sizes(config), tuple(config["input_shape"]), memory=with_memory)
+    counts = counted(*_model(config), memory=with_memory)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
         values.update(_speed(Predictor(counts, hardware), config))
@@ -175,13 +193,6 @@ def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     return {"allocated": [round(device.peak) for device in devices], "model": kept}
 
 
-BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
-    **{name: model.build for name, model in MODELS.items()},
-    "older AmoebaNet-D": older_amoebanetd,
-    "older ResNet-101": older_resnet101,
-}
-
-
 ALIKE = Alike()
 """Models of one family have many layers in common."""
 
@@ -199,7 +210,7 @@ def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *,
 @functools.cache
 def _counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], memory: bool, *_: object) -> Counts:
     with torch.device("meta"):
-        module, sample = BUILDERS[model](*sizes), torch.empty(1, *input_shape)
+        module, sample = MODELS[model].build(*sizes), torch.empty(1, *input_shape)
     return count(module, sample, memory=memory, alike=ALIKE)
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reproduce.error import USAGE, Error
 from reproduce.machine.description import ROOT
 
-__all__ = ["MEASURED", "RESULTS", "RUNS", "find_record"]
+__all__ = ["MEASURED", "OUT", "RESULTS", "RUNS", "find_record", "need_checkout"]
 
 RUNS = Path("runs")  # in the current folder; git ignores it
 PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
+OUT = Path() if RESULTS == PACKAGED else RESULTS  # for what is made from records: an installed package stays as it is
+
+
+def need_checkout(command: str) -> None:
+    """Raise `Error` where this program is an installed package."""
+    if RESULTS == PACKAGED:
+        raise Error(f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' there", USAGE)
 
 
 def find_record(name: str) -> Path:

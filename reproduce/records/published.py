@@ -64,7 +64,7 @@ def published(table: str) -> Record:
     return load(PAPER / f"{table}.json")
 
 
-def import_tables(source: Path, to: Path = PAPER) -> list[Path]:
+def import_tables(source: Path, to: Path) -> list[Path]:
     """Write a record for each table in the JSON file `source`, and return their paths.
 
     Raises:

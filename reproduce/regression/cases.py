@@ -1,4 +1,4 @@
-"""Whole training steps and the bare machinery, as data: what the suites time, and `python -m reproduce regression`.
+"""Whole training steps and the bare machinery, as data, for `python -m reproduce regression`.
 
 Nothing of torchgpipe, nor the models that use it, is imported before a case is prepared: whoever does that says first
 where torchgpipe comes from. Every case is one step of one mini-batch, on CPU devices of one thread each.

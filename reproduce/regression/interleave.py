@@ -26,6 +26,7 @@ import random
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
@@ -109,7 +110,9 @@ def fork(folder: Path, clock: Clock = "cpu", slow_down: float = 0.0) -> Iterator
     theirs.close()
     try:
         yield ours
-    except (EOFError, OSError):
+    except (EOFError, OSError) as error:
+        traceback.clear_frames(error.__traceback__)  # one has a buffer open, with what could not be sent
+        error.__traceback__ = None  # or this frame would refer to its caller's, and that to the error
         raise Error("a measuring process ended by itself") from None
     finally:
         process.kill()

@@ -27,20 +27,9 @@ class LiveBytes:
     def __init__(self, devices: int) -> None:
         self.live = [0] * devices
         self.peak = [0] * devices
-        self.most = 0
-        """How many storages were alive at once, at most."""
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # a storage may die while this very thread notes another
         self.inner = threading.local()  # its `device` is that of the innermost watch that has one of its own
-
-    @property
-    def count(self) -> int:
-        """How many storages are alive."""
-        return len(self._known)
-
-    def restart(self) -> None:
-        """Forget the peaks so far."""
-        self.peak, self.most = list(self.live), self.count
 
     def watch(self, device: int | None = None) -> Watch:
         """Return a context that counts what this thread makes, as the device's own, or by what it is made from."""
@@ -62,7 +51,6 @@ class LiveBytes:
                 self._known[key] = (owner, size)
                 self.live[owner] += size - (before or 0)
                 self.peak[owner] = max(self.peak[owner], self.live[owner])
-                self.most = max(self.most, self.count)
 
     def _forget(self, key: int) -> None:
         with self._lock:

@@ -20,7 +20,6 @@ from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.records.record import Engine
 from reproduce.run.engines import Work
-from torchgpipe.distributed.patience import waiting_for
 from torchgpipe.plan.replay import Event, Timeline
 
 PATIENCE = 30.0  # seconds: how long torchrun may take to end its processes
@@ -48,7 +47,6 @@ class Processes:
             stderr=self._errors,
             start_new_session=True,  # Ctrl-C is for this process
         )
-        self._met = False
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
         """Make on every rank what `work` returns, a function that another process can import, and run it by `engine`.
@@ -92,29 +90,13 @@ class Processes:
         self._torchrun.stdout.close()
         self._errors.close()
 
-    def _first_line(self) -> bytes:
-        """Return the first answer. An empty line before it says that ranks have met; it may take minutes at most."""
-        gave_up: list[str] = []
-
-        def give_up(line: str) -> None:
-            gave_up.append(line)
-            self._torchrun.kill()  # torchrun may be stuck itself; ranks give up by themselves
-
-        assert self._torchrun.stdout is not None
-        with waiting_for(f"{self._count} processes to meet, which torchrun starts", give_up):
-            line = self._torchrun.stdout.readline()
-        if gave_up:
-            raise Error(gave_up[0])
-        self._met = line == b"\n"
-        return self._torchrun.stdout.readline() if self._met else line
-
     def _ask(self, request: Any) -> Any:
         assert self._torchrun.stdin is not None and self._torchrun.stdout is not None
         with suppress(BrokenPipeError):  # why is said below
             self._torchrun.stdin.write(base64.b64encode(pickle.dumps(request)) + b"\n")
             self._torchrun.stdin.flush()
-        line = self._torchrun.stdout.readline() if self._met else self._first_line()
-        said = json.loads(line) if line else {}
+        while "waits" in (said := json.loads((line := self._torchrun.stdout.readline()) or b"{}")):
+            print(said["waits"], file=sys.stderr)
         if "answer" in said:
             return said["answer"]
         failures = [json.loads(each) for each in (line, *self._torchrun.stdout) if each]

@@ -1,10 +1,10 @@
 """Be one rank of a pipeline: `processes.py` starts as many as it has partitions, by torchrun.
 
-Rank 0 writes an empty line when ranks have met. Then it reads requests from its standard input, each a pickled object
-in a line of base 64, and tells them to the others: an engine and a function that makes its work, `None` for a step, or
-`"record"` for a step with its timeline. It answers each by a line of JSON: none; the step's seconds and its loss; or
-its seconds and its tasks. A rank that fails writes a line that says why, and ends; torchrun then ends the others. So
-does the end of the input, which comes at the latest when the process that asks has ended.
+Rank 0 reads requests from its standard input, each a pickled object in a line of base 64, and tells them to the others:
+an engine and a function that makes its work, `None` for a step, or `"record"` for a step with its timeline. It answers
+each by a line of JSON: none; the step's seconds and its loss; or its seconds and its tasks. A rank that fails writes a
+line that says why, and ends; torchrun then ends the others. So does the end of the input, which comes at the latest
+when the process that asks has ended.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ def main() -> None:
         os.write(answers, json.dumps(line).encode() + b"\n")  # at once, or lines of two ranks could mix
 
     try:
-        with waiting_for("other ranks that torchrun starts"):
+        with waiting_for("other ranks that torchrun starts", lambda line: say(waits=line)):
             dist.init_process_group("gloo", timeout=PATIENCE)
-        if dist.get_rank() == 0:
-            os.write(answers, b"\n")  # ranks have met
         for answer in answered():
             if dist.get_rank() == 0:
                 say(answer=answer)

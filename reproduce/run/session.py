@@ -14,7 +14,7 @@ from reproduce.experiments import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.records.decode import Json
 from reproduce.records.record import Engine, Result
-from reproduce.run.accuracy.needs import AccuracyNeeds
+from reproduce.run.accuracy.datasets import AccuracyNeeds
 from reproduce.run.engines import why_not
 from reproduce.run.failure import Failure
 from reproduce.run.links import Link, own_links
@@ -48,7 +48,6 @@ UNITS = {
     "learning_rate": "1, of the epoch's last step",
     "samples_per_epoch": "count",
     "resumed_after": "[seed, epoch] after which the training was continued by another run",
-    "running_statistics_difference": "1, largest of any batch norm in the last epoch, for each finished seed; relative",
 }
 
 

@@ -13,7 +13,7 @@ from reproduce.tables.layout import Column, Table, by_value, span
 from reproduce.tables.rows import ROW, Rows, config
 from reproduce.tables.text import number
 
-RUNNING_STATISTICS = (
+RUNNING_STATISTICS = (  # of records up to revision 414bf55
     "running statistics: largest relative difference, over all seeds and layers, of batch norm's running mean or "
     "variance from what torch's batch norm, in the last epoch, made of the same values in undivided mini-batches; "
     "where deferred, rounding should be all there is"
@@ -37,10 +37,6 @@ def _reached(rows: Rows) -> Table:
 
         return Column(heading, compared)
 
-    def spread(ours: FinalError, theirs: FinalError) -> str | None:
-        allowed = ours.allowed(theirs)
-        return None if allowed is None else f"{allowed:.2f}"
-
     def published(result: Result) -> object:
         paper = rows.paper(result)
         return None if paper is None else final_error(paper) or paper.config.get("outcome")
@@ -49,7 +45,7 @@ def _reached(rows: Rows) -> Table:
         ROW,
         Column("top-1 error\n%", lambda result: final_error(result) or _how_far(result)),
         over_base("over\nbase", lambda ours, theirs: f"{ours.mean - theirs.mean:+.2f}"),
-        over_base("spread", spread),
+        over_base("spread", lambda *both: None if (most := FinalError.allowed(*both)) is None else f"{most:.2f}"),
         over_base("verdict", FinalError.verdict),
         Column("published\n%", published),
     ]
@@ -85,10 +81,6 @@ def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
 
 
 def _trained(rows: Rows) -> Table:
-    def speed(result: Result) -> str | None:
-        samples = epoch_throughput(result)
-        return None if samples is None else number(samples)
-
     def difference(result: Result) -> str | None:
         each = result.values.get("running_statistics_difference")
         return f"{max(each):.0e}" if each else None
@@ -99,8 +91,8 @@ def _trained(rows: Rows) -> Table:
         config("n", "gpus"),
         Column("m", lambda each: "-" if each.config["partitions"] is None else each.config["chunks"]),
         Column("batch\nnorm", lambda each: "deferred" if each.config["deferred_batch_norm"] else "plain"),
-        Column("samples/s", speed),
-        Column("published", rows.published_throughput),
+        Column("samples/s", lambda each: (samples := epoch_throughput(each)) and number(samples)),
+        Column("published", rows.published_throughput, number),
         Column("running\nstatistics", difference),
     ]
     notes = [

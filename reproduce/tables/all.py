@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.numbers.measured_rows import measured_rows
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run
-from reproduce.tables.ablation import ablation_tables
 from reproduce.tables.accuracy import accuracy_tables
 from reproduce.tables.engines import engines_tables
 from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.memory import memory_tables
 from reproduce.tables.predicted import predicted_tables
-from reproduce.tables.speed import speed_tables
+from reproduce.tables.speed import ablation_tables, speed_tables
 
 MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
     "speed": speed_tables,
@@ -37,32 +36,26 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
             threads = [each for each in results if each.engine == "threads"]
             own = MAKERS[measures](EXPERIMENTS[name], threads) if threads else []
             own += engines_tables(EXPERIMENTS[name], results)
-            own = [table for table in own if group in (None, table.group)]
-            more = (
-                [] if measures == "memory" else [note for note in (busy_note(record.run), threads_note(record)) if note]
-            )
-            made += [replace(table, notes=[*table.notes, *more]) for table in own]
+            more = [] if measures == "memory" else [*_about_times(record)]
+            made += [replace(each, notes=[*each.notes, *more]) for each in own if group in (None, each.group)]
     return made
 
 
-def busy_note(run: Run | None) -> str | None:
-    """Warn where other programs kept the CPU busy as a run on it began, by more than a quarter of its cores."""
-    if run is None or run.device != "cpu" or run.load is None or run.load[0] <= run.machine.cores / 4:
-        return None
-    return (
-        f"load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} in the minute before the start: unless that was "
-        "another run of these, the machine was busy"
-    )
-
-
-def threads_note(record: Record) -> str | None:
-    """Say where measured and emulated devices are not alike."""
-    threads = record.run and record.run.threads_per_device
-    if record.run is None or record.run.device != "cpu" or threads in (None, 1):
-        return None
-    if not any(result.status == "emulated" for result in record.results):
-        return None
-    return f"a measured device is {threads} threads and an emulated one is one: their samples/s are not to be compared"
+def _about_times(record: Record) -> Iterator[str]:
+    """Say where other programs kept the CPU busy as a run on it began, and where devices are not alike."""
+    run = record.run
+    if run is None or run.device != "cpu":
+        return
+    if run.load is not None and run.load[0] > run.machine.cores / 4:
+        yield (
+            f"load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} in the minute before the start: unless that "
+            "was another run of these, the machine was busy"
+        )
+    threads = run.threads_per_device or 1
+    if threads > 1 and any(result.status == "emulated" for result in record.results):
+        yield (
+            f"a measured device is {threads} threads and an emulated one is one: their samples/s are not to be compared"
+        )
 
 
 def document(record: Record) -> str:

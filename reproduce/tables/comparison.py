@@ -1,25 +1,62 @@
-"""Write comparisons: as a table for a terminal or in Markdown, as CSV, as JSON."""
+"""Answer `python -m reproduce compare`: find the sides, compare them, and write it as text, Markdown, CSV or JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import string
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from reproduce.numbers.compare import ComparedRow, Comparison, verdict
-from reproduce.numbers.metrics import BYTES, Reading, better, outcome
+from reproduce.error import USAGE, Error
+from reproduce.numbers.compare import ComparedRow, Comparison, compare, verdict
+from reproduce.numbers.match import match, pick, values_of
+from reproduce.numbers.metrics import BYTES, Reading, available, better, outcome
 from reproduce.numbers.significance import Decision, Rule
-from reproduce.numbers.sources import Side
+from reproduce.numbers.sources import Side, load_side
 from reproduce.records.decode import Json
 from reproduce.records.record import SUCCESS
 from reproduce.tables.layout import Table, bullets, many
+from reproduce.tables.pivot import pivot
 from reproduce.tables.text import reading_text
 
 LABEL_WIDTH = 30  # of a row's name, before it is broken
 FIELDS = ("experiment", "row", "metric", "unit", "relative", "side", "name", "value", "samples", "ratio", "low", "high",
           "p", "verdict", "needed")  # fmt: skip
+
+
+def compared(
+    names: Sequence[str],
+    *,
+    metric: str | None = None,
+    filters: Sequence[str] = (),
+    down: Sequence[str] = (),
+    across: Sequence[str] = (),
+    alpha: float = Rule.alpha,
+    threshold: float = Rule.threshold,
+    style: str = "text",
+    force: bool = False,
+) -> tuple[str, str | None]:
+    """Return the comparison as text, and why it does not pass as free of regressions, None where it does.
+
+    `down` and `across` name the fields of a grid, where one is wanted; the others are the command's options.
+
+    Raises:
+        Error: a side cannot be found or is broken, or there is no such metric, field or row.
+    """
+    rule = Rule(alpha, threshold)
+    sides = [load_side(letter, name) for letter, name in zip(string.ascii_uppercase, names, strict=False)]
+    lines = pick(match(sides), filters)
+    metrics = available([entry for line in lines for entry in line.entries.values()])
+    if metric is not None and metric not in metrics:
+        raise Error(f"--metric {metric}: no row has it; there are {', '.join(metrics) or 'none'}", USAGE)
+    for option, fields in (("--row", down), ("--col", across)):
+        for field in fields:
+            values_of(field, lines, f"{option} {field}")
+    comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force)
+    grids = [grid for each in comparisons for grid in pivot(each, sides, down, across)] if down else None
+    return write_comparisons(comparisons, sides, rule, notes, style, grids), _complaint(comparisons)
 
 
 def write_comparisons(
@@ -40,6 +77,21 @@ def write_comparisons(
     parts = [(each.text() if terminal else each.markdown()).rstrip() for each in tables]
     nothing = "no row has numbers on two sides" if grids is None else "no row has all of the grid's fields"
     return "\n\n".join([*(parts or [nothing]), bullets([*_legend(sides, rule), *notes], wrap=terminal)]) + "\n"
+
+
+def _complaint(comparisons: Sequence[Comparison]) -> str | None:
+    """Say which rows are worse, or that nothing is certain: a gate that compares nothing must not stand open."""
+    verdicts = [
+        (f"{row.line.label} ({comparison.experiment})", verdict)
+        for comparison in comparisons
+        for row, verdict in comparison.verdicts()
+    ]
+    worse = dict.fromkeys(row for row, verdict in verdicts if verdict == "worse")
+    if worse:
+        return f"{many(len(worse), 'row')} worse than in A: {', '.join(worse)}"
+    if all(verdict in ("too few", "untested") for _, verdict in verdicts):
+        return "no row could be decided, so nothing shows that there is no regression"
+    return None
 
 
 def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
@@ -79,7 +131,7 @@ def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:
     rows.append(_line(label, [""] * len(sides), ratios))
     unit = "" if comparison.relative or comparison.unit in ("", *BYTES) else f" in {comparison.unit}"
     way = better(comparison.metric)
-    title = f"{comparison.experiment}: {metric_text(comparison)}{unit}" + (f"; {way} is better" if way else "")
+    title = f"{comparison.experiment}: {comparison.what}{unit}" + (f"; {way} is better" if way else "")
     return Table(title, headings, rows, comparison.notes)
 
 
@@ -95,32 +147,22 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
     return [label, first, *below]
 
 
-def metric_text(comparison: Comparison) -> str:
-    """Name the metric, and say whether ratios of it are compared."""
-    return f"{comparison.metric}, each side over its own" if comparison.relative else comparison.metric
-
-
 def _as_csv(comparisons: Sequence[Comparison], sides: Sequence[Side]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=FIELDS, lineterminator="\n")
     writer.writeheader()
-    for comparison in comparisons:
-        writer.writerows(_flat(comparison, sides))
+    writer.writerows(line for comparison in comparisons for line in _flat(comparison, sides))
     return text.getvalue()
 
 
 def _as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str]) -> str:
-    def means(comparison: Comparison) -> dict[str, float]:
-        return {side.letter: mean[0] for i, side in enumerate(sides) if (mean := comparison.mean(i)) is not None}
-
     tables = [
         {
-            "experiment": comparison.experiment,
-            "metric": comparison.metric,
-            "unit": comparison.unit,
-            "relative": comparison.relative,
+            **{name: getattr(comparison, name) for name in ("experiment", "metric", "unit", "relative")},
             "rows": _flat(comparison, sides),
-            "geometric_mean": means(comparison),
+            "geometric_mean": {
+                side.letter: m[0] for i, side in enumerate(sides) if (m := comparison.mean(i)) is not None
+            },
             "notes": comparison.notes,
         }
         for comparison in comparisons
@@ -131,7 +173,7 @@ def _as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rul
 
 
 def _flat(comparison: Comparison, sides: Sequence[Side]) -> list[dict[str, Json]]:
-    """Return the fields of each row and side, with everything unrounded."""
+    """Return the `FIELDS` of each row and side, with everything unrounded."""
     lines: list[tuple[str, Side, Reading | None, Decision | None]] = [
         (row.line.label, *each)
         for row in comparison.rows
@@ -141,27 +183,21 @@ def _flat(comparison: Comparison, sides: Sequence[Side]) -> list[dict[str, Json]
         lines.append(("geometric mean", sides[1], None, comparison.together))
     flat = []
     for row, side, reading, decision in lines:
-        fields = dict.fromkeys(FIELDS)
-        fields.update(experiment=comparison.experiment, row=row, metric=comparison.metric,
-                      relative=comparison.relative, side=side.letter, name=side.name)  # fmt: skip
-        if reading is not None:
-            fields.update(value=reading.middle, samples=reading.samples, unit=reading.unit)
-        if decision is not None:
-            fields.update(ratio=decision.ratio, low=decision.low, high=decision.high, p=decision.p,
-                          needed=decision.needed, verdict=verdict(decision, comparison.metric))  # fmt: skip
-        flat.append(fields)
+        means = None if decision is None else verdict(decision, comparison.metric)
+        said = comparison.experiment, row, comparison.metric, reading and reading.unit, comparison.relative
+        value = side.letter, side.name, reading and reading.middle, reading and reading.samples
+        test = [decision and getattr(decision, name) for name in ("ratio", "low", "high", "p")]
+        flat.append(dict(zip(FIELDS, [*said, *value, *test, means, decision and decision.needed], strict=True)))
     return flat
 
 
 def _number(row: ComparedRow, side: int) -> str:
-    reading = row.readings[side]
+    reading, entry = row.readings[side], row.line.entries.get(side)
     if reading is not None:
         return reading_text(reading)
-    if side not in row.line.entries:
+    if entry is None:
         return "missing"
-    result = row.line.entries[side].result
-    known = result.status in SUCCESS
-    return "-" if known else outcome(result).replace(" ", "\n", 1)
+    return "-" if entry.result.status in SUCCESS else outcome(entry.result).replace(" ", "\n", 1)
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:

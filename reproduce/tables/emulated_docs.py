@@ -11,8 +11,8 @@ from typing import NamedTuple
 from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED, PUBLISHED_BALANCE
 from reproduce.numbers.metrics import speed_up
 from reproduce.records.published import published
-from reproduce.records.record import Record
-from reproduce.tables.layout import Table
+from reproduce.records.record import Record, Result
+from reproduce.tables.layout import Column, Table, table
 
 APART = 1.1  # the ratio from which on two published speed-ups differ
 
@@ -25,68 +25,64 @@ class Distance(NamedTuple):
     `order`.
     """
 
+    experiment: str
+    started: str
     errors: Mapping[str, float]
     in_published_balance: Mapping[str, float]
     order: int
     pairs: int
 
+    @property
+    def worst(self) -> str:
+        """Give the row that is out by most."""
+        return max(self.errors, key=lambda row: abs(self.errors[row]))
+
+
+COLUMNS = [
+    Column[Distance]("experiment", lambda found: found.experiment, left=True),
+    Column[Distance]("run", lambda found: found.started[:16]),
+    Column[Distance]("pairs in the\npublished order", lambda found: f"{found.order} of {found.pairs}"),
+    Column[Distance]("median\nerror", lambda found: median(map(abs, found.errors.values())), "{:.1%}"),
+    Column[Distance]("largest", lambda found: f"{found.errors[found.worst]:+.0%} ({found.worst})"),
+    Column[Distance](
+        "the same row in\nthe published balance",
+        lambda found: found.in_published_balance.get(found.worst),
+        "{:+.0%}",
+        "not run",
+    ),
+]
+
 
 def distance(record: Record, experiment: str) -> Distance | None:
     """Return how far the emulated rows like the published ones are; None where nobody published or ran all of them."""
-    table = EXPERIMENTS[experiment].table
-    if table is None:
+    name = EXPERIMENTS[experiment].table
+    if name is None or record.run is None:
         return None
-    papers = {paper.row: paper for paper in published(table).results}
-    rows = {
-        result.row: result
-        for result in record.results
-        if result.experiment == experiment
-        and result.status == "emulated"
-        and result.config["configuration"] == LIKE_PUBLISHED
-    }
-    if list(rows) != list(papers):
+
+    def over_first(rows: Sequence[Result], first: Result) -> dict[str, float]:
+        """Return speed-ups by the name of the published row."""
+        found = {row.row.partition("/")[0]: speed_up(row, first) for row in rows}
+        return {row: reading.middle for row, reading in found.items() if reading is not None}
+
+    papers = published(name).results
+    emulated = [each for each in record.results if each.experiment == experiment and each.status == "emulated"]
+    like = [each for each in emulated if each.config["configuration"] == LIKE_PUBLISHED]
+    if [each.row for each in like] != [paper.row for paper in papers]:
         return None
-    first = next(iter(papers))
-    ours = {name: reading.middle for name, row in rows.items() if (reading := speed_up(row, rows[first]))}
-    theirs = {name: reading.middle for name, row in papers.items() if (reading := speed_up(row, papers[first]))}
-    pairs = [(a, b) for a, b in combinations(papers, 2) if abs(math.log(theirs[a] / theirs[b])) > math.log(APART)]
+    again = [each for each in emulated if each.config["configuration"] == PUBLISHED_BALANCE]
+    theirs = over_first(papers, papers[0])
+    ours, in_theirs = over_first(like, like[0]), over_first(again, like[0])
+    pairs = [(a, b) for a, b in combinations(theirs, 2) if abs(math.log(theirs[a] / theirs[b])) > math.log(APART)]
     order = sum((ours[a] > ours[b]) == (theirs[a] > theirs[b]) for a, b in pairs)
-    again = {
-        result.row.partition("/")[0]: reading.middle
-        for result in record.results
-        if result.experiment == experiment
-        and result.status == "emulated"
-        and result.config["configuration"] == PUBLISHED_BALANCE
-        and (reading := speed_up(result, rows[first]))
-    }
-    errors, in_theirs = (
-        {name: times / theirs[name] - 1 for name, times in of.items() if name != first} for of in (ours, again)
+    errors, again_errors = (
+        {row: times / theirs[row] - 1 for row, times in of.items() if row != papers[0].row} for of in (ours, in_theirs)
     )
-    return Distance(errors, in_theirs, order, len(pairs))
+    return Distance(experiment, record.run.started, errors, again_errors, order, len(pairs))
 
 
 def distances(records: Sequence[Record]) -> Table:
     """Return the table of every run that has all rows of a published speed table."""
-    lines = []
-    for experiment in (name for name, each in EXPERIMENTS.items() if each.measures == "speed"):
-        for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
-            found = distance(record, experiment)
-            if found is not None and record.run is not None:
-                off = {name: abs(error) for name, error in found.errors.items()}
-                worst = max(off, key=lambda name: off[name])
-                again = found.in_published_balance.get(worst)
-                shown = (
-                    f"{median(off.values()):.1%}",
-                    f"{found.errors[worst]:+.0%} ({worst})",
-                    "not run" if again is None else f"{again:+.0%}",
-                )
-                lines.append([experiment, record.run.started[:16], f"{found.order} of {found.pairs}", *shown])
-    headings = [
-        "experiment",
-        "run",
-        "pairs in the\npublished order",
-        "median\nerror",
-        "largest",
-        "the same row in\nthe published balance",
-    ]
-    return Table("How far emulated speed-ups are from the published ones", headings, lines)
+    names = [name for name, each in EXPERIMENTS.items() if each.measures == "speed"]
+    found = [made for name in names for record in records if (made := distance(record, name))]
+    rows = sorted(found, key=lambda each: (names.index(each.experiment), each.started))
+    return table("How far emulated speed-ups are from the published ones", COLUMNS, rows)

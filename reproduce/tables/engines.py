@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
 from reproduce.experiments import Experiment
-from reproduce.numbers.metrics import outcome, speed_up
+from reproduce.numbers.metrics import outcome, speed_up, throughput
 from reproduce.records.record import Engine, Result
 from reproduce.tables.layout import Column, Table, many, table
-from reproduce.tables.rows import speed_text
-from reproduce.tables.text import ratio
+from reproduce.tables.text import number, ratio
 
 GROUP = "engines"
 WHAT = {
@@ -20,36 +19,21 @@ WHAT = {
     "ScheduleGPipe": "ScheduleGPipe, Schedule1F1B: PyTorch's own schedules, a process for each partition; where tasks "
     "are checkpointed, torch.utils.checkpoint does it",
 }
+Found = Mapping[Engine, Result]  # a row, by each engine
 
 
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return the table, where there are devices for any row of another engine than `threads`."""
     measured = [result for result in results if not result.emulated]
-    engines: list[Engine] = list(dict.fromkeys(result.engine for result in measured))
-    if engines in ([], ["threads"]):
-        return []
+    engines = sorted({result.engine for result in measured}, key=get_args(Engine).index)
     rows: dict[str, dict[Engine, Result]] = {}
     for result in measured:
         rows.setdefault(result.row, {})[result.engine] = result
-    run = {row: found for row, found in rows.items() if any(each.status != "needs devices" for each in found.values())}
-
-    def samples(engine: Engine) -> Column[str]:
-        def cell(row: str) -> str | None:
-            result = run[row].get(engine)
-            return None if result is None else speed_text(result) or outcome(result).replace("not run", "-")
-
-        return Column(engine.replace("Schedule", "Schedule\n"), cell)
-
-    def over_threads(engine: Engine) -> Column[str]:
-        def cell(row: str) -> str | None:
-            times = speed_up(run[row].get(engine), run[row].get("threads"))
-            return None if times is None else ratio(times.middle)
-
-        return Column("over\nthreads", cell)
-
-    columns: list[Column[str]] = [Column("row", str, left=True)]
-    for engine in sorted(engines, key=get_args(Engine).index):
-        columns += [samples(engine), over_threads(engine)][: 1 if engine == "threads" else 2]
+    run = [found for found in rows.values() if any(each.status != "needs devices" for each in found.values())]
+    if engines == ["threads"] or not run:
+        return []
+    columns = [Column[Found]("row", lambda found: next(iter(found.values())).row, left=True)]
+    columns += [column for engine in engines for column in _columns(engine)]
     reasons: dict[str, list[Result]] = {}
     for result in measured:
         if result.reason and result.status != "needs devices":
@@ -61,7 +45,18 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
         f"{many(len(rows) - len(run), 'row')} not run for want of devices" if len(run) < len(rows) else None,
     ]
     made = table(f"{experiment.title}: samples/s of each engine", columns, run, notes)
-    return [replace(made, group=GROUP)] if run else []
+    return [replace(made, group=GROUP)]
+
+
+def _columns(engine: Engine) -> Iterator[Column[Found]]:
+    samples = Column[Result](
+        engine.replace("Schedule", "Schedule\n"),
+        lambda result: throughput(result) or outcome(result).replace("not run", "-"),
+        number,
+    )
+    yield samples.of(lambda found: found.get(engine))
+    if engine != "threads":
+        yield Column("over\nthreads", lambda found: speed_up(found.get(engine), found.get("threads")), ratio)
 
 
 def _names(results: Sequence[Result], of: str) -> str:

@@ -6,7 +6,7 @@ import functools
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import tabulate
 
@@ -15,15 +15,37 @@ DEVICES_PER_LINE = 4
 WHOLE = {"publ.": "published", "-\n": "-", "/\n": "/"}  # where there is room for it
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
 Row = TypeVar("Row")
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """Describe a column: its heading, and what it says of a row, None for nothing. Words stand on the `left`."""
+    """Describe a column: its heading, the value that it shows of a row, and how that is written.
+
+    A value that is text is shown as it is; in place of None stands `nothing`. Words stand on the `left`.
+    """
 
     heading: str
-    cell: Callable[[Row], object]
+    value: Callable[[Row], object]
+    form: str | Callable[[Any], str] = "{}"
+    nothing: str = ""
     left: bool = False
+
+    def text(self, row: Row) -> str:
+        """Write the value of a row."""
+        value = self.value(row)
+        if value is None or isinstance(value, str):
+            return self.nothing if value is None else value
+        return self.form.format(value) if isinstance(self.form, str) else self.form(value)
+
+    def of(self, find: Callable[[Other], Row | None]) -> Column[Other]:
+        """Return the column of what is found for each row of another table; where that is None, it says nothing."""
+
+        def value(other: Other) -> object:
+            row = find(other)
+            return None if row is None else self.value(row)
+
+        return Column(self.heading, value, self.form, self.nothing, self.left)
 
 
 @dataclass(frozen=True)
@@ -39,9 +61,10 @@ class Table:
 
     def text(self) -> str:
         """Return the table for a terminal."""
-        body = self._tabulate(self.rows, self.headings, "simple")
         notes = ["", bullets(self.notes)] if self.notes else []
-        return "\n".join([textwrap.fill(self.title, WIDTH), "", body, *notes])
+        return "\n".join(
+            [textwrap.fill(self.title, WIDTH), "", grid(self.headings, self.rows, "simple", self.left), *notes]
+        )
 
     def markdown(self, level: int = 2) -> str:
         """Return the table as Markdown, under a heading of that level."""
@@ -49,30 +72,33 @@ class Table:
             functools.reduce(lambda text, word: text.replace(*word), WHOLE.items(), each) for each in self.headings
         ]
         flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
-        body = self._tabulate(flat[1:], flat[0], "pipe")
+        body = grid(flat[0], flat[1:], "pipe", self.left)
         return "\n".join([f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)])
 
-    def _tabulate(self, rows: Sequence[Sequence[str]], headings: Sequence[str], style: str) -> str:
-        align = ["left" if i < self.left else "right" for i in range(len(headings))]
-        text = tabulate.tabulate(
-            rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
-        )
-        return "\n".join(line.rstrip() for line in text.splitlines())
+
+def grid(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: int | None = None) -> str:
+    """Lay rows out in one of tabulate's styles; all columns but the first `left` ones stand on the right."""
+    align = ["left"] * len(headings) if left is None else ["left"] * left + ["right"] * (len(headings) - left)
+    text = tabulate.tabulate(
+        rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes: Iterable[str | None] = ()) -> Table:
     """Make the table of some rows. Columns that are empty in every row are left out, and so are notes of nothing."""
     rows = list(rows)
-    texts = {column: ["" if (cell := column.cell(row)) is None else str(cell) for row in rows] for column in columns}
-    kept = [column for column in texts if any(texts[column])]
-    lines = list(zip(*(texts[column] for column in kept), strict=True))
-    left = sum(column.left for column in kept)
-    return Table(title, [column.heading for column in kept], lines, list(filter(None, notes)), left)
+    texts = [(column, [column.text(row) for row in rows]) for column in columns]
+    kept = [(column, cells) for column, cells in texts if any(cells)]
+    lines = list(zip(*(cells for _, cells in kept), strict=True))
+    headings, left = [column.heading for column, _ in kept], sum(column.left for column, _ in kept)
+    return Table(title, headings, lines, list(filter(None, notes)), left)
 
 
-def in_lines(numbers: Sequence[str]) -> str:
-    """Return a number for each device, four to a line."""
-    lines = [numbers[i : i + DEVICES_PER_LINE] for i in range(0, len(numbers), DEVICES_PER_LINE)]
+def in_lines(numbers: Sequence[float], form: str) -> str:
+    """Write a number for each device, four to a line."""
+    texts = [form.format(each) for each in numbers]
+    lines = [texts[i : i + DEVICES_PER_LINE] for i in range(0, len(texts), DEVICES_PER_LINE)]
     return "\n".join("  ".join(line) for line in lines)
 
 

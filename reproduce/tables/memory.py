@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from reproduce.experiments import Experiment
-from reproduce.numbers.metrics import BYTES, outcome
+from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, in_lines, span
 from reproduce.tables.rows import ROW, SIZE, Rows
+from reproduce.tables.text import GiB, MiB
 
-MiB, GiB = BYTES["MiB"], BYTES["GiB"]
 FLOAT_BYTES = 4
 KINDS = {  # device and values of a result -> what a table of them is called, and what the bytes are
     ("cpu", "peak_allocated"): ("live bytes", "the bytes of all tensors alive, counted"),
@@ -49,9 +49,9 @@ def _published_models(rows: Rows) -> Table:
     columns = [
         ROW,
         SIZE,
-        Column("parameters", lambda result: f"{result.values['parameters']:,}"),
+        Column("parameters", lambda result: result.values["parameters"], "{:,}"),
         rows.published("published", "parameters", "{:,.1f} M", 1e6),
-        Column("model\nGiB", lambda result: f"{result.values['model_bytes'] / GiB:.2f}"),
+        Column("model\nGiB", lambda result: result.values["model_bytes"] / GiB, "{:.2f}"),
         rows.published("published\nGiB", "model_memory", "{:.2f}"),
         rows.published("published\nactivations", "peak_activation_memory", "{:.2f}"),
         rows.published("published\nin all", "memory", "{:.2f}"),
@@ -71,28 +71,27 @@ def _published_models(rows: Rows) -> Table:
 
 def _peaks(rows: Rows, value: str, name: str, meaning: str) -> Table:
     most = max((max(result.values.get(value) or [0]) for result in rows), default=0)
-    unit, digits, word = (GiB, 1 if most >= 100 * GiB else 2, "GiB") if most >= 10 * GiB else (MiB, 0, "MiB")
-
-    def write(size: float) -> str:
-        return f"{size / unit:.{digits}f}"
+    unit, form, word = (
+        (MiB, "{:.0f}", "MiB") if most < 10 * GiB else (GiB, "{:.1f}" if most >= 100 * GiB else "{:.2f}", "GiB")
+    )
 
     def each_device(result: Result) -> str:
-        return in_lines([write(peak) for peak in result.values.get(value) or []]) or outcome(result)
+        return in_lines([peak / unit for peak in result.values.get(value) or []], form) or outcome(result)
 
-    def sized(heading: str, cell: Callable[[int, int], int]) -> Column[Result]:
-        def text(result: Result) -> str | None:
+    def sized(heading: str, peak: int, model: int) -> Column[Result]:
+        def cell(result: Result) -> float | None:
             peaks = result.values.get(value)
-            return write(cell(sum(peaks), result.values["model_bytes"])) if peaks else None
+            return (peak * sum(peaks) + model * result.values["model_bytes"]) / unit if peaks else None
 
-        return Column(heading, text)
+        return Column(heading, cell, form)
 
     columns = [
         ROW,
         SIZE,
         Column(f"peak of each device\n{word}", each_device),
-        sized("sum", lambda peak, model: peak),
-        sized("model", lambda peak, model: model),
-        sized("activations", lambda peak, model: peak - model),
+        sized("sum", 1, 0),
+        sized("model", 0, 1),
+        sized("activations", 1, -1),
     ]
     chunks = [result.config["chunks"] for result in rows if result.config["chunks"] is not None]
     notes = [

@@ -8,7 +8,6 @@ from reproduce.error import USAGE, Error
 from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.match import value_text
 from reproduce.numbers.sources import Side
-from reproduce.tables.comparison import metric_text
 from reproduce.tables.layout import Table
 
 MARKS = {"better": "+", "worse": "-", "differs": "!", "~": "~", "too few": "?", "untested": ""}
@@ -40,7 +39,7 @@ def pivot(comparison: Comparison, sides: Sequence[Side], down: Sequence[str], ac
 
     return [
         Table(
-            f"{comparison.experiment}: {metric_text(comparison)}, {side.letter}/{sides[0].letter}",
+            f"{comparison.experiment}: {comparison.what}, {side.letter}/{sides[0].letter}",
             [f"{' '.join(down)} \\ {' '.join(across)}", *map(" ".join, columns)],
             [[" ".join(line), *(text((line, column), number) for column in columns)] for line in lines],
             [LEGEND, *comparison.notes],

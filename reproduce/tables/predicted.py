@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from reproduce.numbers.measured_rows import MeasuredRow
-from reproduce.numbers.metrics import BYTES, read, throughput
+from reproduce.numbers.metrics import read, throughput
 from reproduce.numbers.sources import Entry
-from reproduce.predict.older import OLDER
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, by_value, in_lines, table
-from reproduce.tables.rows import ROW
-from reproduce.tables.text import number, ratio
+from reproduce.tables.rows import ROW, by_row
+from reproduce.tables.text import GiB, number, ratio
+from torchgpipe.plan.planner import HERE
 
-GiB = BYTES["GiB"]
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
 Measured = Mapping[str, MeasuredRow]  # by the published row
 
@@ -33,25 +32,27 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
     """Return a table for each experiment of a run: its emulated rows beside the same rows predicted."""
-    found = {(each.experiment, each.row): each for each in predicted.results}
-    pairs = [(row, found[row.experiment, row.row]) for row in emulated.results if row.status == "emulated"]
-    foreseen = {key: float(each.values["throughput"]) for key, each in found.items()}
-    speeds = {row.row: speed.middle for row, _ in pairs if (speed := throughput(row)) is not None}
-    columns: list[Column[Result]] = [
-        ROW,
-        Column("samples/s\nemulated", lambda row: number(speeds[row.row])),
-        Column("predicted", lambda row: number(foreseen[row.experiment, row.row])),
-        Column(
-            "predicted/\nemulated",
-            lambda row: ratio(foreseen[row.experiment, row.row] / speeds[row.row]),
-        ),
-    ]
+    name = _hardware(predicted)
+    how = (
+        "from the layers' times on this machine"
+        if name == HERE
+        else f"nothing run, from the hardware description {name}"
+    )
     made = []
-    for experiment in dict.fromkeys(row.experiment for row, _ in pairs):
-        rows = [row for row, _ in pairs if row.experiment == experiment]
-        off = [abs(foreseen[experiment, row.row] / speeds[row.row] - 1) for row in rows]
+    for experiment in dict.fromkeys(row.experiment for row in emulated.results if row.status == "emulated"):
+        rows = [row for row in emulated.results if row.status == "emulated" and row.experiment == experiment]
+        speeds = {row.row: speed.middle for row in rows if (speed := throughput(row)) is not None}
+        foreseen = {each.row: each.values["throughput"] for each in predicted.results if each.experiment == experiment}
+        ratios = {row: foreseen[row] / speed for row, speed in speeds.items()}
+        columns = [
+            ROW,
+            by_row("samples/s\nemulated", speeds, number),
+            by_row("predicted", foreseen, number),
+            by_row("predicted/\nemulated", ratios, ratio),
+        ]
+        off = [abs(each - 1) for each in ratios.values()]
         notes = [
-            f"predicted: nothing run, from the hardware description {_hardware(predicted)}; emulated: {emulated.name}",
+            f"predicted: {how}; emulated: {emulated.name}",
             f"apart: median {median(off):.1%}, at most {max(off):.1%}; where they part, one of the two is wrong",
         ]
         made.append(table(f"{experiment}: emulated and predicted", columns, rows, notes))
@@ -75,45 +76,41 @@ def speed_up_errors(record: Record) -> dict[str, float]:
 
 
 def errors_table(records: Sequence[Record]) -> Table:
-    """Return how far predictions of speed are from what was published of the same hardware, older versions first."""
-    rows = []
-    for name, experiments in (("older versions of torchgpipe", OLDER), ("the papers' speed tables", SPEED_TABLES)):
-        chosen = [each for each in records if each.results[0].experiment in experiments and _same_hardware(each)]
-        throughput, speed_ups = (
-            [abs(error) for record in chosen for error in errors(record).values()]
-            for errors in (throughput_errors, speed_up_errors)
-        )
-        if throughput:
-            sizes = (f"{x:.1%}" for x in (median(throughput), max(throughput), median(speed_ups)))
-            rows.append([name, str(len(throughput)), *sizes, _within(speed_ups)])
-    headings = ["rows of", "number", "samples/s:\nmedian error", "largest", "speed-ups:\nmedian error", "within 10%"]
-    notes = ["nothing in the prediction was chosen by the older rows before it was first held against them"]
-    return Table("How far predictions are from what was published", headings, rows, notes)
+    """Return how far predictions of speed are from what was published of the same hardware."""
+    chosen = [each for each in records if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)]
+    speeds, ratios = (
+        [abs(error) for record in chosen for error in errors(record).values()]
+        for errors in (throughput_errors, speed_up_errors)
+    )
+    columns: list[Column[str]] = [
+        Column("rows of", str, left=True),
+        Column("number", lambda _: len(speeds)),
+        Column("samples/s:\nmedian error", lambda _: median(speeds), "{:.1%}"),
+        Column("largest", lambda _: max(speeds), "{:.1%}"),
+        Column("speed-ups:\nmedian error", lambda _: median(ratios), "{:.1%}"),
+        Column("within 10%", lambda _: _within(ratios)),
+    ]
+    rows = ["the papers' speed tables"] if chosen else []
+    return table("How far predictions are from what was published", columns, rows)
 
 
 def _speed(record: Record, measured: Measured) -> Table:
     papers, same = _papers(record), _same_hardware(record)
+    first, *_ = predicted = _predicted(record)
     off, off_speed_up = throughput_errors(record), speed_up_errors(record)
-    first = _predicted(record)[0]
     run = {name: row for name, row in measured.items() if row.throughput is not None}
     machines = by_value({name: row.machine for name, row in run.items()})
-
-    def error(errors: Mapping[str, float], form: str) -> Column[Result]:
-        """Return the column of errors; what differs between two kinds of hardware is none."""
-        return Column("error", lambda each: form.format(errors[each.row]) if same and each.row in errors else None)
-
-    def predicted(heading: str, cell: Callable[[Result], str]) -> Column[Result]:
-        return Column(heading, lambda each: cell(each) if each.row in off else None)
-
     columns = [
         ROW,
-        Column("samples/s\npublished", lambda each: f"{papers[each.row].values['throughput']:.1f}"),
-        Column("predicted", lambda each: f"{each.values['throughput']:.1f}" if each.row in off else each.status),
-        error(off, "{:+.0%}"),
-        predicted("speed-up\npublished", lambda each: f"{_speed_up(papers[each.row], papers[first.row]):.2f}"),
-        predicted("predicted", lambda each: f"{_speed_up(each, first):.2f}"),
-        error(off_speed_up, "{:+.1%}"),
-        Column("measured", lambda each: f"{run[each.row].throughput:.1f}" if each.row in run else "not run"),
+        Column("samples/s\npublished", lambda each: papers[each.row].values["throughput"], "{:.1f}"),
+        Column("predicted", lambda each: each.values["throughput"] if each.row in off else each.status, "{:.1f}"),
+        by_row("error", off if same else {}, "{:+.0%}"),  # what differs between two kinds of hardware is none
+        by_row(
+            "speed-up\npublished", {r.row: _speed_up(papers[r.row], papers[first.row]) for r in predicted}, "{:.2f}"
+        ),
+        by_row("predicted", {r.row: _speed_up(r, first) for r in predicted}, "{:.2f}"),
+        by_row("error", off_speed_up if same else {}, "{:+.1%}"),
+        by_row("measured", {name: row.throughput for name, row in run.items()}, "{:.1f}", "not run"),
     ]
     far, apart = ([abs(x) for x in errors.values()] for errors in (off, off_speed_up))
     epochs = any("last_batch_size" in result.config for result in record.results)
@@ -138,32 +135,20 @@ def _memory(record: Record, measured: Measured) -> Table:
     readings = {paper.row: read(Entry(publication, paper), "reserved") for paper in publication.results}
     reserved = {row: reading.middle for row, reading in readings.items() if reading is not None}
     peaks = {result.row: result.values["allocated"] for result in record.results if "allocated" in result.values}
+    models = {result.row: result.values["model"] for result in record.results if result.row in peaks}
+    both = {row: (sum(peaks[row]), reserved[row], models[row]) for row in peaks if row in reserved}
 
-    def share(heading: str, without_model: bool) -> Column[Result]:
-        def cell(result: Result) -> str | None:
-            if result.row not in peaks or result.row not in reserved:
-                return None
-            model = result.values["model"] if without_model else 0
-            return f"{(sum(peaks[result.row]) - model) / (reserved[result.row] - model):.0%}"
-
-        return Column(heading, cell)
-
-    def allocated(result: Result) -> str | None:
-        return _gib(sum(peaks[result.row])) if result.row in peaks else result.status if result.reason else "left out"
-
-    def each_device(result: Result) -> str:
-        return in_lines([_gib(peak) for peak in peaks.get(result.row, [])])
+    def allocated(result: Result) -> object:
+        return sum(peaks[result.row]) if result.row in peaks else result.status if result.reason else "left out"
 
     columns = [
         ROW,
-        Column(
-            "published\nreserved", lambda each: _gib(reserved[each.row]) if each.row in reserved else "out of memory"
-        ),
-        Column("predicted\nallocated", allocated),
-        share("share", without_model=False),
-        Column("of it\nmodel", lambda each: _gib(each.values["model"]) if each.row in peaks else None),
-        share("of the\nrest", without_model=True),
-        Column("each device", each_device),
+        by_row("published\nreserved", reserved, _gib, "out of memory"),
+        Column("predicted\nallocated", allocated, _gib),
+        by_row("share", {row: ours / theirs for row, (ours, theirs, _) in both.items()}, "{:.0%}"),
+        by_row("of it\nmodel", models, _gib),
+        by_row("of the\nrest", {row: (x - model) / (y - model) for row, (x, y, model) in both.items()}, "{:.0%}"),
+        by_row("each device", peaks, lambda each: in_lines([peak / GiB for peak in each], "{:.1f}")),
     ]
     left_out = ", ".join(result.row for result in record.results if allocated(result) == "left out")
     run = [

@@ -9,8 +9,6 @@ A block stands between two comments, which name what it shows, and is replaced a
 - an experiment's name: the tables of its newest finished run, of those with most rows; with "/short" behind it, two
   of them;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
-- a name such as "predicted/models": a table about predictions (prediction_docs.py);
-- a name such as "league/summary": a table of the league (league_docs.py);
 - "emulated": how far emulated speed-ups are from published ones (emulated_docs.py).
 
 Where there is no record yet, the block says so.
@@ -32,8 +30,6 @@ from reproduce.machine.description import ROOT
 from reproduce.records.record import FREED_MEMORY, Record, Run, load
 from reproduce.tables.all import about_run, document, tables
 from reproduce.tables.emulated_docs import distances
-from reproduce.tables.league_docs import league_block
-from reproduce.tables.prediction_docs import prediction_block
 
 FOLDERS = ("measured", "predicted")
 BENCHMARKS = ROOT / "results" / "benchmarks"
@@ -54,8 +50,6 @@ def render(root: Path) -> dict[Path, str]:
     makers: dict[str, Callable[[Path, str], str]] = {
         **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
         "benchmarks": benchmark_block,
-        "predicted": lambda page, name: prediction_block(root, name),
-        "league": lambda page, name: league_block(root, name),
         "emulated": lambda page, name: emulated_block(list(records.values())),
     }
 
@@ -65,7 +59,7 @@ def render(root: Path) -> dict[Path, str]:
             raise Error(f"{page}: a block is from {match['name']!r}; name one of {', '.join(makers)}")
         return f"{match['begin']}{makers[kind](page, name)}{match['end']}"
 
-    for page in sorted([root / "README.md", *(root / "docs").rglob("*.md"), *(root / "research").rglob("*.md")]):
+    for page in sorted([root / "README.md", *(root / "docs").rglob("*.md")]):
         text = page.read_text(encoding="utf-8")
         if MARK.search(text):
             files[page] = MARK.sub(block, text)
@@ -94,7 +88,7 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         made, under = benchmark.table(record, "pipe"), _circumstances(record.run)
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
-    return f"{made}\n\n{record.kind.capitalize()} {under}; [every sample]({_link(page, path)})\n\n"
+    return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({_link(page, path)})\n\n"
 
 
 def emulated_block(records: Sequence[Record]) -> str:

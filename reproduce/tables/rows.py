@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
+from typing import Any
 
 from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment
 from reproduce.models import MODELS
@@ -19,6 +20,7 @@ WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device was in a task",
     "cuda": "busy: GPU utilization as the driver (NVML) reports it, mean over some steps",
 }
+MOST_WAITING = 1.1  # times its CPU time that a task may take on the clock before a table warns
 
 
 def is_published(result: Result) -> bool:
@@ -26,19 +28,9 @@ def is_published(result: Result) -> bool:
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
-def speed_text(result: Result) -> str | None:
-    """Write samples per second; None where there are none."""
-    speed = throughput(result)
-    return None if speed is None else number(speed.middle)
-
-
-def _ratio_text(reading: Reading | None) -> str | None:
-    return None if reading is None else ratio(reading.middle)
-
-
-def config(heading: str, name: str) -> Column[Result]:
-    """Return the column of a field of the rows' configurations, a dash where it is None."""
-    return Column(heading, lambda result: "-" if result.config[name] is None else result.config[name])
+def speed(result: Result) -> Reading | str:
+    """Return samples per second, or how a row without any ended."""
+    return throughput(result) or outcome(result)
 
 
 def size(settings: Mapping[str, Json]) -> str:
@@ -47,58 +39,119 @@ def size(settings: Mapping[str, Json]) -> str:
     return "({})".format(", ".join(str(settings[name]) for name in names)) if names else ""
 
 
-def _busy(result: Result) -> str | None:
-    share = utilization(result)
-    return None if share is None else f"{share:.0%}"
+def config(heading: str, name: str) -> Column[Result]:
+    """Return the column of a field of the rows' configurations, a dash where it is None."""
+    return Column(heading, lambda result: result.config[name], nothing="-")
+
+
+def by_row(
+    heading: str, values: Mapping[str, object], form: str | Callable[[Any], str], nothing: str = ""
+) -> Column[Result]:
+    """Return the column of values that are known by the names of rows."""
+    return Column(heading, lambda result: values.get(result.row), form, nothing)
 
 
 ROW = Column[Result]("row", lambda result: result.row, left=True)
 SIZE = Column[Result]("size", lambda result: size(result.config), left=True)
-BUSY = Column("busy", _busy)
-MOST_WAITING = 1.1  # times its CPU time that a task may take on the clock before a table warns
+BUSY = Column("busy", utilization, "{:.0%}")
 
 
-@dataclass(frozen=True)
 class Rows:
-    """Hold the rows of a table, and write what stands in it and below.
+    """Hold the rows of a table, and offer what stands in it and below.
 
     They are the emulated ones of `every` row where there are such, and the measured ones then stand beside.
     """
 
-    experiment: Experiment
-    every: Sequence[Result]
+    def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
+        self.experiment = experiment
+        self.every = every
+        self.emulated = any(result.emulated for result in every)
+        self.results = [result for result in every if result.emulated == self.emulated]
+        self._beside = [result for result in every if result.emulated != self.emulated]
 
-    @property
-    def emulated(self) -> bool:
-        """Say whether the table is of emulated rows."""
-        return any(result.emulated for result in self.every)
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
 
-    @property
-    def results(self) -> Sequence[Result]:
-        """Give the rows of the table."""
-        return [result for result in self.every if result.emulated == self.emulated]
+    def table(self, subtitle: str, columns: Iterable[Column[Result]], notes: Iterable[str | None]) -> Table:
+        """Make the table, titled as the experiment and with what is to stand behind that."""
+        return table(self.experiment.title + subtitle, columns, self, notes)
+
+    def named(self, row: str | None) -> Result | None:
+        """Return the row of that name; None where it is not in the table."""
+        return next((result for result in self if result.row == row), None)
 
     def measured(self, row: str | None) -> Result | None:
         """Return the row as measured, where that stands beside the emulated one."""
-        return next((each for each in self.every if self.emulated and each.row == row and not each.emulated), None)
+        return next((result for result in self._beside if result.row == row), None)
+
+    def paper(self, result: Result | None) -> Result | None:
+        """Return the published row that a row reproduces; None where there is none."""
+        link = None if result is None else result.published
+        papers = (paper for paper in self.publication.results if f"{self.experiment.table}/{paper.row}" == link)
+        return next(papers, None)
+
+    def speed_up(self, result: Result) -> Reading | str | None:
+        """Return the speed-up over the row that it is compared with; None where one of the two was not timed."""
+        times = speed_up(result, self.named(result.over))
+        return "1" if times and result.row == result.over else times
+
+    def measured_speed_up(self, result: Result) -> Reading | None:
+        """Return the speed-up as measured, where that stands beside the emulated one."""
+        return speed_up(self.measured(result.row), self.measured(result.over))
+
+    def published_speed_up(self, result: Result) -> Reading | None:
+        """Return the speed-up of the published row over the one that the base reproduces."""
+        return speed_up(self.paper(result), self.paper(self.named(result.over)))
+
+    def published_throughput(self, result: Result) -> Reading | None:
+        """Return the published samples per second, of the same work alone: at the papers' scale."""
+        paper = self.paper(result) if result.scale == "paper" else None
+        return None if paper is None else throughput(paper)
 
     def throughput(self) -> Column[Result]:
         """Return the column of samples per second, or of how a row without any ended."""
         if self.emulated:
-            return Column("samples/s\nemulated", lambda each: speed_text(each) or outcome(each))
-        return Column("samples/s\n(quartiles)", lambda each: with_quartiles(throughput(each)) or outcome(each))
+            return Column("samples/s\nemulated", speed, number)
+        return Column("samples/s\n(quartiles)", speed, with_quartiles)
+
+    def over(self, heading: str, quartiles: bool = False) -> Column[Result]:
+        """Return the column of speed-ups."""
+        return Column(heading, self.speed_up, partial(with_quartiles, write=ratio) if quartiles else ratio)
 
     def beside(self) -> list[Column[Result]]:
         """Return the columns of what was measured of the same rows, and of emulated samples/s over measured ones."""
         return [
-            Column("measured", lambda each: self.measured_speed_up(each)),
-            Column("emul./\nmeas.", lambda each: _ratio_text(over_measured(each, self.measured(each.row)))),
+            Column("measured", self.measured_speed_up, ratio),
+            Column("emul./\nmeas.", lambda each: over_measured(each, self.measured(each.row)), ratio),
         ]
 
-    def measured_speed_up(self, result: Result) -> str | None:
-        """Write the speed-up as measured, where that stands beside the emulated one."""
-        times = speed_up(self.measured(result.row), self.measured(result.over))
-        return None if times is None else ratio(times.middle)
+    def published(self, heading: str, value: str, form: str, unit: float = 1) -> Column[Result]:
+        """Return the column of a published value."""
+
+        def cell(result: Result) -> object:
+            paper = self.paper(result)
+            found: Json = "" if paper is None else paper.values.get(value, "")
+            return "out of memory" if found is None else found and found / unit
+
+        return Column(heading, cell, form)
+
+    @property
+    def publication(self) -> Record:
+        """Give the published table that the rows reproduce."""
+        assert self.experiment.table is not None
+        return published(self.experiment.table)
+
+    @property
+    def published_on(self) -> str:
+        """Give the devices of the published table."""
+        hardware = self.publication.hardware or {}
+        return f"{hardware.get('num_gpus')} x {hardware.get('gpu')}"
+
+    @property
+    def published_title(self) -> str:
+        """Give the title of rows that repeat published ones."""
+        exact = all(result.config["configuration"] == AS_PUBLISHED for result in self)
+        return ", as published" if exact else ", like the published rows"
 
     def about_emulation(self, ratio: bool = True) -> Iterator[str]:
         """Say what emulated numbers are, where there are any; their `ratio` to measured ones, where it is shown."""
@@ -126,59 +179,6 @@ class Rows:
                 f"the machine was busy: emulated tasks took {waiting:.1f} times their CPU time, which is what counts; "
                 "measured times are too long"
             )
-
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self.results)
-
-    def table(self, subtitle: str, columns: Iterable[Column[Result]], notes: Iterable[str | None]) -> Table:
-        """Make the table, titled as the experiment and with what is to stand behind that."""
-        return table(self.experiment.title + subtitle, columns, self, notes)
-
-    @property
-    def published_title(self) -> str:
-        """Give the title of rows that repeat published ones."""
-        exact = all(result.config["configuration"] == AS_PUBLISHED for result in self)
-        return ", as published" if exact else ", like the published rows"
-
-    @property
-    def publication(self) -> Record:
-        """Give the published table that the rows reproduce."""
-        assert self.experiment.table is not None
-        return published(self.experiment.table)
-
-    @property
-    def published_on(self) -> str:
-        """Give the devices of the published table."""
-        hardware = self.publication.hardware or {}
-        return f"{hardware.get('num_gpus')} x {hardware.get('gpu')}"
-
-    def named(self, row: str | None) -> Result | None:
-        """Return the row of that name; None where it is not in the table."""
-        return next((result for result in self if result.row == row), None)
-
-    def paper(self, result: Result | None) -> Result | None:
-        """Return the published row that a row reproduces; None where there is none."""
-        link = None if result is None else result.published
-        papers = (paper for paper in self.publication.results if f"{self.experiment.table}/{paper.row}" == link)
-        return next(papers, None)
-
-    def speed_up(self, result: Result, over: str | None, quartiles: bool = True) -> str | None:
-        """Write the speed-up over the row of that name; None where one of the two was not timed."""
-        times = speed_up(result, self.named(over))
-        if times is None or result.row == over:
-            return None if times is None else "1"
-        return with_quartiles(times, ratio) if quartiles else ratio(times.middle)
-
-    def published_throughput(self, result: Result) -> str | None:
-        """Write the published samples per second, of the same work alone: nothing at another scale than the papers'."""
-        paper = self.paper(result) if result.scale == "paper" else None
-        speed = None if paper is None else throughput(paper)
-        return None if speed is None else number(speed.middle)
-
-    def published_speed_up(self, result: Result) -> str | None:
-        """Write the speed-up of the published row over the one that the base reproduces."""
-        times = speed_up(self.paper(result), self.paper(self.named(result.over)))
-        return None if times is None else ratio(times.middle)
 
     def circumstances(self) -> str:
         """Say what all rows have in common: scale, model if it is one, batch size and steps."""
@@ -208,17 +208,6 @@ class Rows:
             about += "; its m=1 rows recompute everything (checkpoint=always), which naive here does not"
         return about
 
-    def published(self, heading: str, value: str, form: str, unit: float = 1) -> Column[Result]:
-        """Return the column of a published value."""
-
-        def cell(result: Result) -> str | None:
-            paper = self.paper(result)
-            if paper is None or value not in paper.values:
-                return None
-            return "out of memory" if paper.values[value] is None else form.format(paper.values[value] / unit)
-
-        return Column(heading, cell)
-
     def what_busy_is(self) -> list[str]:
         """Say what utilization is, where there is any."""
         devices = {result.device for result in self if utilization(result) is not None}
@@ -227,14 +216,11 @@ class Rows:
     def problems(self) -> Iterator[str]:
         """Say why rows have no numbers."""
         bad = ("failed", "out of memory") if self.emulated else ("failed",)
-        failed = by_value({result.row: str(result.reason) for result in self if result.status in bad})
-        yield from (f"failed: {names}: {reason}" for reason, names in failed.items())
-        left_out = by_value(
-            {each.row: str(each.reason) for each in self.every if each.status == "not run" and each.reason}
-        )
-        yield from (f"{names}: {reason}" for reason, names in left_out.items())
-        lacking = sum(result.status == "needs devices" for result in self.every)
-        if lacking:
+        failed = {each.row: str(each.reason) for each in self if each.status in bad}
+        left_out = {each.row: str(each.reason) for each in self.every if each.status == "not run" and each.reason}
+        yield from (f"failed: {names}: {reason}" for reason, names in by_value(failed).items())
+        yield from (f"{names}: {reason}" for reason, names in by_value(left_out).items())
+        if lacking := sum(each.status == "needs devices" for each in self.every):
             yield f"{many(lacking, 'row')} not run for want of devices"
         for what in ("utilization", "memory"):
             reasons = dict.fromkeys(str(problem) for each in self if (problem := each.values.get(f"{what}_problem")))

@@ -1,17 +1,23 @@
-"""Make the speed tables: throughput, and speed-up over the row that each is compared with; also as published."""
+"""Make the tables of speed and of the ablation: throughput, and speed-up over another row; also as published."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from reproduce.experiments import PUBLISHED_BALANCE, Experiment
+from reproduce.experiments import COMPONENTS, PUBLISHED_BALANCE, Experiment
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, in_lines, span
 from reproduce.tables.rows import BUSY, ROW, Rows, config, is_published
+from reproduce.tables.text import GiB, number, ratio
 from reproduce.tables.zoo import zoo_table
 
 SMALLER = "n and m as published, with a smaller model and batch: compare the shape, not the numbers"
+UNORDERED = (
+    "without the dependency nothing asks for a recomputation before its gradient is there; without streams of their "
+    "own, copies run among the tasks of both sides; without portals, skips go through every partition on their way"
+)
 
 
 def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
@@ -23,15 +29,45 @@ def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tabl
         groups.setdefault(_group(result), []).append(result)
     tables = []
     for group, chosen in groups.items():
+        rows = Rows(experiment, chosen)
         if group == PUBLISHED_BALANCE:
-            table = _balances(Rows(experiment, chosen), Rows(experiment, [each for each in results if each.published]))
-        elif is_published(chosen[0]):
-            table = _as_published(Rows(experiment, chosen))
+            table = _balances(rows, Rows(experiment, [each for each in results if each.published]))
         else:
-            table = _ours(group, Rows(experiment, chosen))
+            table = _as_published(rows) if is_published(chosen[0]) else _ours(group, rows)
         tables.append(replace(table, group=group))
-    observed = Rows(experiment, [result for result in results if "bubble" in result.values])
-    return [*tables, replace(_utilization(observed), group="utilization")] if observed.results else tables
+    observed = [result for result in results if "bubble" in result.values]
+    return [*tables, replace(_utilization(Rows(experiment, observed)), group="utilization")] if observed else tables
+
+
+def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
+    """Return the table of the published rows."""
+    rows = Rows(experiment, results)
+    kind = "reserved" if any("peak_reserved" in result.values for result in rows) else "live"
+
+    def peak(result: Result) -> float | None:
+        return sum(result.values.get("peak_reserved") or result.values.get("peak_allocated") or []) / GiB or None
+
+    columns = [
+        ROW,
+        Column("dsp", lambda result: "".join("-x"[part in result.config["components"]] for part in COMPONENTS)),
+        rows.throughput(),
+        rows.over("speed-up"),
+        Column("publ.", rows.published_speed_up, ratio),
+        BUSY,
+        rows.published("publ.", "utilization", "{:.0f}%"),
+        Column(f"GiB\n{kind}", peak, "{:.2f}"),
+        rows.published("publ.", "memory", "{:.1f}"),
+    ]
+    notes = [
+        rows.circumstances(),
+        "dsp: dependency, streams, portals; x where it is on. Speed-up: over the first row, taken round by round",
+        f"published on {rows.published_on}: U-Net (5, 64), reserved memory" if any(map(rows.paper, rows)) else None,
+        UNORDERED,
+        *rows.about_emulation(),
+        *rows.what_busy_is(),
+        *rows.problems(),
+    ]
+    return [rows.table(rows.published_title, columns, notes)]
 
 
 def _group(result: Result) -> str:
@@ -46,7 +82,7 @@ def _ours(equal: str, rows: Rows) -> Table:
         config("n", "partitions"),
         config("m", "chunks"),
         rows.throughput(),
-        Column("over naive\n(quartiles)", lambda result: rows.speed_up(result, result.over)),
+        rows.over("over naive\n(quartiles)", quartiles=True),
         *rows.beside(),
     ]
     notes = [
@@ -69,9 +105,9 @@ def _as_published(rows: Rows) -> Table:
         config("batch", "batch_size"),
         config("m", "chunks") if len(modes) == 1 else config("checkpoint", "checkpoint"),
         rows.throughput(),
-        Column("publ.", rows.published_throughput),
-        Column("speed-up" + "\n(quartiles)" * quartiles, lambda each: rows.speed_up(each, each.over, quartiles)),
-        Column("publ.", rows.published_speed_up),
+        Column("publ.", rows.published_throughput, number),
+        rows.over("speed-up" + "\n(quartiles)" * quartiles, quartiles),
+        Column("publ.", rows.published_speed_up, ratio),
         *rows.beside(),
     ]
     bases = dict.fromkeys(result.over for result in rows if result.over)
@@ -92,19 +128,16 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
     def here(result: Result) -> Result | None:
         return profiled.named(result.row.partition("/")[0])
 
-    def balance(result: Result | None) -> str | None:
-        return None if result is None else " ".join(map(str, result.config["balance"] or ()))
+    def balance(result: Result) -> str:
+        return " ".join(map(str, result.config["balance"] or ()))
 
-    def speed_up(result: Result | None) -> str | None:
-        return None if result is None else profiled.speed_up(result, result.over, quartiles=False)
-
-    columns: list[Column[Result]] = [
+    columns = [
         Column[Result]("row", lambda result: result.row.partition("/")[0], left=True),
-        Column[Result]("profiled here", lambda result: balance(here(result)), left=True),
-        Column("speed-\nup", lambda result: speed_up(here(result))),
-        Column[Result]("published balance", balance),
-        Column("speed-\nup", speed_up),
-        Column("publ.", lambda result: profiled.published_speed_up(paper) if (paper := here(result)) else None),
+        Column("profiled here", balance, left=True).of(here),
+        profiled.over("speed-\nup").of(here),
+        Column("published balance", balance),
+        profiled.over("speed-\nup"),
+        Column("publ.", profiled.published_speed_up, ratio).of(here),
     ]
     notes = [
         "the rows like the published once more, in the balance that suited the published machine; speed-ups as above",
@@ -115,14 +148,13 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
 
 
 def _utilization(rows: Rows) -> Table:
-    def each_device(result: Result) -> str:
-        return in_lines([f"{share:.0%}" for share in result.values.get("utilization") or []]) or "-"
-
     columns = [
         ROW,
-        Column("each device", each_device),
-        Column("mean", lambda result: BUSY.cell(result) or "-"),
-        Column("bubble", lambda result: f"{result.values['bubble']:.0%}"),
+        Column(
+            "each device", lambda each: each.values.get("utilization") or None, partial(in_lines, form="{:.0%}"), "-"
+        ),
+        replace(BUSY, heading="mean", nothing="-"),
+        Column("bubble", lambda each: each.values["bubble"], "{:.0%}"),
     ]
     notes = [
         *rows.what_busy_is(),

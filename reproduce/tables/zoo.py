@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from reproduce.experiments import EQUAL_LAYERS, PLANNED, Experiment
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table
-from reproduce.tables.rows import Rows, speed_text
+from reproduce.tables.rows import Rows, speed
+from reproduce.tables.text import number, ratio
 
 
 def zoo_table(experiment: Experiment, results: Sequence[Result]) -> Table:
     """Return the table of all models so far; its group is the last of them."""
     rows = Rows(experiment, results)
     plain = Rows(experiment, [each for each in rows if each.config["partitions"] is None])
-    table = plain.table("", _columns(rows), _notes(rows))
-    return replace(table, group=str(results[-1].config["model"]))
-
-
-def _columns(rows: Rows) -> Iterator[Column[Result]]:
-    def measured(plain: Result) -> str | None:
-        result = rows.measured(plain.row) if rows.emulated else plain
-        return None if result is None else speed_text(result) or outcome(result)
-
-    yield Column[Result]("model", lambda plain: plain.config["model"].rpartition(":")[2], left=True)
-    yield Column("samples/s\nmeasured", measured)
-    for n in sorted({each.config["partitions"] for each in rows if each.config["partitions"] is not None}):
-        yield from _gains(rows, n)
+    measured = Column("samples/s\nmeasured", speed, number)
+    columns: list[Column[Result]] = [
+        Column("model", lambda plain: plain.config["model"].rpartition(":")[2], left=True),
+        measured.of(lambda plain: rows.measured(plain.row)) if rows.emulated else measured,
+    ]
+    for n in sorted({each.config["partitions"] for each in rows} - {None}):
+        columns += _gains(rows, n)
+    return replace(plain.table("", columns, _notes(rows)), group=str(results[-1].config["model"]))
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
@@ -36,17 +32,15 @@ def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
         (each.config["model"], each.config["configuration"]): each for each in rows if each.config["partitions"] == n
     }
 
-    def gain(plain: Result, configuration: str) -> str | None:
-        result = found.get((plain.config["model"], configuration))
-        return None if result is None else rows.speed_up(result, result.over, quartiles=False) or outcome(result)
+    def row(configuration: str) -> Callable[[Result], Result | None]:
+        return lambda plain: found.get((plain.config["model"], configuration))
 
-    def measured(plain: Result) -> str | None:
-        result = found.get((plain.config["model"], PLANNED))
-        return None if result is None else rows.measured_speed_up(result)
+    def gain(result: Result) -> object:
+        return rows.speed_up(result) or outcome(result)
 
-    yield Column(f"n={n}\nplan", lambda plain: gain(plain, PLANNED))
-    yield Column(f"n={n}\nmeasured", measured)
-    yield Column(f"n={n}\nequal", lambda plain: gain(plain, EQUAL_LAYERS))
+    yield Column(f"n={n}\nplan", gain, ratio).of(row(PLANNED))
+    yield Column(f"n={n}\nmeasured", rows.measured_speed_up, ratio).of(row(PLANNED))
+    yield Column(f"n={n}\nequal", gain, ratio).of(row(EQUAL_LAYERS))
 
 
 def _notes(rows: Rows) -> Iterator[str]:

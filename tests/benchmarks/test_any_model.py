@@ -27,7 +27,6 @@ from reproduce.records.record import load
     ],
 )
 def test_torchvision(name: str) -> None:
-    pytest.importorskip("torchvision")
     found = ours("torchvision", name, torchvision_models()[name]()).values
     assert found["skips"] != 0 or name == "squeezenet1_0"
 

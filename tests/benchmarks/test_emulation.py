@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import emulation, load
+from benchmarks import emulation
 from benchmarks.emulation import OwnRow, Subject, errors, main, settled, table, watched
-from reproduce.experiments import EXPERIMENTS, Optimizer
-from reproduce.records.record import Record, Result
-from reproduce.records.record import load as load_record
+from benchmarks.harness import summarized
+from reproduce.experiments import Optimizer
+from reproduce.records.record import Record, Result, load
 from reproduce.run.timeline import record_step
 from torchgpipe.plan.replay import Costs, Event, replay
 
@@ -41,12 +41,13 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["--rounds", "2", "--json", str(tmp_path / "result.json")])
     finally:
         torch.set_num_threads(threads)
-    kept = load_record(tmp_path / "result.json")
+    kept = load(tmp_path / "result.json")
     assert table(kept) in capsys.readouterr().out
     assert [result.row for result in kept.results] == ["m=3 always", "m=1 never"]
     for result in kept.results:
-        assert {name: len(series) for name, series in result.samples.items()} == dict.fromkeys(emulation.WAYS, 2)
-        assert len(result.values["planned"]) == emulation.PROFILES and result.values["hand_over"] > 0
+        counts = {name: count for name, (*_, count) in result.values["spread"].items()}
+        assert counts == {**dict.fromkeys(emulation.WAYS, 2), "planned": emulation.PROFILES}
+        assert result.values["hand_over"] > 0
 
 
 def order(events: Sequence[Event], together: bool) -> list[list[tuple[str, int, int]]]:
@@ -96,38 +97,7 @@ def test_watching_takes_time_in_the_first_micro_batch_of_several() -> None:
 
 
 def test_errors_are_of_medians() -> None:
-    samples = {"measured": [2.0, 9.0, 2.0], "emulated": [1.0, 1.0, 8.0], "with sharing": [2.5, 2.5, 2.5]}
-    result = Result("a", "m=1", "measured", values={"planned": [4.0], "hand_over": 0.0}, samples=samples)
-    found = errors(Record("emulation", "", "measured", {}, [result]))
+    samples = {"measured": [2.0, 9.0, 2.0], "emulated": [1.0, 1.0, 8.0], "with sharing": [2.5] * 3, "planned": [4.0]}
+    result = Result("a", "m=1", "measured", samples=samples)
+    found = errors(Record("emulation", "", "measured", {}, [summarized(result)]))
     assert found == {"a m=1": {"emulated": -0.5, "with sharing": 0.25, "as plan predicts": 1.0}}
-
-
-def test_how_far_load_moves_a_speed_up() -> None:
-    seconds = {"base": {"quiet": (4.0, 4.0), "loaded": (8.0, 8.0)}, "row": {"quiet": (2.0, 2.0), "loaded": (4.0, 5.0)}}
-    results = [
-        Result(row, way, "emulated", emulated=True, samples={"time": [time] * 3, "clock": [clock] * 3})
-        for row, ways in seconds.items()
-        for way, (time, clock) in ways.items()
-    ]
-    found = load.moves(Record("load", "", "measured", {}, results))
-    assert found == {"row": {"time": 0.0, "clock": pytest.approx(-0.2)}}
-
-
-@pytest.mark.slow
-def test_a_real_run_under_load(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    speed = EXPERIMENTS[load.EXPERIMENT]
-    small = speed.scale("small")
-    rows = tuple(replace(row, size=(1, 2), input_shape=(3, 64, 64), batch_size=8) for row in small.rows[:2])
-    monkeypatch.setitem(EXPERIMENTS, load.EXPERIMENT, replace(speed, scales=(replace(small, rows=rows),)))
-    threads = torch.get_num_threads()
-    try:
-        load.main(["--rounds", "2", "--json", str(tmp_path / "result.json")])
-    finally:
-        torch.set_num_threads(threads)
-    kept = load_record(tmp_path / "result.json")
-    assert load.table(kept) in capsys.readouterr().out
-    assert [(each.experiment, each.row, len(each.samples["time"])) for each in kept.results] == [
-        (row.name, way, 2) for row in rows for way in load.WAYS
-    ]

@@ -81,8 +81,8 @@ def test_each_fault_befalls_each_rank_in_each_phase_or_it_is_said_why_not() -> N
 
 def test_the_table() -> None:
     results = [
-        Result("killed: forward", "rank 0", "measured", samples={"seconds": [0.25, 1.5, 0.5]}),
-        Result("killed: forward", "rank 2", "measured", samples={"seconds": [0.5]}, values={"rank 0": "rank 2 | died"}),
+        Result("killed: forward", "rank 0", "measured", values={"last": 1.5}),
+        Result("killed: forward", "rank 2", "measured", values={"last": 0.5, "rank 0": "rank 2 | died"}),
         Result("killed: loss", "rank 1", "failed", reason="rank 0: it did not end"),
         Result("link cut: loss", "rank 1", "not run"),
         Result("a pause: optimizer", "rank 1", "measured"),

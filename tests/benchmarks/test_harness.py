@@ -27,15 +27,13 @@ def _threads() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--against . --rounds 0", "--rounds: 0 is not a whole number of at least 1"),
-        ("--against . --steps x", "--steps: x is not a whole number of at least 1"),
-        ("--against /nowhere", "there is no torchgpipe in /nowhere"),
-        ("", "--against"),
+        ("--rounds 0", "--rounds: 0 is not a whole number of at least 1"),
+        ("--steps x", "--steps: x is not a whole number of at least 1"),
     ],
 )
 def test_what_every_benchmark_refuses(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        command("one", "A question.", against=True, rounds=2, steps=3).parse_args(line.split())
+        command("one", "A question.", rounds=2, steps=3).parse_args(line.split())
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -93,7 +91,7 @@ def test_what_is_finished_is_kept(
         states.append(json.loads(path.read_text())["run"]["state"])
         if ending is not None:
             raise ending
-        yield [Result("case", "way", "measured", samples={"time": [1.0, 2.0]})]
+        yield [Result("case", "way", "measured", samples={"time": [4.0, 1.0, 2.0]}, values={"other": 3})]
 
     try:
         keep(begun(path), path, found(), 2, lambda record: f"{len(record.results)} results")
@@ -102,7 +100,10 @@ def test_what_is_finished_is_kept(
         assert getattr(error, "code", None) == code and ending is not None
     record = load(path)
     assert states == ["running"] and record.run is not None and record.run.state == state
-    assert [result.samples["time"] for result in record.results] == [[1.0] if ending else [1.0, 2.0]]
+    summary = {"time": 1.0, "spread": {"time": [1.0, 1.0, 1]}}
+    if ending is None:
+        summary = {"other": 3, "time": 2.0, "spread": {"time": [1.0, 4.0, 3]}}
+    assert [(result.samples, result.values) for result in record.results] == [({}, summary)]
     assert [file.name for file in tmp_path.iterdir()] == ["one.json"]
     if state != "running":
         assert capsys.readouterr().out == "1 results\n"
@@ -124,10 +125,10 @@ def test_a_child_says_why_it_has_no_answer_and_goes_on() -> None:
         assert child.version.startswith("torchgpipe ")
         with pytest.raises(Error, match=r"TypeError: .*argument"):
             child.ask("too few")
-        assert len(child.ask(2, 1, 1, "never")) == 2
+        assert len(child.ask(2, "linear", 1, 1, "never", "cpu", "plain")) == 2
         child._process.kill()
         for _ in range(2):
             with pytest.raises(Error, match="the measuring process ended with exit code -9"):
-                child.ask(1, 1, 1, "never")
+                child.ask("more")
     finally:
         child.close()

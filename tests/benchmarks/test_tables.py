@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import summarized
 from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
@@ -21,7 +22,7 @@ def written(folder: Path, name: str, cases: dict[str, dict[str, dict[str, list[f
         settings={FREED_MEMORY: "kept"},
     )  # fmt: skip
     results = [
-        Result(case, way, "measured", config={"version": f"torchgpipe {way}"}, samples=samples)
+        summarized(Result(case, way, "measured", config={"version": f"torchgpipe {way}"}, samples=samples))
         for case, ways in cases.items()
         for way, samples in ways.items()
     ]
@@ -29,7 +30,7 @@ def written(folder: Path, name: str, cases: dict[str, dict[str, dict[str, list[f
 
 
 def times(forward: float, backward: float) -> dict[str, list[float]]:
-    return {"forward": [forward] * 3, "backward": [backward] * 3}
+    return {"forward": [forward] * 3, "backward": [backward] * 3, "both": [forward + backward] * 3}
 
 
 # Of each benchmark whose table has columns that no committed record has: a record, and parts of the table.
@@ -38,28 +39,23 @@ TABLES: dict[str, tuple[dict[str, dict[str, dict[str, list[float]]]], list[str]]
         {
             "n=1": {"plain": times(2, 2), "other": times(20, 20), "graph": times(5, 5)},
             "n=2": {"plain": times(1, 1), "other": times(4, 6), "graph": times(1, 1), "workers": times(2, 3)},
+            "n=3": {"plain": times(2, 3), "workers, other": times(1, 1), "graph": times(5, 5), "workers": times(4, 4)},
         },
-        ["|n=1|2 + 2|20 + 20|5 + 5|0.25|||", "|n=2|1 + 1|4 + 6|1 + 1|0.20|2 + 3|0.50|"],
+        [
+            "|case|plain loop|other|graph|ratio|workers, other|workers|ratio|",
+            "|n=1|2 + 2|20 + 20|5 + 5|0.25||||",
+            "|n=2|1 + 1|4 + 6|1 + 1|0.20||2 + 3|0.50|",
+            "|n=3|2 + 3||5 + 5|2.00|1 + 1|4 + 4|4.00|",
+        ],
     ),
     "overlap": (
         {
             "a model": {
-                "naive": {"time": [4.0, 4.0, 4.0]},
-                "GPipe m=4": {"time": [2.0, 2.5, 2.0]},
+                "naive": {"time": [4.0, 4.0, 4.0], "x naive": [1.0] * 3},
+                "GPipe m=4": {"time": [2.0, 2.5, 2.0], "x naive": [2.0, 1.6, 2.0]},
             }
         },
         ["a model, 3 rounds", "|GPipe m=4|2.000|2.000-2.500|2.00|"],
-    ),
-    "engines": (
-        {
-            "start": {"ranks": {"time": [4.0, 6.0, 5.0]}},
-            "a model, m=1": {
-                "threads": {"time": [0.2, 0.2, 0.3]},
-                "ranks": {"time": [0.1, 0.2, 0.1]},
-                "ScheduleGPipe": {"time": [0.1, 0.1, 0.05]},
-            },
-        },
-        ["|a model, m=1|200.0|100.0|100.0|-|2.00|0.50||", "Two processes were ready 5.0 s after their start."],
     ),
 }
 
@@ -74,7 +70,7 @@ def test_a_record_is_shown(name: str, tmp_path: Path) -> None:
         assert part in narrow, part
     assert (
         "\nMeasured 2026-01-02, torch 2.11.0, Python 3.12.1, a GPU, a CPU, 4 cores, freed memory kept, load 0.25 "
-        f"before the start, revision 012345678, with changes; [every sample]({name}-here.json)\n"
+        f"before the start, revision 012345678, with changes; [record]({name}-here.json)\n"
     ) in block
 
 

@@ -11,10 +11,19 @@ import pytest
 import reproduce.machine.devices
 import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.tables.layout import WIDTH
 
+from .made import RUN
 from .tiny import CORES, PROFILE_SECONDS, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe a machine and a terminal that are made up: what is printed is folded by their names and widths."""
+    monkeypatch.setattr("reproduce.run.recorder.machine", lambda: RUN.machine)
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from reproduce.experiments import EXPERIMENTS, Row
 from reproduce.machine.description import Machine
 from reproduce.records.record import Record, Result, Run
 
@@ -34,6 +35,32 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
     samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
     base = Result("e", name, "measured", "small", "cpu", config, samples=samples)
     return replace(base, **changes)
+
+
+Speeds = Callable[[Row], Sequence[float] | str | None]  # samples/s of each step, or the status of a row without any
+
+
+def ran(
+    name: str, scale: str, speeds: Speeds, device: str = "cpu", emulated: bool = False, **values: Any
+) -> list[Result]:
+    """Make a result of every row of an experiment but those of None; values may be functions of the row."""
+    made = []
+    good = "emulated" if emulated else "measured"
+    for row in EXPERIMENTS[name].scale(scale).rows:
+        assert isinstance(row, Row)
+        if (given := speeds(row)) is None:
+            continue
+        status, steps = (given, []) if isinstance(given, str) else (good, [row.batch_size / each for each in given])
+        own = {k: v(row) if callable(v) else v for k, v in values.items()} if status == good else {}
+        samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
+        if emulated and steps:
+            samples |= dict.fromkeys(("here_time", "work_time", "wall_time"), steps)
+        made.append(Result(
+            name, row.name, status, scale, device, row.config(), row.over,  # type: ignore[arg-type]
+            f"{EXPERIMENTS[name].table}/{row.published}" if row.published else None, f"needs {row.devices} devices",
+            emulated=emulated, values=own, samples=samples,
+        ))  # fmt: skip
+    return made
 
 
 def emulated(row: Result, **changes: Any) -> Result:

@@ -50,7 +50,7 @@ def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
         for row in small.rows
         if row.name in ("plain", "GPipe n8m4")
     )
-    made = replace(small.made, train_size=32, val_size=16)
+    made = {**small.made, "train_size": 32, "val_size": 16}
     scale = replace(small, rows=rows, made=made, memory=0, seeds=2)
     return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
 

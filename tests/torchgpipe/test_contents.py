@@ -20,7 +20,7 @@ LARGE = SMALL // 4 + 1  # elements
 def contents(*layers: nn.Module) -> Contents:
     stage = Stage(3, nn.Sequential(*layers), torch.device("cpu"))
     stage.look()
-    return Contents(stage, recomputed=True)
+    return stage.contents(recomputed=True)
 
 
 @contextmanager

@@ -77,6 +77,12 @@ def test_settings_are_checked_also_where_they_are_changed_later(name: str, value
         model(torch.ones(1, 2))
 
 
+def test_silence_is_accepted_and_does_nothing() -> None:
+    with pytest.warns(DeprecationWarning, match=r"GPipe\(silence=…\) does nothing any more, and will go"):
+        model = made(silence=60)
+    assert not hasattr(model, "silence")
+
+
 @pytest.mark.parametrize("where", ["pipeline", "partition"])
 def test_a_layer_replaced_after_wrapping_is_noticed(where: str) -> None:
     model = made()

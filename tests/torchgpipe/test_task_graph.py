@@ -17,6 +17,7 @@ from torchgpipe.randomness import Randomness
 from torchgpipe.stage import Stage
 from torchgpipe.task_graph import TaskGraph
 
+from ..traced import Squared
 from .layers import Lambda
 
 CPU = torch.device("cpu")
@@ -44,22 +45,11 @@ class Task:
         return self.graph.backward(grads, keep=keep)
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
 @BOTH
-def test_a_graph_that_ends_in_a_custom_function_is_kept(checkpoint: bool) -> None:
-    task = Task(nn.Linear(3, 3), Lambda(Twice.apply), checkpoint=checkpoint)
-    (output,) = task.forward(torch.ones(2, 3))
-    (grad,) = task.backward(torch.ones(2, 3))
-    assert output is not None and grad is not None and grad.shape == (2, 3)
+def test_a_custom_function_at_the_end_keeps_the_graph(checkpoint: bool) -> None:
+    task = Task(nn.Linear(3, 3), Lambda(Squared.apply), checkpoint=checkpoint)
+    task.forward(torch.ones(2, 3))
+    assert task.backward(torch.ones(2, 3))[0] is not None
 
 
 @pytest.mark.parametrize("keep, outlives", [(False, (True, False)), (True, (True, True))], ids=["once", "kept"])

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class DistributedGPipe(Partitioned):
             chunks=chunks,
             checkpoint=checkpoint,
             deferred_batch_norm=deferred_batch_norm,
-            silence=silence,
         )
+        self.silence = silence
         if not dist.is_initialized():
             raise RuntimeError(
                 "ranks have not met: call torch.distributed.init_process_group(), in a program that torchrun started"
@@ -166,6 +167,9 @@ class DistributedGPipe(Partitioned):
 
     def _connected(self) -> Wires:
         if self._wires is None or self._wires.closed:
+            s = self.silence
+            if s is not None and (not isinstance(s, int | float) or s is True or not 0 < s < inf):
+                raise ValueError(f"silence must be a positive number of seconds, or None, but got {s!r}")
             if not dist.is_initialized() or dist.get_rank() != self._ranks[self.rank]:
                 raise RuntimeError(
                     f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank only; to begin with "

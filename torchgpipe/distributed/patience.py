@@ -1,4 +1,4 @@
-"""How long ranks wait for each other before they have met: they say so after a minute, and give up after five."""
+"""How long ranks wait for each other until they have met: they say so after a minute, and give up after five."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-NOTICE, LIMIT = 60.0, 300.0
-"""Seconds until a process says what it waits for, and until it gives up."""
+NOTICE, LIMIT = 60.0, 300.0  # seconds
 
 
 def say(line: str) -> None:
@@ -17,17 +16,16 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def end_process(line: str) -> None:
-    """End this process by a line on standard error, whatever its threads wait for."""
-    say(line)
-    os._exit(1)
-
-
 @contextmanager
-def waiting_for(what: str, give_up: Callable[[str], object] = end_process) -> Iterator[None]:
-    """Within this, say after a minute what is waited for; after five, call `give_up` with a line that says so."""
-    lines = {NOTICE: say, LIMIT: give_up}
-    timers = [threading.Timer(after, tell, [f"waited {after:g} s for {what}"]) for after, tell in lines.items()]
+def waiting_for(what: str, tell: Callable[[str], object] = say) -> Iterator[None]:
+    """Within this, `tell` after a minute what is waited for, and end the process after five, by a line of that, too."""
+
+    def give_up() -> None:
+        tell(f"gave up after {LIMIT:g} s of waiting for {what}")
+        os._exit(1)  # whatever its threads wait for
+
+    notice = threading.Timer(NOTICE, tell, [f"waited {NOTICE:g} s for {what}"])
+    timers = notice, threading.Timer(LIMIT, give_up)
     for timer in timers:
         timer.daemon = True
         timer.start()

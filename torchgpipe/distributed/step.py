@@ -37,10 +37,12 @@ def shared_failure(wires: Wires, serial: int, call: str, program: Program | None
             if words.stopped:
                 raise Stopped
             yield
-        except Stopped:
-            error = words.failure()
-            wires.close()
-            raise error from None
+        except Stopped as stopped:
+            stopped.__traceback__ = None  # as by `caught`, and all of it: nobody sees where this rank waited
+            try:
+                raise words.failure() from None
+            finally:
+                wires.close()
         except BaseException as error:
             wires.fail(error)
             wires.close()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe._autograd import sharded
-from torchgpipe.idle import Idle, place
+from torchgpipe.distributed.idle import Idle, place
 from torchgpipe.program import Program
 
 _NUMBERS = struct.Struct("<q?")

@@ -212,6 +212,7 @@ class Sender(_End):
                 self._ended.put(self._end(*posted))
                 del posted  # and the tensors
         except BaseException as error:
+            error.__traceback__ = error.__context__ = None  # their frames keep this sender, and what it was to send
             self._ended.put(error)
 
     def _end(

@@ -74,7 +74,7 @@ def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
     dtype = dtype_of(outputs[0])
     if kind == "matmul" and dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = "tf32"
-    return [Operator(kind, dtype, flops, float(moved), name="" if flops else name.rstrip("_"))]
+    return [Operator(kind, dtype, flops, float(moved))]
 
 
 def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torchgpipe.caught import caught
 from torchgpipe.microbatch import TensorOrTensors, tensors_of
 
 __all__ = ["naming_layer"]
@@ -27,4 +28,4 @@ def naming_layer(which: str, value: TensorOrTensors) -> Iterator[None]:
     except Exception as error:
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         given = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in tensors_of(value))
-        raise ValueError(f"{which} fails on {given}: {first.rstrip('.')}; {ADVICE}") from error
+        raise ValueError(f"{which} fails on {given}: {first.rstrip('.')}; {ADVICE}") from caught(error)

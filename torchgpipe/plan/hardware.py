@@ -10,25 +10,19 @@ compute efficiency as `conv.float16` is that of a class in one type of numbers. 
 computes it as products of matrices; what has no peak for TF32 computes it as float32. Where an operator can be computed
 in two ways, the faster counts.
 
-What matters on CPUs may be left out. There a class is too coarse for what touches memory: a maximum over windows takes
-20 times as long as its gradient. So a memory efficiency may also be that of one operator, by PyTorch's name for it, as
-`max_pool2d_with_indices`; it goes before that of its class. `narrow` says which share of their efficiency convolutions
-reach that put out few channels, by the number of channels. `launches` are the seconds of the shortest operator of a
-class, where that is more than `launch`: libraries prepare a convolution for longer than others. `sharing` is by which
-share of its time a task takes longer for each other device at work.
+What matters on CPUs may be left out. `sharing` is by which share of its time a task takes longer for each other device
+at work.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torchgpipe.plan.operators import CLASSES, Operator, is_operator
+from torchgpipe.plan.operators import CLASSES, Operator
 from torchgpipe.plan.tiles import excess
 
 __all__ = ["FOLDER", "Hardware", "hardware_names", "load_hardware"]
@@ -38,7 +32,6 @@ FOLDER = Path(__file__).with_name("hardware")
 SCALARS = ("devices", "memory", "memory_bandwidth", "link_bandwidth", "link_latency", "launch")
 OPTIONAL = ("workspace", "processors", "sharing")
 TABLES = ("peak", "compute_efficiency", "memory_efficiency")
-NARROW, LAUNCHES = "narrow", "launches"
 WORK = ("matmul", "conv", "conv3x3")
 """The classes that need a compute efficiency; all others only touch memory."""
 WINOGRAD = "winograd"
@@ -72,12 +65,8 @@ class Hardware:
     """Bytes that libraries (cuDNN, cuBLAS) hold on each device, beside all tensors."""
     processors: int = 0
     """Parts of a device that compute tiles of matrices; 0 where tiles are not modelled."""
-    narrow: Mapping[str, float] = field(default_factory=dict)
-    """The share of its efficiency that a convolution reaches, by the channels that it puts out, the fewest first."""
     sharing: float = 0.0
     """By which share of their time tasks take longer for each other device at work: those of a CPU share its memory."""
-    launches: Mapping[str, float] = field(default_factory=dict)
-    """What the shortest operator of a class takes, where that is not `launch`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from, by name; those in tables as `peak.float32`."""
 
@@ -95,8 +84,7 @@ class Hardware:
         work = self._work(operator)
         if operator.other and WINOGRAD in self.compute_efficiency:
             work = min(work, sum(map(self._work, operator.other)))
-        launch = self.launches.get(operator.kind, self.launch)
-        return max(work, launch) if self.launch_overlaps else work + launch
+        return max(work, self.launch) if self.launch_overlaps else work + self.launch
 
     def total(self, operators: Iterable[Operator]) -> float:
         """Return the seconds of operators one after another."""
@@ -107,31 +95,12 @@ class Hardware:
         return self.link_latency + nbytes / self.link_bandwidth if nbytes else 0.0
 
     def _work(self, operator: Operator) -> float:
-        shares = self.memory_efficiency
-        bandwidth = self.memory_bandwidth * (shares.get(operator.name) or shares[operator.kind])
-        moving = operator.bytes / bandwidth
+        moving = operator.bytes / (self.memory_bandwidth * self.memory_efficiency[operator.kind])
         if not operator.flops:
             return moving
         waste = excess(operator.grid, self.processors) if operator.grid and self.processors else 1.0
-        computing = waste * operator.flops / (self._rate(operator) * self._share(operator))
+        computing = waste * operator.flops / self._rate(operator)
         return computing + moving if self.cpu else max(computing, moving)
-
-    def _share(self, operator: Operator) -> float:
-        """Return the share of its rate that an operator reaches, where it puts out few channels.
-
-        Between two numbers of channels its logarithm is on a straight line over theirs; below the least, shares shrink
-        with the channels.
-        """
-        if operator.grid is None or not self.narrow:
-            return 1.0
-        channels = operator.grid.rows
-        known = [(float(key), share) for key, share in self.narrow.items()]
-        if channels <= known[0][0]:
-            return known[0][1] * channels / known[0][0]
-        for (a, x), (b, y) in pairwise(known):
-            if channels <= b:
-                return x * math.exp(math.log(y / x) * math.log(channels / a) / math.log(b / a))
-        return known[-1][1]
 
     def _rate(self, operator: Operator) -> float:
         """Return the operations per second that an operator of this class reaches in its type of numbers."""
@@ -183,7 +152,7 @@ def _decoded(name: str, data: Any) -> Hardware:
     if not isinstance(data, dict):
         raise _Misfit("expected an object")
     optional = {key: data[key] for key in OPTIONAL if key in data}
-    known = {"title", "notes", "launch_overlaps", NARROW, LAUNCHES, *OPTIONAL, *SCALARS, *TABLES}
+    known = {"title", "notes", "launch_overlaps", *OPTIONAL, *SCALARS, *TABLES}
     if unknown := sorted(set(data) - known):
         raise _Misfit(f"{unknown[0]!r} is unknown; known are {', '.join(sorted(known))}")
     sources: dict[str, str] = {}
@@ -197,8 +166,6 @@ def _decoded(name: str, data: Any) -> Hardware:
     for key in ("compute_efficiency", "memory_efficiency"):
         for item in values[key]:
             kind, _, dtype = item.partition(".")
-            if key == "memory_efficiency" and is_operator(item):
-                continue
             if kind not in CLASSES or (dtype and (dtype not in values["peak"] or key != "compute_efficiency")):
                 raise _Misfit(f"{key}.{item} is no class of operators, nor one in a type of numbers that has a peak")
         if "matmul" in values[key]:
@@ -207,9 +174,6 @@ def _decoded(name: str, data: Any) -> Hardware:
     for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", needed)):
         if lacking := [kind for kind in classes if kind not in values[key]]:
             raise _Misfit(f"{key}.{lacking[0]} is missing")
-    values[NARROW] = _optional(NARROW, data, sources, lambda key: key.isdecimal() and int(key) > 0)
-    values[NARROW] = dict(sorted(values[NARROW].items(), key=lambda item: int(item[0])))
-    values[LAUNCHES] = _optional(LAUNCHES, data, sources, CLASSES.__contains__)
     overlaps = data.get("launch_overlaps", True)
     if not isinstance(overlaps, bool):
         raise _Misfit(f"launch_overlaps has to be true or false, got {overlaps!r}")
@@ -217,17 +181,6 @@ def _decoded(name: str, data: Any) -> Hardware:
     values["processors"] = int(values.get("processors", 0))
     title = data.get("title", name)
     return Hardware(name=name, title=str(title), launch_overlaps=overlaps, sources=sources, **values)
-
-
-def _optional(name: str, data: Any, sources: dict[str, str], allowed: Callable[[str], bool]) -> dict[str, float]:
-    """Return the figures of a table that may be left out, by keys that are allowed."""
-    table = data.get(name, {})
-    if not isinstance(table, dict):
-        raise _Misfit(f"{name} has to be an object of figures, got {table!r}")
-    if unknown := [key for key in table if not allowed(key)]:
-        what = "number of channels" if name == NARROW else "class of operators"
-        raise _Misfit(f"{name}.{unknown[0]} is no {what}")
-    return {key: _figure(f"{name}.{key}", figure, sources) for key, figure in table.items()}
 
 
 def _figure(key: str, figure: Any, sources: dict[str, str], *, zero: bool = False) -> float:

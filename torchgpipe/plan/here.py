@@ -18,7 +18,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import CLASSES
 
-__all__ = ["MOST_AT_WORK", "RUNS", "describe_here", "device_name", "hand_over", "measure_link", "sharing"]
+__all__ = ["MOST_AT_WORK", "RUNS", "describe_here", "device_name", "hand_over", "sharing"]
 
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A container's limit of memory, in bytes."""
@@ -48,7 +48,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     source = torch.ones(2**26 if cuda else 2**22, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-    link, how = measure_link(source)
+    link, how = _measure_link(source)
     return Hardware(
         name="here",
         title=device_name(device),
@@ -66,7 +66,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     )
 
 
-def measure_link(source: torch.Tensor) -> tuple[float, str]:
+def _measure_link(source: torch.Tensor) -> tuple[float, str]:
     """Copy a tensor from its device to another: return bytes per second, and which copy it was.
 
     With a single GPU, the copy is to the host; CPU devices share memory, so nothing is copied and that is infinite.

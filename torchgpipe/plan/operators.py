@@ -13,8 +13,7 @@ from torch import Tensor
 
 from torchgpipe.plan.tiles import Grid
 
-__all__ = ["CLASSES", "Operator", "OperatorClass", "between_operators", "bytes_of", "dtype_of", "is_operator",
-           "tensors_in"]  # fmt: skip
+__all__ = ["CLASSES", "Operator", "OperatorClass", "between_operators", "bytes_of", "dtype_of", "tensors_in"]
 
 OperatorClass = Literal[
     "matmul", "conv", "conv3x3", "winograd", "attention", "attention_backward", "norm", "pool", "elementwise"
@@ -37,8 +36,6 @@ class Operator(NamedTuple):
     """The kernels of another way to the same result, where there is one; a library takes the faster way."""
     grid: Grid | None = None
     """The matrices that its floating-point operations put out, where tiles of them are known to matter."""
-    name: str = ""
-    """PyTorch's own, such as `native_batch_norm`, where it has no floating-point operations."""
 
 
 def between_operators(a: Operator, b: Operator, share: float) -> Operator:
@@ -51,7 +48,7 @@ def between_operators(a: Operator, b: Operator, share: float) -> Operator:
     grid = a.grid
     if grid is not None and b.grid is not None:
         grid = grid._replace(rows=line(grid.rows, b.grid.rows), columns=line(grid.columns, b.grid.columns))
-    return Operator(a.kind, a.dtype, line(a.flops, b.flops), line(a.bytes, b.bytes), other, grid, a.name)
+    return Operator(a.kind, a.dtype, line(a.flops, b.flops), line(a.bytes, b.bytes), other, grid)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -72,11 +69,6 @@ def bytes_of(x: Tensor) -> int:
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1
     return count * x.element_size() if x.layout is torch.strided else 0
-
-
-def is_operator(name: str) -> bool:
-    """Return whether PyTorch has an operator of this name."""
-    return hasattr(torch.ops.aten, name)
 
 
 def dtype_of(x: Tensor) -> str:

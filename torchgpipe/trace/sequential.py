@@ -56,19 +56,22 @@ def sequential(
         raise Untraceable(f"{type(module).__name__} is given no tensor, so there is nothing to split")
     kept = _modules(module, whole)
     first: Untraceable | None = None
-    for batched in _choices(signature, inputs, shared):
-        signature.batched = batched
-        try:
-            layers = _layers(module, signature, inputs, set(kept))
-        except Untraceable as error:
-            first = first or error
-        else:
-            check_state(module, layers)
-            check_outputs(module, layers, signature, inputs)
-            return layers
-    assert first is not None
-    check_sample(module, signature, inputs)
-    raise first
+    try:
+        for batched in _choices(signature, inputs, shared):
+            signature.batched = batched
+            try:
+                layers = _layers(module, signature, inputs, set(kept))
+            except Untraceable as error:
+                first = first or error
+            else:
+                check_state(module, layers)
+                check_outputs(module, layers, signature, inputs)
+                return layers
+        assert first is not None
+        check_sample(module, signature, inputs)
+        raise first
+    finally:
+        del first  # its traceback refers to this frame, and would keep the module
 
 
 def _choices(
@@ -101,19 +104,17 @@ def _modules(root: nn.Module, whole: Iterable[Whole]) -> set[nn.Module]:
 def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]) -> Layers:
     while True:
         heeds: Heeds = {}
-        error: Untraceable | None = None
         recordings: list[Recording] = []
         try:
             for size in SIZES:
                 recordings.append(record(module, whole, inputs, signature, size, heeds))
-        except Untraceable as found:
-            error = found
-        small = {m for m in heeds if m is not module and not _holds_most(m, module)}
+        except Untraceable:
+            if not _small(heeds, module):
+                raise
+        small = _small(heeds, module)
         if not small:
             break
         whole |= small
-    if error is not None:
-        raise error
     for what, at in heeds.values():
         if what == "autocast":
             raise Untraceable(
@@ -146,6 +147,10 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
         if name not in present and name in state:
             holds.get(x, made).hold(module, name)
     return sequence
+
+
+def _small(heeds: Heeds, root: nn.Module) -> set[nn.Module]:
+    return {m for m in heeds if m is not root and not _holds_most(m, root)}
 
 
 def _holds_most(module: nn.Module, root: nn.Module) -> bool:

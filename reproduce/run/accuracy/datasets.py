@@ -1,4 +1,4 @@
-"""Hand out mini-batches for training and for evaluation, the same ones whenever an epoch is asked for again.
+"""Hand out mini-batches of ImageNet or of images made here, the same ones whenever an epoch is asked for again.
 
 What an epoch draws, its order and its crops, follows from the seed and the epoch's number alone. So a training that is
 resumed at an epoch sees what it would have seen without the interruption, and nothing of it has to be saved.
@@ -7,19 +7,53 @@ resumed at an epoch sees what it would have seen without the interruption, and n
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from reproduce.error import USAGE, Error
+from reproduce.experiments import AccuracyScale, Experiment
+from reproduce.models.resnet import import_torchvision
+
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
 
+LAYOUT = "train/<class>/*.JPEG and val/<class>/*.JPEG"
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's values; not in the publication
 MOST_EPOCHS = 100_003  # below which two seeds share no epoch's seed
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the seed of an epoch's order and crops."""
-    return seed * MOST_EPOCHS + epoch
+class AccuracyNeeds(NamedTuple):
+    """Hold what only experiments on accuracy need; every row is trained once from each of the `seeds`."""
+
+    data: Gratings | ImageNet
+    seeds: range
+
+
+def prepare(
+    experiment: Experiment, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
+) -> AccuracyNeeds:
+    """Find the experiment's data in `folder`, or make them from the seed where the scale says how.
+
+    Raises:
+        Error: there are none, or they are not as they should be.
+    """
+    trained = range(seed, seed + (seeds or scale.seeds))
+    if scale.made is not None:
+        if folder is not None:
+            raise Error(f"--data {folder}: scale {scale.name} makes its own data; leave --data out", USAGE)
+        return AccuracyNeeds(Gratings(**scale.made, seed=seed), trained)
+    if folder is None:
+        raise Error(
+            f"{experiment.name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
+            f"which must have {LAYOUT}; or use --scale small",
+            USAGE,
+        )
+    row = scale.rows[0]
+    return AccuracyNeeds(ImageNet(folder, row.num_classes, dict(row.data)["dataloader_workers"]), trained)
 
 
 class Gratings:
@@ -34,22 +68,20 @@ class Gratings:
         self, *, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int
     ) -> None:
         """Draw all images. `noise` is the standard deviation of each value's noise; the waves' amplitude is 1."""
-        self.train_size, self.val_size, self.classes, self.image_size = train_size, val_size, classes, image_size
+        self.train_size, self.val_size, self.image_size, self.margin = train_size, val_size, image_size, image_size // 8
         generator = torch.Generator().manual_seed(seed)
-        self.margin = image_size // 8
-        self.train = self._draw(train_size, noise, generator)
-        self.val = self._draw(val_size, noise, generator)
+        self.train = self._draw(train_size, classes, noise, generator)
+        self.val = self._draw(val_size, classes, noise, generator)
 
-    def _draw(self, count: int, noise: float, generator: torch.Generator) -> Batch:
-        side = self.image_size + self.margin
-        labels = torch.arange(count) % self.classes  # equally many of each; the order is drawn for every epoch
+    def _draw(self, count: int, classes: int, noise: float, generator: torch.Generator) -> Batch:
+        labels = torch.arange(count) % classes  # equally many of each; the order is drawn for every epoch
 
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return low + (high - low) * torch.rand(count, *shape, generator=generator)
 
-        angle = (labels * (math.pi / self.classes)).view(-1, 1, 1)
+        angle = (labels * (math.pi / classes)).view(-1, 1, 1)
         wavelength, phase = uniform(5, 9, 1, 1), uniform(0, 2 * math.pi, 1, 1)
-        place = torch.arange(side, dtype=torch.float32)
+        place = torch.arange(self.image_size + self.margin, dtype=torch.float32)
         along = place.view(1, 1, -1) * angle.cos() + place.view(1, -1, 1) * angle.sin()
         wave = torch.sin(2 * math.pi * along / wavelength + phase).unsqueeze(1)
         images = wave * uniform(-1, 1, 3, 1, 1)
@@ -60,7 +92,7 @@ class Gratings:
 
         All are of the same size: what is left over at the end is dropped.
         """
-        generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+        generator = torch.Generator().manual_seed(seed * MOST_EPOCHS + epoch)
         images, labels = self.train
         order = torch.randperm(self.train_size, generator=generator)
         for chosen in order[: self.train_size // batch_size * batch_size].split(batch_size):
@@ -76,3 +108,78 @@ class Gratings:
 
     def _crop(self, image: Tensor, top: int, left: int) -> Tensor:
         return image[..., top : top + self.image_size, left : left + self.image_size]
+
+
+class ImageNet:
+    """Read the images of a folder laid out as `LAYOUT`, one subfolder for each class, by so many worker processes.
+
+    Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at random; images to
+    evaluate on are resized to 256 and cropped in the middle, as published.
+
+    Raises:
+        Error: there is no such folder, it is laid out otherwise, or torchvision is missing; in one line.
+    """
+
+    def __init__(self, folder: Path, classes: int, workers: int) -> None:
+        transforms = import_torchvision("transforms", "ImageNet")
+        train = [transforms.RandomResizedCrop(224, scale=(0.08, 1.0)), transforms.RandomHorizontalFlip()]
+        val = [transforms.Resize(256), transforms.CenterCrop(224)]
+        normalize = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
+        self.workers = workers
+        self.train = find_images(folder, "train", classes, transforms.Compose([*train, *normalize]))
+        self.val = find_images(folder, "val", classes, transforms.Compose([*val, *normalize]))
+        self.train_size, self.val_size = len(self.train), len(self.val)
+        if missing := sorted({*self.train.classes} - {*self.val.classes}):
+            raise Error(f"--data {folder}: val/ has no folder {missing[0]}, and train/ has; put it there", USAGE)
+
+    def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
+        """Yield one epoch's mini-batches, as `Gratings` does."""
+        return self._read(self.train, batch_size, seed * MOST_EPOCHS + epoch, train=True)
+
+    def val_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield all images to evaluate on."""
+        return self._read(self.val, batch_size, 0, train=False)
+
+    def _read(self, images: Any, batch_size: int, seed: int, *, train: bool) -> Iterator[Batch]:
+        loader = torch.utils.data.DataLoader(
+            images,
+            batch_size=batch_size,
+            num_workers=self.workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=leave_interrupts,
+            generator=torch.Generator().manual_seed(seed),  # or it would draw from the default one
+            shuffle=train,
+            drop_last=train,
+        )
+        try:
+            yield from loader
+        except Error as error:  # a worker's: its message ends a traceback
+            raise Error(str(error).splitlines()[-1].removeprefix("reproduce.error.Error: ")) from None
+
+
+def leave_interrupts(worker: int) -> None:
+    """Let a worker process ignore Ctrl-C, which meets all processes: the main one ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
+    """Return the images below `folder/part` as a torchvision `ImageFolder`, or raise what is wrong there."""
+    try:
+        found = import_torchvision("datasets", "ImageNet").ImageFolder(str(folder / part), transform, loader=load_image)
+        if len(found.classes) == classes:
+            return found
+        problem = f"has {len(found.classes)} folders of classes, not {classes}"
+    except OSError as error:
+        problem = f"cannot be used ({error.strerror or str(error).partition('. Supported')[0]})"
+    raise Error(f"--data {folder}: {part}/ {problem}; put ImageNet there as {LAYOUT}", USAGE)
+
+
+def load_image(path: str) -> Any:
+    """Return the image in a file, in colours, or raise which file it was: torchvision would not say."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as opened:
+            return opened.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise Error(f"{path} cannot be read as an image: put the file there anew") from error

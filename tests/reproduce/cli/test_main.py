@@ -22,6 +22,7 @@ PATIENCE = 300  # seconds; only a hang takes as long
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 SPEED, MEMORY = ("run tiny-speed --on cpu --scale small", "run tiny-memory --on cpu --scale small")
 GRID = "compare record.json record.json --row"
+PREDICT = "predict --hardware here"
 REPORT = "report --results results"
 
 
@@ -45,7 +46,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run amoebanet-speed --stepps 3", 2, "--stepps"),
         ("run amoebanet-sped", 2, "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed"),
         ("run x", 2, "there are amoebanet-speed, amoebanet-memory"),
-        ("run amoebanet-speed --seeds 2", 2, "--data, --seeds and --fresh are for experiments on accuracy"),
+        ("run tiny-accuracy --scale small --data x", 2, "--data x: scale small makes its own data; leave --data out"),
+        ("run tiny-accuracy --on cpu --data x", 2, "--scale paper: it needs CUDA devices with 22 GiB of memory each"),
+        ("run amoebanet-speed --seeds 2", 2, "--data and --seeds are for experiments on accuracy"),
         ("run amoebanet-memory --engine ranks", 2, "--engine is for experiments that time steps"),
         ("run amoebanet-speed --on cpu --devices 3", 2, "machine offers 2; use at most 2"),
         ("run amoebanet-speed --on cpu --scale paper", 2, "it needs CUDA devices with 22 GiB of memory"),
@@ -65,6 +68,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("compare record.json record.json --alpha 0", 2, "'--alpha'"),
         (f"{GRID} n", 2, "--row and --col go together"),
         (f"{GRID} n --col m --format csv", 2, "text or markdown, not csv"),
+        (PREDICT, 2, "name either experiments, or a run by --run"),
+        (f"{PREDICT} unet-speed --run record.json", 2, "name either experiments, or a run by --run"),
+        (f"{PREDICT} --run record.json", 2, "--run record.json: it has no emulated rows"),
+        (f"{PREDICT} --run record.json --out .", 2, "--out is for published tables"),
+        (f"{PREDICT} unet-speed", 2, "predict --run RUN --hardware here those of a run"),
         ("report --results nowhere", 2, "'--results': Directory 'nowhere' does not exist."),
         ("report --results empty", 2, "--results empty: no record (*.json) in its folders paper, predicted, measured"),
         ("report --results broken", 1, 'broken/paper/x.json: not a record (its "format" is not'),

@@ -1,4 +1,4 @@
-"""predict, plan and calibrate: what they print, and one line for whatever is wrong."""
+"""predict and plan: what they print, and one line for whatever is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from reproduce.tables.layout import WIDTH
             ["predict", "unet-speed", "--autocast", "bfloat16"],
             "name a folder by --out; results/predicted is as published",
         ),
-        (["calibrate", "--out", "here.txt"], "ends in .json"),
     ],
 )
 def test_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,28 +8,16 @@ import pytest
 
 from reproduce.experiments.resnet_accuracy import BASE
 
-RECIPE = BASE.recipe
-
 
 @pytest.mark.parametrize(
-    ("batch_size", "epoch", "learning_rate"),
+    ("batch_size", "rates"),
     [
-        (256, 0, 0.1),  # nothing to warm up to
-        (256, 29.99, 0.1),
-        (256, 30, 0.01),
-        (256, 60, 0.001),
-        (256, 80, 0.0001),
-        (128, 5, 0.1),  # "at least 1"
-        (1024, 0, 0.1),
-        (1024, 1, 0.175),
-        (1024, 4, 0.4),
-        (4096, 2, 0.85),
-        (4096, 89.9, 0.0016),
+        (256, {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001}),  # nothing to warm up to
+        (128, {5: 0.1}),  # "at least 1"
+        (1024, {0: 0.1, 1: 0.175, 4: 0.4}),
+        (4096, {2: 0.85, 89.9: 0.0016}),
     ],
 )
-def test_learning_rate(batch_size: int, epoch: float, learning_rate: float) -> None:
-    assert RECIPE.learning_rate(batch_size, epoch) == pytest.approx(learning_rate)
-
-
-def test_without_warm_up_it_starts_at_its_peak() -> None:
-    assert replace(RECIPE, warmup_epochs=0).learning_rate(1024, 0) == pytest.approx(0.4)
+def test_learning_rate(batch_size: int, rates: dict[float, float]) -> None:
+    assert {epoch: BASE.recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(rates)
+    assert replace(BASE.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == BASE.recipe.peak(batch_size)

@@ -32,6 +32,7 @@ class Driver(SimpleNamespace):
 
     def __getattr__(self, function: str) -> object:
         answers = {
+            "__spec__": None,  # Python 3.13 asks for it
             "nvmlInit": None,
             "nvmlSystemGetDriverVersion": "575.57.08",
             "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-0a-1": "one", "GPU-0a-2": "two"}[uuid],

@@ -43,6 +43,8 @@ def test_checkout(root: Path) -> None:
 
 def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkout(tmp_path) is None
+    (root / "venv").mkdir()
+    assert checkout(root / "venv") is None, "another project's, which has this one installed"
     run(tmp_path, "init")
     assert checkout(tmp_path) is None, "no commit"
     monkeypatch.setenv("PATH", str(tmp_path))

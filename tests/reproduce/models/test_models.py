@@ -63,12 +63,6 @@ def tensors(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-@pytest.fixture(autouse=True)
-def torchvision(request: pytest.FixtureRequest) -> None:
-    if "ResNet" in request.node.name:
-        pytest.importorskip("torchvision")
-
-
 @pytest.mark.parametrize(("name", "size", "parameters", "layers"), PUBLISHED)
 def test_parameters_and_layers_are_the_published_ones(
     name: str, size: tuple[int, ...], parameters: int, layers: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from reproduce.models.zoo import layers_of, torchvision_model
 
 
 def test_the_layers_are_the_models_and_every_row_has_its_own() -> None:
-    models = pytest.importorskip("torchvision.models")
+    models = importlib.import_module("torchvision.models")
     torch.manual_seed(0)
     theirs = models.squeezenet1_1(num_classes=5)
     made = []
@@ -25,7 +27,6 @@ def test_the_layers_are_the_models_and_every_row_has_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["vit_b_16", "regnet_y_1_6gf"])
 def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(name: str) -> None:
-    pytest.importorskip("torchvision")
     with torch.device("meta"):
         model = torchvision_model(name, 64, num_classes=5)
         assert model(torch.empty(2, 3, 64, 64)).shape == (2, 5)

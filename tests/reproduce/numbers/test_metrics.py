@@ -128,6 +128,7 @@ def test_a_ratio_of_pairs() -> None:
         ("reserved", {"memory": None}, {"memory": "GiB"}, None, ""),
         ("throughput", {"throughput": 26.7}, {}, 26.7, "samples/s"),
         ("time", {"step_time": 0.5}, {}, 0.5, "s"),
+        ("time", {"time": 0.5}, {}, 0.5, "s"),
         ("parameters", {"parameters": 7}, {"parameters": "count"}, 7, "count"),
         ("parameters", {"parameters": "many"}, {}, None, ""),
     ],

@@ -17,6 +17,10 @@ from reproduce.machine.devices import Devices
 from reproduce.run.live_bytes import LiveBytes
 from reproduce.run.peak import measure_peak
 from reproduce.run.training import Balancer, FakeData, Training
+from torchgpipe.plan.count import count
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.predict import Setup
 
 FLOAT = 4
 
@@ -161,3 +165,16 @@ def test_meta_counts_what_a_real_run_takes(trained: dict[str, Trained], name: st
     assert all(parameter.is_meta for parameter in training.model.parameters())
     peaks = measure_peak(training, devices, steps=2)["peak_allocated"]
     assert peaks == pytest.approx(trained[name].peaks, rel=0.05 if name == "plain" else 0.35)
+
+
+def test_what_cpu_devices_hand_on_counts_once_where_it_is_predicted() -> None:
+    """Most of all without checkpointing, where graphs on both sides of a cut hold one tensor, and one skip."""
+    base = replace(EXPERIMENTS["unet-memory"].scale("small").rows[0], size=(2, 16), batch_size=32)
+    n = len(base.build())
+    row = replace(base, partitions=2, chunks=1, balance=(n // 2, n - n // 2), checkpoint="never")
+    devices = Devices("cpu", 2, threads=1)
+    training = Training(row, devices, FakeData([row], 0), Balancer(devices), 0)
+    real = sum(measure_peak(training, devices, steps=2)["peak_allocated"])
+    setup = Setup(row.batch_size, row.balance or (), 1, "never", optimizer_named("sgd", foreach=False))
+    counts = count(row.build(), training.input, device="cpu")
+    assert sum(device.peak for device in setup_memory(counts, setup)) == pytest.approx(real, rel=0.01)

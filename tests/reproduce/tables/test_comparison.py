@@ -12,7 +12,7 @@ import pytest
 
 from reproduce.error import Error
 from reproduce.records.record import Result, save
-from reproduce.tables.compare import compared
+from reproduce.tables.comparison import compared
 from reproduce.tables.layout import WIDTH
 
 from ..made import record, row
@@ -46,31 +46,39 @@ def squeezed(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_two_sides(paths: list[str]) -> None:
-    text, complaint = compared(paths[:2])
-    assert complaint is None
-    assert squeezed(text)[:9] == [
-        "e: throughput in samples/s; higher is better",
-        "",
-        "row A B B/A interval verdict",
-        "------------------- ---- ---- ---- --------- -------",
-        "n2m1 8.00 8.00 1.00 0.99-1.01 ~",
-        "n2m4 8.00 16.0 2.00 1.98-2.02 better",
-        "n10m1 8.00 8.00 1.00 0.99-1.01 ~",
-        "n10m4 8.00 16.0 2.00 1.98-2.02 better",
-        "geometric mean of 4 1.41",
-    ]
-    assert "- A: a.json (1 record, measured on a CPU)" in squeezed(text)
-    markdown, _ = compared(paths[:2], style="markdown")
-    assert markdown.startswith("## e: throughput in samples/s; higher is better\n\n| row ")
-    assert "| n2m4                | 8.00 | 16.0 | 2.00 | 1.98-2.02 |  better |" in markdown
+BETTER = "e: throughput in samples/s; higher is better"
+GRID: dict[str, Any] = {"down": ["n"], "across": ["m"]}
+GRIDS = ["e: throughput, B/A", "", r"n \ m 1 4", "----- ------ ------"]
 
 
-def test_more_sides(paths: list[str]) -> None:
-    text, _ = compared(paths)
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert "missing in C: n2m1, n2m4" in text and "missing in A and B: new" in " ".join(text.split())
-    assert "x 2.00" in text and "1.98-2.02" in text
+@pytest.mark.parametrize(
+    ("sides", "options", "lines"),
+    [
+        (2, {}, [
+            BETTER, "", "row A B B/A interval verdict", "------------------- ---- ---- ---- --------- -------",
+            "n2m1 8.00 8.00 1.00 0.99-1.01 ~", "n2m4 8.00 16.0 2.00 1.98-2.02 better",
+            "n10m1 8.00 8.00 1.00 0.99-1.01 ~", "n10m4 8.00 16.0 2.00 1.98-2.02 better", "geometric mean of 4 1.41",
+            "", "- A: a.json (1 record, measured on a CPU)",
+        ]),
+        (2, {"style": "markdown", "filters": ["n=2", "m=4"]}, [
+            f"## {BETTER}", "", "| row | A | B | B/A | interval | verdict |",
+            "|:--------------------|-----:|-----:|-----:|----------:|--------:|",
+            "| n2m4 | 8.00 | 16.0 | 2.00 | 1.98-2.02 | better |",
+        ]),
+        (3, {"filters": ["m=4"]}, [
+            BETTER, "", "row A B C", "------------------------ ---- --------- ---------", "n2m4 8.00 16.0 missing",
+            "x 2.00", "1.98-2.02", "better", "n10m4 8.00 16.0 8.00", "x 2.00 x 1.00", "1.98-2.02 0.99-1.01", "better ~",
+            "geometric mean of 1 or 2 x 2.00 x 1.00", "", "- missing in C: n2m4",
+        ]),
+        (2, GRID, [*GRIDS, "2 1.00 ~ 2.00 +", "10 1.00 ~ 2.00 +"]),
+        (2, {**GRID, "metric": "speedup"}, ["e: speedup, each side over its own, B/A", *GRIDS[1:], "2 1 2.00 +"]),
+        (2, {**GRID, "filters": ["n=10"]}, [*GRIDS, "10 1.00 ~ 2.00 +"]),
+    ],
+)  # fmt: skip
+def test_what_is_shown(sides: int, options: dict[str, Any], lines: list[str], paths: list[str]) -> None:
+    text, complaint = compared(paths[:sides], **options)
+    assert complaint is None and squeezed(text)[: len(lines)] == lines
+    assert options.get("style") or max(map(len, text.splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize(
@@ -101,15 +109,6 @@ def test_csv_and_json(paths: list[str]) -> None:
     assert table["geometric_mean"]["B"] == pytest.approx(2**0.5)
     assert "missing in C: n2m1, n2m4" in table["notes"]
     assert {row["side"] for row in table["rows"]} == {"A", "B", "C"}
-
-
-def test_a_grid(paths: list[str]) -> None:
-    text, _ = compared(paths[:2], down=["n"], across=["m"])
-    assert squeezed(text)[:6] == [
-        "e: throughput, B/A", "", r"n \ m 1 4", "----- ------ ------", "2 1.00 ~ 2.00 +", "10 1.00 ~ 2.00 +",
-    ]  # fmt: skip
-    picked, _ = compared(paths[:2], down=["n"], across=["m"], filters=["n=10"])
-    assert "2 1.00 ~ 2.00 +" not in squeezed(picked) and "10 1.00 ~ 2.00 +" in squeezed(picked)
 
 
 @pytest.mark.parametrize(

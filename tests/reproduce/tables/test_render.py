@@ -5,25 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.cli.main import main
 from reproduce.error import Error
-from reproduce.experiments import EXPERIMENTS
-from reproduce.machine.description import Machine
-from reproduce.records.record import Record, Result, Run, save
+from reproduce.records.record import Record, save
 from reproduce.tables.render import render
+
+from ..made import ran
+from ..made import record as made
 
 PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
 
 
 def record(name: str, started: str, state: str = "finished", status: str = "measured", rows: int = 2) -> Record:
-    results = [
-        Result("amoebanet-speed", row.name, status, "small", "cpu", row.config(),  # type: ignore[arg-type]
-               over=row.over, samples={"step_time": [4.0], "round": [0.0]})
-        for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows[:rows]
-    ]  # fmt: skip
-    run = Run(state, [], 0, started, None, "cpu", 2, 1, Machine("Linux", name, 2, 2, None), {}, None, None)  # type: ignore[arg-type]
-    return Record(name, "Title", "measured", {}, results, scale="small", run=run)
+    results = [replace(each, status=status) for each in ran("amoebanet-speed", "small", lambda row: [8.0])[:rows]]
+    return replace(made(*results, cpu=name, started=started, state=state), name=name)
 
 
 @pytest.fixture

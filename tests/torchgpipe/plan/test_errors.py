@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,9 @@ def test_names_the_layer(layer: nn.Module, says: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         count(model, torch.empty(3, 4))
     assert "\n" not in str(raised.value) and raised.value.__cause__ is not None
+    freed = weakref.ref(model)
+    del model, raised
+    assert freed() is None, "what the error's frames hold waits for the garbage collector"
 
 
 def test_names_a_layer_whose_backward_fails() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -137,10 +138,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("make, said", REFUSED.values(), ids=REFUSED)
 def test_refused(make: Callable[[], nn.Module], said: list[str]) -> None:
+    module = make()
     with pytest.raises(Untraceable) as caught:
-        sequential(make(), rows())
+        sequential(module, rows())
     for part in said:
         assert part in str(caught.value)
+    freed = weakref.ref(module)
+    del module, caught
+    assert freed() is None or make is compiled  # a module that refers to itself
 
 
 def test_a_sample_that_does_not_fit_raises_what_the_module_does() -> None:

@@ -2,126 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.run.accuracy.datasets import Gratings, epoch_seed
-from reproduce.run.accuracy.imagenet import ImageNet
-from reproduce.run.accuracy.needs import Dataset
+from reproduce.experiments import EXPERIMENTS
+from reproduce.run.accuracy.datasets import Gratings, ImageNet, prepare
 
 Image = pytest.importorskip("PIL.Image")
-GRATINGS = Gratings(train_size=22, val_size=10, classes=4, image_size=16, noise=0.1, seed=0)
 
 
-def epoch(data: Dataset, seed: int, epoch: int, batch_size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    batches = list(data.train_batches(batch_size, seed, epoch))
-    assert {len(labels) for _, labels in batches} == {batch_size}, "what is left over is dropped"
-    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
+def gratings(seed: int = 0, noise: float = 0.1, classes: int = 4) -> Gratings:
+    return Gratings(train_size=22, val_size=10, classes=classes, image_size=16, noise=noise, seed=seed)
 
 
-def save(path: Path, shade: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture = Image.linear_gradient("L").rotate(shade)
-    picture.resize((40 + shade % 7, 40)).save(path)
+def fill(folder: Path, *files: str) -> Path:
+    """Write images into files such as `train/n01/a`."""
+    for shade, file in enumerate(files):
+        path = folder / (file + ".JPEG" * ("." not in file))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.linear_gradient("L").rotate(20 * shade).resize((40 + shade, 40)).save(path, "JPEG")
+    return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("imagenet")
-    for part, count in (("train", 3), ("val", 2)):
-        for name in ("n01", "n02"):
-            for i in range(count):
-                save(root / part / name / f"{name}_{i}.JPEG", 20 * i + 90 * (name == "n02"))
-    return root
+def joined(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = zip(*batches, strict=True)
+    return torch.cat(images), torch.cat(labels)
 
 
-def test_every_epoch_is_its_own_and_comes_again() -> None:
-    images, labels = epoch(GRATINGS, seed=1, epoch=2)
-    again, same = epoch(GRATINGS, seed=1, epoch=2)
-    assert images.shape == (20, 3, 16, 16) and images.equal(again) and labels.equal(same)
-    for others, _ in (epoch(GRATINGS, seed=1, epoch=3), epoch(GRATINGS, seed=2, epoch=2)):
-        assert not images.equal(others)
-    assert epoch_seed(0, 90) < epoch_seed(1, 0), "seeds share no epoch"
-    drawn, other = (Gratings(train_size=22, val_size=10, classes=4, image_size=16, noise=0.1, seed=s) for s in (0, 1))
-    assert drawn.train[0].equal(GRATINGS.train[0]) and not other.train[0].equal(GRATINGS.train[0])
-
-
-def test_images_to_evaluate_on_are_all_there() -> None:
-    batches = list(GRATINGS.val_batches(4))
-    assert [len(labels) for _, labels in batches] == [4, 4, 2]
-    assert torch.cat([labels for _, labels in batches]).bincount().tolist() == [3, 3, 2, 2]
-    assert not torch.cat([images for images, _ in batches])[0].equal(GRATINGS.train[0][0][..., 1:17, 1:17])
+@pytest.mark.parametrize(("made", "shape"), [(True, (22, 3, 16, 16)), (False, (6, 3, 224, 224))])
+def test_every_epoch_is_its_own_and_comes_again(made: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
+    names = [f"{part}/n0{i % 2}/{i}" for part, count in (("train", 7), ("val", 3)) for i in range(count)]
+    data = gratings() if made else ImageNet(fill(tmp_path, *names), classes=2, workers=1)
+    before = torch.get_rng_state()
+    images, labels = joined(data.train_batches(2, 1, 2))
+    again, same = joined(data.train_batches(2, 1, 2))
+    assert images.shape == shape, "what is left over is dropped"
+    assert images.equal(again) and labels.equal(same) and not labels.equal(labels.sort().values)
+    assert not any(images.equal(joined(data.train_batches(2, *other))[0]) for other in ((1, 3), (2, 2)))
+    assert joined(data.val_batches(3))[0].shape == (data.val_size, *shape[1:]), "of these, nothing is"
+    assert torch.get_rng_state().equal(before), "nothing is drawn from the training's random numbers"
 
 
 def test_the_class_is_the_direction_of_the_wave() -> None:
     """Without noise, a wave of class 0 (of 2) varies along a row only, one of class 1 along a column only."""
-    made = Gratings(train_size=8, val_size=2, classes=2, image_size=16, noise=0.0, seed=0)
-    images, labels = made.train
+    images, labels = gratings(noise=0.0, classes=2).train
     for image, label in zip(images, labels, strict=True):
         constant = 1 if label == 0 else 2  # the dimension along which nothing changes
-        torch.testing.assert_close(image.diff(dim=constant), torch.zeros(()).expand_as(image.diff(dim=constant)),
-                                   atol=1e-4, rtol=0)  # fmt: skip
-        assert float(image.diff(dim=3 - constant).abs().max()) > 0.01
-
-
-def test_imagenet_is_cropped_as_published(folder: Path) -> None:
-    data = ImageNet(folder, classes=2, workers=1)
-    assert (data.train_size, data.val_size) == (6, 4)
-    images, labels = epoch(data, seed=0, epoch=0, batch_size=2)
-    assert images.shape == (6, 3, 224, 224) and sorted(labels.tolist()) == [0, 0, 0, 1, 1, 1]
-    again, same = epoch(data, seed=0, epoch=0, batch_size=2)
-    assert images.equal(again) and labels.equal(same)
-    others, order = epoch(data, seed=0, epoch=1, batch_size=2)
-    assert not images.equal(others)
-    assert [labels.tolist(), order.tolist()] != 2 * [[0, 0, 0, 1, 1, 1]], "not in the folder's order"
-    before = torch.get_rng_state()
-    (batch,) = data.val_batches(8)
-    assert batch[1].tolist() == [0, 0, 1, 1] and batch[0].shape == (4, 3, 224, 224)
-    assert torch.get_rng_state().equal(before), "reading draws nothing from the training's random numbers"
-
-
-def flat(root: Path) -> None:
-    save(root / "train" / "n01" / "a.JPEG", 1)
-    save(root / "val" / "ILSVRC2012_val_00000001.JPEG", 1)
-
-
-def other_class(root: Path) -> None:
-    for part, name in (("train", "n01"), ("train", "n02"), ("val", "n01"), ("val", "n03")):
-        save(root / part / name / "a.JPEG", 1)
-
-
-def empty_class(root: Path) -> None:
-    other_class(root)
-    (root / "train" / "n02" / "a.JPEG").unlink()
+        assert image.diff(dim=constant).abs().max() < 1e-4 and image.diff(dim=3 - constant).abs().max() > 0.01
+    assert not images.equal(gratings(seed=1, noise=0.0, classes=2).train[0])
 
 
 @pytest.mark.parametrize(
-    ("make", "classes", "said"),
+    ("files", "said"),
     [
-        (lambda root: root.rmdir(), 2, "no such folder; name one that has train/<class>/*.JPEG and val/<class>/*.JPEG"),
-        (lambda root: None, 2, "has no folder train/; put ImageNet there as train/<class>/*.JPEG and val/<class>"),
-        (lambda root: save(root / "train" / "n01" / "a.JPEG", 1), 1, "has no folder val/; put"),
-        (flat, 1, "val/ has no folders of classes; sort its images into val/<class>/"),
-        (other_class, 1000, "train/ has 2 folders of classes, not 1000; put ImageNet there"),
-        (other_class, 2, "class n02 is in train/ only; val/ must have the same classes"),
-        (empty_class, 2, "train/ cannot be used (Found no valid file for the classes n02); put ImageNet"),
+        ([], "train/ cannot be used (No such file or directory); put ImageNet there as train/<class>/*.JPEG and val/"),
+        (["train/a/1", "train/b/1", "val/1"], "val/ cannot be used (Couldn't find any class folder in "),
+        (["train/a/1", "val/a/1"], "train/ has 1 folders of classes, not 2; put ImageNet there"),
+        (["train/a/1", "train/b/1", "val/a/1", "val/c/1"], "val/ has no folder b, and train/ has; put it there"),
+        (["train/a/1", "train/b/1.txt"], "train/ cannot be used (Found no valid file for the classes b); put"),
     ],
 )
-def test_a_folder_that_is_no_imagenet(make: Callable[[Path], None], classes: int, said: str, tmp_path: Path) -> None:
-    root = tmp_path / "data"
-    root.mkdir()
-    make(root)
+def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(Error) as caught:
-        ImageNet(root, classes=classes, workers=1)
+        ImageNet(fill(tmp_path, *files), classes=2, workers=1)
     message = str(caught.value)
-    assert message.startswith(f"--data {root}: ") and said in message and "\n" not in message
+    assert message.startswith(f"--data {tmp_path}: ") and said in message and "\n" not in message
 
 
-def test_torchvision_that_cannot_be_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchvision.transforms", None)
-    with pytest.raises(Error, match=r"^ImageNet needs torchvision, which cannot be imported here \(.*install"):
-        ImageNet(folder, classes=2)
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
+    """Also by a worker process, whose errors are tracebacks."""
+    data = ImageNet(fill(tmp_path, "train/a/1", "val/a/1"), classes=1, workers=1)
+    (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")
+    with pytest.raises(Error, match=r"^/.*/1.JPEG cannot be read as an image: put the file there anew$"):
+        list(data.train_batches(1, 0, 0))
+
+
+def test_imagenet_needs_a_folder() -> None:
+    experiment = EXPERIMENTS["resnet101-accuracy"]
+    with pytest.raises(Error, match="scale paper trains on ImageNet: name its folder by --data DIR, which must have"):
+        prepare(experiment, experiment.scale("paper"), None, 0, None)  # type: ignore[arg-type]

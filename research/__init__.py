@@ -1,1 +1,0 @@
-"""How constants were found that the project commits. Research imports `reproduce`, never the reverse."""

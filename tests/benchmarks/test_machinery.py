@@ -1,0 +1,64 @@
+"""Machinery: the plain loop computes what the pipeline does, and another version, which takes turns, is a revision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.machinery import WAYS, main, table
+from benchmarks.machinery_child import MODES, Subject
+from reproduce.records.record import load
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("model, n", [("linear", 3), ("AmoebaNet-D", 2)])
+def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -> None:
+    ours, theirs = (Subject(model, n, 2, checkpoint, "cpu", way) for way in ("graph", "plain"))
+    outputs = [each.run(each.x) for each in (ours, theirs)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.sum().backward()
+    pairs = zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True)
+    assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 16 partitions, which AmoebaNet-D has too few layers for, only the plain loop can run."""
+    file = tmp_path / "machinery.json"
+    what = ["--model=AmoebaNet-D", "--partitions", "1", "16", "--chunks=1", "--checkpoint=always"]
+    threads = torch.get_num_threads()
+    try:
+        main([*what, "--rounds=2", "--steps=3", "--against=HEAD", f"--json={file}"])
+    finally:
+        torch.set_num_threads(threads)
+    kept = load(file)
+    cases = {
+        n: {each.row: each for each in kept.results if each.experiment == f"AmoebaNet-D n={n} m=1 always"}
+        for n in (1, 16)
+    }
+    assert [*cases[1]] == ["plain", "graph", "graph, other"] and set(cases[16]) == {*WAYS} - {"other"}
+    measured = [cases[16].pop("plain"), *cases[1].values()]
+    assert [each.values["spread"]["both"][-1] for each in measured] == [2 * 3] * 4
+    assert {each.status for each in cases[16].values()} == {"failed"}
+    said = table(kept)
+    assert said in capsys.readouterr().out and f"- graph, HEAD: {cases[16]['graph'].reason}" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--against nowhere", "nowhere: no such git revision here; name a commit, a branch or a tag, or a folder with"),
+        ("--partitions 0", "0 is not a whole number of at least 1"),
+        ("--device cuda", "there is no CUDA device here; leave it out"),
+    ],
+)
+def test_what_it_refuses(
+    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as raised:
+        main(options.split())
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""Draw faults from a seed until 45 are in the library and 15 in reproduce; delete a row, and another is drawn."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .candidates import NAMED, faults
+from .rows import ROOT, Row, copied, read, write
+
+COUNTS = {"torchgpipe": 45, "reproduce": 15}
+FIRST = [name for name, *_ in NAMED] + ["dropped wait", "version check"]
+# Files that are about to go, and what goes in others.
+GOES = r"hang\.py|plan/(bound|branch|chain|needs|cuts|balances|trial|search)\.py|models/older\.py|cli/calibrate\.py|"
+GOES += r"predict/(calibrate|older)\.py|league_docs\.py|report/curves\.py|/__\w+__\.py"
+GOING = {f"torchgpipe/{name}.py": r"\b(silence|hangs?|_watch)\b" for name in ("pool", "gpipe")}
+
+
+def show(package: str, tree: Path, output: Path) -> None:
+    """Import all of a tree's package; take tiny steps, or list and show; write what is printed into a file."""
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    for module in pkgutil.walk_packages([package], f"{package}."):
+        importlib.import_module(module.name)
+    if package == "torchgpipe":
+        compare = importlib.import_module("tests.transparency.compare")
+        layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh())
+        for each in ("always", "never"):
+            compare.assert_transparent(layers, torch.randn(6, 4), [2, 2], checkpoint=each)
+    else:
+        main = importlib.import_module("reproduce.cli.main").main
+        print(main(["list"]), main(["show", str(min(Path("results/measured").glob("*.json")))]), flush=True)
+
+
+def shown(package: str, tree: Path) -> str | None:
+    """Return what a short run prints, None if it fails or hangs."""
+    output = tree.with_suffix(".txt")
+    # Forked, so that torch is imported once for all.
+    process = multiprocessing.get_context("fork").Process(target=show, args=(package, tree, output))
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    return output.read_text() if process.exitcode == 0 else None
+
+
+def draw(package: str, taken: list[Row], rng: random.Random, tree: Path) -> None:
+    """Draw a kind, a file of that kind by its size, a fault that no run shows; each kind of the plan's comes once."""
+    paths = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / package).rglob("*.py"))}
+    rows: list[Row] = []
+    for file in paths:
+        rows += [] if re.search(GOES, file) else faults(file, paths[file].read_text(), GOING.get(file, "(?!)"))
+    usual = shown(package, tree)
+    assert usual is not None, "the short run fails without a fault, too"
+    while (files := Counter(row.file for row in taken)).total() < COUNTS[package]:
+        there = {(row.file, row.old, row.new) for row in taken}
+        rows = [row for row in rows if files[row.file] < 2 and (row.file, row.old, row.new) not in there]
+        kinds = {row.kind for row in rows}
+        first = [kind for kind in FIRST if kind in kinds and all(row.kind != kind for row in taken)]
+        kind = first[0] if first else rng.choice(sorted(kinds))
+        names = sorted({row.file for row in rows if row.kind == kind})
+        (name,) = rng.choices(names, [paths[name].stat().st_size for name in names])
+        row = rng.choice([row for row in rows if (row.kind, row.file) == (kind, name)])
+        rows = [other for other in rows if other is not row]
+        (tree / row.file).write_text(row.planted())
+        same = shown(package, tree) == usual
+        (tree / row.file).write_text(paths[row.file].read_text())
+        print("drawn   " if same else "rejected", row.kind, row.file, repr(row.new), flush=True)
+        taken += [row] * same
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.planted.draw", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    rng = random.Random(parser.parse_args().seed)
+    packages = {package: [row for row in read() if row.file.startswith(package)] for package in COUNTS}
+    with copied() as tree:
+        for package, taken in packages.items():
+            draw(package, taken, rng, tree)
+    write([row for taken in packages.values() for row in taken])
+
+
+if __name__ == "__main__":
+    main()
