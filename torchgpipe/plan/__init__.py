@@ -19,7 +19,7 @@
 | `optimizer` | what an optimizer holds: its state, and what its step makes |
 | `measure`, `live`, `alike` | how a layer's footprint is found, and which layers share one |
 | `search` | the best balance, micro-batches and checkpoint mode under a memory limit |
-| `balances`, `trial` | for given micro-batches and mode: seconds that no balance can beat, and the best that was tried |
+| `balances`, `trial` | for given micro-batches and mode: a bound on all balances, and the best of those tried |
 | `headroom` | how much of a device's memory tensors may take |
 | `impossible` | why there is none |
 | `planner`, `report`, `reason`, `amount` | `plan` itself, and how it is written |

@@ -16,18 +16,14 @@ def parse_amount(text: str | float) -> float:
     Raises:
         ValueError: it is neither.
     """
+    units = {"": 1, **{unit.lower(): size for unit, size in UNITS.items()}}
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(text))
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        number, unit = float(text), "B"
+        nbytes = float(text)
+    elif match is not None and match[2].lower() in units:
+        nbytes = float(match[1]) * units[match[2].lower()]
     else:
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
-        units = {unit.lower(): size for unit, size in UNITS.items()}
-        try:
-            assert match is not None
-            number, unit = float(match[1]), match[2] or "B"
-            units[unit.lower()]
-        except (AssertionError, ValueError, KeyError):
-            raise ValueError(f"memory must be bytes, or text such as '24GiB' or '80GB', got {text!r}") from None
-    nbytes = number * {unit.lower(): size for unit, size in UNITS.items()}[unit.lower()]
+        raise ValueError(f"memory must be bytes, or text such as '24GiB' or '80GB', got {text!r}")
     if not 0 < nbytes < float("inf"):
         raise ValueError(f"memory must be more than nothing, got {text!r}")
     return nbytes

@@ -89,7 +89,7 @@ class Convolution(NamedTuple):
         """
         weights = self.weight.shape[0] * self.weight.shape[1]
         samples, _, *sizes = tiled.shape
-        tiles = samples * math.prod(math.ceil(size / 4) for size in sizes)
+        tiles = float(samples) * math.prod(math.ceil(size / 4) for size in sizes)
         plain = sum(map(bytes_of, (self.image, self.weight, self.result)))
         transformed = 36.0 * (tiles * sum(self.weight.shape[:2]) + weights) * self.weight.element_size()
         products = Grid(grid.rows, self.weight.shape[1] if grid.divisible else tiles, 36, grid.divisible)
@@ -105,5 +105,5 @@ def _flops(func: Any, args: Sequence[Any], result: Any) -> float:
     return 0.0 if formula is None else float(formula(*args, out_val=result))
 
 
-def _pixels(image: Tensor) -> int:
-    return image.shape[0] * math.prod(image.shape[2:])
+def _pixels(image: Tensor) -> float:
+    return float(image.shape[0] * math.prod(image.shape[2:]))

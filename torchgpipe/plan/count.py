@@ -11,66 +11,32 @@ follows, but for layers that multiply samples with each other (see `growth`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
-from torchgpipe.microbatch import TensorOrTensors, check
+from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.plan.alike import Alike
 from torchgpipe.plan.as_on import as_on
 from torchgpipe.plan.counter import Counter
 from torchgpipe.plan.errors import naming_layer
-from torchgpipe.plan.footprint import Footprint, between
-from torchgpipe.plan.growth import check_growth
+from torchgpipe.plan.footprint import NOTHING, Footprint, LayerCount, Stashed
+from torchgpipe.plan.growth import between, check_growth
 from torchgpipe.plan.measure import Numbers, measure_footprint
-from torchgpipe.plan.operators import Operator, between_operators
+from torchgpipe.plan.operators import Operator
 from torchgpipe.plan.remembered import Remembered
 from torchgpipe.plan.task import Task
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.trace.layer import batched
 
-__all__ = ["Counts", "LayerCount", "Stashed", "count"]
+__all__ = ["Counts", "count"]
 
 SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
-
-
-NOTHING = Footprint((), (), (), (), (), (), 0.0, 0.0, (), (), (), (), 0.0, 0.0, (), (), False)
-
-
-class Stashed(NamedTuple):
-    """A skip by its number among the model's skips, and its bytes."""
-
-    skip: int
-    bytes: float
-
-
-@dataclass(frozen=True)
-class LayerCount:
-    """What one layer does and holds for one micro-batch: operators, and bytes."""
-
-    name: str
-    forward: tuple[Operator, ...]
-    backward: tuple[Operator, ...]
-    accumulate: tuple[Operator, ...]
-    """What backward does besides, where the parameters have gradients already: all but the first time in a step."""
-    output: float
-    """Bytes that it hands to the next layer."""
-    stashes: tuple[Stashed, ...]
-    pops: tuple[int, ...]
-    parameters: int
-    """Bytes of parameters that take gradients."""
-    parameter_sizes: tuple[int, ...]
-    """The bytes of each of these."""
-    frozen: int
-    """Bytes of other parameters, and of buffers."""
-    gives: tuple[bool, ...]
-    """Which of its inputs get a gradient from it."""
-    footprint: Footprint
 
 
 @dataclass(frozen=True)
@@ -90,19 +56,20 @@ class Counts:
 
     def footprints(self, size: int) -> list[Footprint]:
         """Return what the layers hold for micro-batches of `size` samples."""
-        low, high = SIZES
         if size not in self.known:
-            share = (size - low) / (high - low)
             pairs = zip(self.low, self.high, strict=True)
-            self.known[size] = [between(a.footprint, b.footprint, share) for a, b in pairs]
+            self.known[size] = self._line(size, [(a.footprint, b.footprint) for a, b in pairs])
         return self.known[size]
 
     def at(self, size: int) -> list[LayerCount]:
         """Return the layers' counts for micro-batches of `size` samples, without footprints."""
+        pairs = zip(self.low, self.high, strict=True)
+        return self._line(size, [(a._replace(footprint=NOTHING), b._replace(footprint=NOTHING)) for a, b in pairs])
+
+    def _line(self, size: int, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         low, high = SIZES
-        share = (size - low) / (high - low)
-        known: _Known = {}
-        return [_between(a, b, share, known) for a, b in zip(self.low, self.high, strict=True)]
+        known: dict[tuple[int, int], Any] = {}
+        return [between(a, b, (size - low) / (high - low), known) for a, b in pairs]
 
     def __len__(self) -> int:
         return len(self.low)
@@ -144,14 +111,13 @@ def count(
         given = _empty(sample, size, batched(module))
         with undisturbed(meta), remembered, as_on(device, autocast):
             counted = rehearse(module, given, meta, _count(numbers, module, alike))
-            layers = [make(name) for name, make in zip(names, counted, strict=True)]
+            layers = [x._replace(name=name) for name, x in zip(names, counted, strict=True)]
             if memory:
-                footprints = rehearse(module, given, meta, _measure(layers, given, numbers, alike))
-                layers = [replace(x, footprint=y) for x, y in zip(layers, footprints, strict=True)]
+                footprints = rehearse(module, given, meta, _measure(layers, given, alike))
+                layers = [x._replace(footprint=y) for x, y in zip(layers, footprints, strict=True)]
             found.append(layers)
     check_growth(found[0], found[1], SIZES)
-    tensors = (sample,) if isinstance(sample, Tensor) else sample
-    one = sum(x[:1].numel() * x.element_size() for x in tensors)
+    one = sum(x[:1].numel() * x.element_size() for x in tensors_of(sample))
     return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one), device != "cpu")
 
 
@@ -166,20 +132,19 @@ def _refuse_compiled(module: nn.Sequential) -> None:
                 )
 
 
-def _count(
-    numbers: dict[SkipKey, int], module: nn.Sequential, alike: Alike
-) -> Callable[[Rehearsal], Callable[[str], LayerCount]]:
-    known: dict[object, tuple[Callable[[str], LayerCount], TensorOrTensors]] = alike.counts
+def _count(numbers: dict[SkipKey, int], module: nn.Sequential, alike: Alike) -> Callable[[Rehearsal], LayerCount]:
+    """Count the layers in turn, but for their names."""
+    known: dict[object, tuple[LayerCount, TensorOrTensors]] = alike.counts
     whose = iter(f"layer {i} ({name!r}, {type(x).__name__})" for i, (name, x) in enumerate(module._modules.items()))
 
-    def measure(rehearsal: Rehearsal) -> Callable[[str], LayerCount]:
+    def measure(rehearsal: Rehearsal) -> LayerCount:
         which, key = next(whose), alike.behaviour(rehearsal.original, rehearsal.value)
         if key is not None and key in known:
             found, rehearsal.output = known[key]
             return found
         value = rehearsal.prepare()
         reached: set[int] = set()
-        given = [_Entry.apply(reached, i, x) for i, x in enumerate((value,) if isinstance(value, Tensor) else value)]
+        given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
         rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
         layer = rehearsal.layer
         entering = set(rehearsal.scope)
@@ -188,9 +153,7 @@ def _count(
         stashes = tuple(
             Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items()
         )
-        output = rehearsal.output
-        handed = (output,) if isinstance(output, Tensor) else output
-        nbytes = float(sum(x.nbytes for x in handed))
+        nbytes = float(sum(x.nbytes for x in tensors_of(rehearsal.output)))
         roots = [x for x in rehearsal.results() if x.requires_grad]
         backward = Counter()
         if roots:
@@ -215,15 +178,11 @@ def _count(
             parameter_sizes=tuple(p.nbytes for p in trained),
             frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
             gives=gives,
-            footprint=NOTHING,
         )
 
-        def named(name: str) -> LayerCount:
-            return replace(counted, name=name)
-
         if key is not None:
-            known[key] = named, rehearsal.output
-        return named
+            known[key] = counted, rehearsal.output
+        return counted
 
     return measure
 
@@ -247,17 +206,15 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-def _measure(
-    layers: Sequence[LayerCount], given: TensorOrTensors, skips: dict[SkipKey, int], alike: Alike
-) -> Callable[[Rehearsal], Footprint]:
+def _measure(layers: Sequence[LayerCount], given: TensorOrTensors, alike: Alike) -> Callable[[Rehearsal], Footprint]:
     """Measure the layers' memory in turn, each with gradients for those outputs to which the next one gives some."""
     numbers = Numbers(alike)
-    numbers.value = tuple(numbers.new() for _ in ((given,) if isinstance(given, Tensor) else given))
+    numbers.value = tuple(numbers.new() for _ in tensors_of(given))
     taken = iter([*(layer.gives for layer in layers[1:]), None])
     gives = iter([layer.gives for layer in layers])
 
     def measure(rehearsal: Rehearsal) -> Footprint:
-        return measure_footprint(rehearsal, numbers, skips, takes=next(taken), gives=next(gives))
+        return measure_footprint(rehearsal, numbers, takes=next(taken), gives=next(gives))
 
     return measure
 
@@ -272,32 +229,3 @@ def _empty(sample: TensorOrTensors, size: int, batched: Sequence[bool] | None) -
     if isinstance(sample, Tensor):
         return empty(sample)
     return tuple(map(empty, sample, [True] * len(sample) if batched is None else batched))
-
-
-_Known = dict[tuple[int, int], tuple[Operator, ...]]
-"""Operators between two lists, by the ids of these, which layers that behave alike share."""
-
-
-def _between(a: LayerCount, b: LayerCount, share: float, known: _Known) -> LayerCount:
-    def line(x: float, y: float) -> float:
-        return x + (y - x) * share
-
-    def operators(xs: Sequence[Operator], ys: Sequence[Operator]) -> tuple[Operator, ...]:
-        if (id(xs), id(ys)) not in known:
-            known[id(xs), id(ys)] = tuple(between_operators(x, y, share) for x, y in zip(xs, ys, strict=True))
-        return known[id(xs), id(ys)]
-
-    return LayerCount(
-        name=a.name,
-        forward=operators(a.forward, b.forward),
-        backward=operators(a.backward, b.backward),
-        accumulate=a.accumulate,
-        output=line(a.output, b.output),
-        stashes=tuple(Stashed(x.skip, line(x.bytes, y.bytes)) for x, y in zip(a.stashes, b.stashes, strict=True)),
-        pops=a.pops,
-        parameters=a.parameters,
-        parameter_sizes=a.parameter_sizes,
-        frozen=a.frozen,
-        gives=a.gives,
-        footprint=NOTHING,
-    )

@@ -1,4 +1,4 @@
-"""What one layer holds in memory, as numbers: peaks, what it saves, and the trace of its backward.
+"""What one layer does, and what it holds in memory, as numbers: peaks, what it saves, and the trace of its backward.
 
 A tensor that goes from layer to layer is one storage with one number, whoever saves it.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["SUMMED", "Change", "Footprint", "between", "renumbered"]
+from torchgpipe.plan.operators import Operator
+
+__all__ = ["NOTHING", "SUMMED", "Change", "Footprint", "LayerCount", "Stashed", "renumbered"]
 
 
 class Change(NamedTuple):
@@ -22,36 +24,68 @@ SUMMED = -1
 """In place of a storage: what dies is a parameter's gradient of this micro-batch, added to that of earlier ones."""
 
 
+class Stashed(NamedTuple):
+    """A skip by a number, and the bytes of the tensor and of its gradient."""
+
+    skip: int
+    bytes: float
+    grad: float = 0.0
+
+
 class Footprint(NamedTuple):
     """What one layer holds for one micro-batch. Storages are numbers; `sizes` has their bytes."""
 
-    inputs: tuple[int, ...]
-    pops: tuple[int, ...]
-    outputs: tuple[int, ...]
-    stashes: tuple[tuple[int, int], ...]
-    """Skip, and its storage."""
-    saves: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+    pops: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    stashes: tuple[Stashed, ...] = ()
+    """By their storages."""
+    saves: tuple[int, ...] = ()
     """What its graph keeps for backward, parameters and buffers apart."""
-    sizes: tuple[tuple[int, float], ...]
-    forward: float
+    sizes: tuple[tuple[int, float], ...] = ()
+    forward: float = 0.0
     """The most bytes beside its inputs, without a graph."""
-    graph: float
+    graph: float = 0.0
     """The most bytes beside its inputs, with a graph; what it saves is among them."""
-    first: tuple[Change, ...]
+    first: tuple[Change, ...] = ()
     """Backward, from where the outputs' gradients are there, if parameters have no gradients yet."""
-    later: tuple[Change, ...]
+    later: tuple[Change, ...] = ()
     """Backward, if they have."""
-    first_held: tuple[Change, ...]
+    first_held: tuple[Change, ...] = ()
     """Backward, if parameters have no gradients yet and somebody holds the outputs' gradients until its end."""
-    later_held: tuple[Change, ...]
-    input_grad: float
+    later_held: tuple[Change, ...] = ()
+    input_grad: float = 0.0
     """Bytes of the gradients that it hands to the layer before."""
-    output_grad: float
+    output_grad: float = 0.0
     """Bytes of the gradients of its output, those of stashed skips apart."""
-    pop_grads: tuple[float, ...]
-    stash_grads: tuple[float, ...]
-    in_place: bool
+    in_place: bool = False
     """Whether it changes its input."""
+
+
+NOTHING = Footprint()
+
+
+class LayerCount(NamedTuple):
+    """What one layer does and holds for one micro-batch: operators, and bytes."""
+
+    name: str
+    forward: tuple[Operator, ...]
+    backward: tuple[Operator, ...]
+    accumulate: tuple[Operator, ...]
+    """What backward does besides, where the parameters have gradients already: all but the first time in a step."""
+    output: float
+    """Bytes that it hands to the next layer."""
+    stashes: tuple[Stashed, ...]
+    pops: tuple[int, ...]
+    parameters: int
+    """Bytes of parameters that take gradients."""
+    parameter_sizes: tuple[int, ...]
+    """The bytes of each of these."""
+    frozen: int
+    """Bytes of other parameters, and of buffers."""
+    gives: tuple[bool, ...]
+    """Which of its inputs get a gradient from it."""
+    footprint: Footprint = NOTHING
 
 
 def renumbered(known: Footprint, mapping: Mapping[int, int]) -> Footprint:
@@ -72,40 +106,4 @@ def renumbered(known: Footprint, mapping: Mapping[int, int]) -> Footprint:
         later=trace(known.later),
         first_held=trace(known.first_held),
         later_held=trace(known.later_held),
-    )
-
-
-def between(a: Footprint, b: Footprint, share: float) -> Footprint:
-    """Return what lies on the straight line from `a` to `b`; whole bytes stay whole."""
-
-    def line(x: float, y: float) -> float:
-        return x + (y - x) * share
-
-    def lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
-        return tuple(line(x, y) for x, y in zip(xs, ys, strict=True))
-
-    known: dict[tuple[int, int], tuple[Change, ...]] = {}  # many layers have one trace in several places
-
-    def trace(xs: Sequence[Change], ys: Sequence[Change]) -> tuple[Change, ...]:
-        if (id(xs), id(ys)) not in known:
-            known[id(xs), id(ys)] = changes(xs, ys)
-        return known[id(xs), id(ys)]
-
-    def changes(xs: Sequence[Change], ys: Sequence[Change]) -> tuple[Change, ...]:
-        if [x.storage for x in xs] != [y.storage for y in ys]:
-            raise ValueError("a layer holds its memory in different orders for different batch sizes")
-        return tuple(Change(line(x.bytes, y.bytes), x.storage) for x, y in zip(xs, ys, strict=True))
-
-    return a._replace(
-        sizes=tuple((i, line(x, y)) for (i, x), (_, y) in zip(a.sizes, b.sizes, strict=True)),
-        forward=line(a.forward, b.forward),
-        graph=line(a.graph, b.graph),
-        first=trace(a.first, b.first),
-        later=trace(a.later, b.later),
-        first_held=trace(a.first_held, b.first_held),
-        later_held=trace(a.later_held, b.later_held),
-        input_grad=line(a.input_grad, b.input_grad),
-        output_grad=line(a.output_grad, b.output_grad),
-        pop_grads=lines(a.pop_grads, b.pop_grads),
-        stash_grads=lines(a.stash_grads, b.stash_grads),
     )

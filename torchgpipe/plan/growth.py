@@ -1,4 +1,4 @@
-"""Check that what was counted for two sizes of micro-batches says what others cost: by a straight line.
+"""Work out from two sizes of micro-batches what others cost, by a straight line, and check that there is one.
 
 An operator that does more than twice as much for twice the samples would, on such a line, do less than nothing for
 none: it multiplies samples with each other.
@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
+from torchgpipe.plan.footprint import LayerCount
 from torchgpipe.plan.operators import Operator
 
-__all__ = ["check_growth"]
+__all__ = ["between", "check_growth"]
 
 
-class _Counted(Protocol):
-    @property
-    def name(self) -> str: ...
+def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
+    """Return what lies on the straight line from `a` to `b`, beyond them where the share is above 1: all floats in it.
 
-    @property
-    def forward(self) -> Sequence[Operator]: ...
+    `known` has the tuples that were met, by their ids: layers that behave alike share them.
 
-    @property
-    def backward(self) -> Sequence[Operator]: ...
+    Raises:
+        ValueError: they differ in anything else.
+    """
+    if isinstance(a, float):
+        return a + (b - a) * share
+    if not isinstance(a, tuple) or len(a) != len(b):
+        if a != b:
+            raise ValueError(f"a layer differs for different batch sizes by more than its size: {a!r}, {b!r}")
+        return a
+    if (id(a), id(b)) not in known:
+        items = [between(x, y, share, known) for x, y in zip(a, b, strict=True)]
+        known[id(a), id(b)] = type(a)(*items) if hasattr(a, "_fields") else tuple(items)
+    return known[id(a), id(b)]
 
 
-def check_growth(low: Sequence[_Counted], high: Sequence[_Counted], sizes: tuple[int, int]) -> None:
+def check_growth(low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: tuple[int, int]) -> None:
     """Compare layers as counted for micro-batches of two `sizes`, the smaller first.
 
     Raises:
@@ -55,7 +65,7 @@ def _alike(a: Sequence[Operator], b: Sequence[Operator]) -> bool:
     return [(o.kind, o.dtype) for o in a] == [(o.kind, o.dtype) for o in b]
 
 
-def _steeper(a: _Counted, b: _Counted, times: float) -> bool:
+def _steeper(a: LayerCount, b: LayerCount, times: float) -> bool:
     """Return whether any operator grows by more than the size does."""
     most = times * (1 + 1e-9)
     pairs = zip((*a.forward, *a.backward), (*b.forward, *b.backward), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchgpipe._autograd import without_torch_function
 from torchgpipe.balance.profile import Rehearsal
 from torchgpipe.plan.alike import Alike
-from torchgpipe.plan.footprint import SUMMED, Change, Footprint, renumbered
+from torchgpipe.plan.footprint import SUMMED, Change, Footprint, Stashed, renumbered
 from torchgpipe.plan.live import ADDED, GIVEN, Live
 from torchgpipe.skip.scope import SkipKey
 
@@ -69,9 +69,7 @@ class _Head(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def measure_footprint(
-    rehearsal: Rehearsal, numbers: Numbers, skips: Mapping[SkipKey, int], *, takes: Needs | None, gives: Needs
-) -> Footprint:
+def measure_footprint(rehearsal: Rehearsal, numbers: Numbers, *, takes: Needs | None, gives: Needs) -> Footprint:
     """Measure the layer of `rehearsal`, whose entering storages are in `numbers`; number those that it puts out.
 
     `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs
@@ -91,7 +89,7 @@ def measure_footprint(
     forward = live.peak()
 
     del live, value
-    result, popped = _describe(rehearsal, numbers, skips, held, takes, gives)
+    result, popped = _describe(rehearsal, numbers, held, takes, gives)
     output, scope = rehearsal.output, rehearsal.scope
     entered = (result.inputs, popped, result.pops)
     seen = _backward(rehearsal, entered, held, takes)
@@ -118,7 +116,6 @@ def measure_footprint(
 def _describe(
     rehearsal: Rehearsal,
     numbers: Numbers,
-    skips: Mapping[SkipKey, int],
     held: Sequence[Tensor],
     takes: Needs | None,
     gives: Needs,
@@ -126,8 +123,6 @@ def _describe(
     """Find what the layer takes, makes and saves; return that and the skips it pops, and move `numbers` on."""
     _, value, entering = _prepared(rehearsal, numbers, held)
     popped = [key for key in rehearsal.scope if key in numbers.skips]
-    pop_needs = [x is not None and x.requires_grad for x in rehearsal.scope.values()]
-    pop_bytes = [0 if x is None else x.nbytes for x in rehearsal.scope.values()]
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -153,33 +148,26 @@ def _describe(
     saves = sorted(number_of(storage) for storage in kept.values())
     handed = _flat(rehearsal.output)
     outputs = tuple(number_of(x.untyped_storage()) for x in handed)
-    stashed = [(key, x) for key, x in rehearsal.scope.items()]
-    stash_numbers = {key: numbers.new() if x is None else number_of(x.untyped_storage()) for key, x in stashed}
-    for key, tensor in stashed:
-        sizes.setdefault(stash_numbers[key], 0.0 if tensor is None else float(tensor.nbytes))
+    stashed, stashes = {}, []
+    for key, x in rehearsal.scope.items():
+        stashed[key] = number = numbers.new() if x is None else number_of(x.untyped_storage())
+        grad = 0.0 if x is None or not x.requires_grad else float(x.nbytes)
+        stashes.append(Stashed(number, sizes.setdefault(number, 0.0), grad))
     result = Footprint(
         inputs=numbers.value,
         pops=tuple(numbers.skips[key] for key in popped),
         outputs=outputs,
-        stashes=tuple((skips[key], stash_numbers[key]) for key, _ in stashed),
+        stashes=tuple(stashes),
         saves=tuple(saves),
         sizes=tuple(sorted(sizes.items())),
-        forward=0.0,
-        graph=0.0,
-        first=(),
-        later=(),
-        first_held=(),
-        later_held=(),
         input_grad=_grad_bytes(values, gives),
         output_grad=_grad_bytes(handed, takes),
-        pop_grads=tuple(float(n) if need else 0.0 for n, need in zip(pop_bytes, pop_needs, strict=True)),
-        stash_grads=tuple(0.0 if x is None or not x.requires_grad else float(x.nbytes) for _, x in stashed),
         in_place=versions != [x._version for x in values],
     )
     for key in popped:
         del numbers.skips[key]
     numbers.value = outputs
-    numbers.skips.update(stash_numbers)
+    numbers.skips.update(stashed)
     return result, popped
 
 

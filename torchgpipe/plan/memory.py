@@ -18,16 +18,16 @@ buffers that checkpointed tasks make, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from torchgpipe.checkpoint import Mode, checkpointed
+from torchgpipe.checkpoint import checkpointed
 from torchgpipe.plan.count import Counts
-from torchgpipe.plan.footprint import Footprint
-from torchgpipe.plan.predict import Setup
+from torchgpipe.plan.footprint import Stashed
+from torchgpipe.plan.predict import Setup, crossing
 from torchgpipe.plan.task import Task, task_bytes
 
-__all__ = ["Crossing", "Device", "device_memory", "find_crossings", "setup_memory"]
+__all__ = ["Device", "setup_memory"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Device:
     parameters: float
     gradients: float
     optimizer: float
-    stashed: float
-    working: float
-    skips: float
-    copies: float
+    stashed: float = 0.0
+    working: float = 0.0
+    skips: float = 0.0
+    copies: float = 0.0
     update: float = 0.0
     """What the optimizer's step makes, where that is the fullest moment."""
 
@@ -51,66 +51,35 @@ class Device:
         return model + self.stashed + self.working + self.skips + self.copies
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """A skip between partitions: bytes of the tensor, and of its gradient."""
+def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
+    """Return every device's peak in each step after the first.
 
-    source: int
-    target: int
-    bytes: float
-    grad: float
-
-
-def device_memory(
-    j: int,
-    n: int,
-    m: int,
-    once: Task,
-    twice: Task,
-    checkpoint: Mode,
-    *,
-    crossings: Sequence[Crossing],
-    parameters: float,
-    frozen: float,
-    state: float,
-    update: float,
-    mini_batch: float,
-    zeroed: bool,
-    copied: bool = True,
-) -> Device:
-    """Return the peak of device `j` of `n` in a step of `m` equal micro-batches, every step after the first.
-
-    `once` is a task that is not checkpointed, `twice` one that is.
-    `parameters` and `frozen` are the partition's bytes, `state` the optimizer's for each of the former, `update` what
-    its step makes, `mini_batch` the model's input's; `zeroed` as in `Setup`, `copied` as in
-    `Counts`. On the last device the user holds the gathered output and its gradient throughout backward, and the output
-    in the optimizer's step; gathering takes the pieces and the whole at once.
+    Micro-batches count as equal: as the largest, if the last is smaller.
     """
+    crossings = crossing(counts.footprints(setup.sizes[0]), setup.cuts)
+    return [max(_moments(counts, setup, j, crossings), key=lambda x: x.peak) for j in range(len(setup.cuts))]
+
+
+def _moments(counts: Counts, setup: Setup, j: int, crossings: Sequence[tuple[int, int, Stashed]]) -> Iterator[Device]:
+    """Yield what device `j` holds at each moment of a step that may be its fullest.
+
+    On the last device the user holds the gathered output and its gradient throughout backward, and the output in the
+    optimizer's step; gathering takes the pieces and the whole at once.
+    """
+    m, n, (start, stop) = len(setup.sizes), len(setup.cuts), setup.cuts[j]
+    layers, recomputed = counts.low[start:stop], checkpointed(setup.checkpoint, m)
+    # Only what is needed: these take most of the time.
+    twice = _task(counts, setup.sizes[0], start, stop, recomputed > 0)
+    once = _task(counts, setup.sizes[0], start, stop, False) if recomputed < m or start == 0 else twice
     first_partition, last_partition = j == 0, j == n - 1
-    output, output_grad = once.output, once.output_grad
-    recomputed = checkpointed(checkpoint, m)
+    output, output_grad = (once.output, once.output_grad) if last_partition else (0.0, 0.0)
     # Where nothing is copied or recomputed, all tasks share one graph; otherwise each has its own.
     apart = n > 1 or recomputed > 0
-    leaving = [c for c in crossings if c.source == j]
-    before = parameters if zeroed else 0.0  # gradients that stay between steps
-    best: Device | None = None
-
-    def consider(
-        *, gradients: float, stashed: float, working: float, skips: float, copies: float, update: float = 0.0
-    ) -> None:
-        nonlocal best
-        found = Device(
-            parameters=parameters + frozen + (mini_batch if first_partition else 0.0),
-            gradients=gradients,
-            optimizer=state * parameters,
-            stashed=stashed,
-            working=working,
-            skips=skips,
-            copies=copies,
-            update=update,
-        )
-        if best is None or found.peak > best.peak:
-            best = found
+    leaving = [(target - j, x) for source, target, x in crossings if source == j]
+    parameters = float(sum(layer.parameters for layer in layers))
+    before = parameters if setup.zeroed else 0.0  # gradients that stay between steps
+    frozen = sum(layer.frozen for layer in layers) + (counts.input * setup.batch_size if first_partition else 0.0)
+    always = Device(parameters + frozen, before, setup.optimizer.state * parameters)
 
     def stash(count: int) -> float:
         """Bytes held for the first `count` micro-batches."""
@@ -120,78 +89,39 @@ def device_memory(
     looked_at = sorted({*range(min(m, n)), *(i for i in (recomputed - 1, recomputed, m - 2, m - 1) if 0 <= i < m)})
     for i in looked_at:
         task = twice if i < recomputed else once
-        under_way = sum(min(i, c.target - j) * c.bytes for c in leaving)
-        pieces = i * output if last_partition else 0.0
-        coming = task.inputs - task.arrivals if not first_partition and i + 1 < m else 0.0
-        consider(
-            gradients=before,
-            stashed=stash(i) + pieces,
+        yield replace(
+            always,
+            stashed=stash(i) + i * output,
             working=task.inputs + task.forward,
-            skips=under_way,
-            copies=coming,
+            skips=sum(min(i, far) * x.bytes for far, x in leaving),
+            copies=0.0 if first_partition or i + 1 == m else task.inputs - task.arrivals,
         )
-    outputs = m * output if last_partition else 0.0
-    if last_partition:
-        gathered = outputs if m > 1 else 0.0
-        consider(gradients=before, stashed=stash(m) + outputs, working=gathered, skips=0.0, copies=0.0)
-        outputs += m * output_grad
+    yield replace(always, stashed=stash(m) + m * output, working=m * output if m > 1 else 0.0)
     for i in reversed(looked_at):
         task, first = twice if i < recomputed else once, i == m - 1
-        grads = before + (0.0 if first else parameters)
-        if copied:
-            arrived = 0.0 if last_partition else output_grad
-            under_way = sum((1 + min(i, c.target - j)) * c.grad for c in leaving)
+        if counts.copied:
+            arrived = 0.0 if last_partition else once.output_grad
+            under_way = sum((1 + min(i, far)) * x.grad for far, x in leaving)
         else:  # what is no copy counts where it was made
             arrived = 0.0
-            under_way = sum(min(m - 1 - i, j - c.source) * c.grad for c in crossings if c.target == j)
-        waiting = task.input_grad if not first and not first_partition else 0.0
-        held = stash(i) + outputs
+            under_way = sum(min(m - 1 - i, j - source) * x.grad for source, target, x in crossings if target == j)
+        waiting = 0.0 if first or first_partition else task.input_grad
+        held = replace(
+            always,
+            gradients=before + (0.0 if first else parameters),
+            stashed=stash(i) + m * (output + output_grad),
+            skips=under_way,
+            copies=arrived + waiting,
+        )
         if i < recomputed:
-            consider(gradients=grads, stashed=held, working=task.inputs + task.graph, skips=under_way,
-                     copies=arrived + waiting)  # fmt: skip
+            yield replace(held, working=task.inputs + task.graph)
         if apart:
             peak = task.first if first else task.later
         else:
-            peak = task.summed if not first else task.later if zeroed and m == 1 else task.first
-        consider(gradients=grads, stashed=held, working=task.kept + peak, skips=under_way, copies=arrived + waiting)
-    held = m * output if last_partition else 0.0
-    consider(gradients=parameters, stashed=held, working=0.0, skips=0.0, copies=0.0, update=update)
-    assert best is not None
-    return best
-
-
-def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
-    """Return every device's peak. Micro-batches count as equal: as the largest, if the last is smaller."""
-    cuts = setup.cuts
-    crossings = find_crossings(counts.footprints(setup.sizes[0]), cuts)
-    return [_device(counts, setup, j, len(cuts), crossings, *ends) for j, ends in enumerate(cuts)]
-
-
-def _device(
-    counts: Counts, setup: Setup, j: int, n: int, crossings: Sequence[Crossing], start: int, stop: int
-) -> Device:
-    m, layers = len(setup.sizes), counts.low[start:stop]
-    recomputed = checkpointed(setup.checkpoint, m)
-    # Only what is needed: these take most of the time.
-    once = _task(counts, setup.sizes[0], start, stop, False) if recomputed < m or start == 0 else None
-    twice = _task(counts, setup.sizes[0], start, stop, True) if recomputed else once
-    assert twice is not None
-    return device_memory(
-        j,
-        n,
-        m,
-        once or twice,
-        twice,
-        setup.checkpoint,
-        crossings=crossings,
-        parameters=sum(layer.parameters for layer in layers),
-        frozen=sum(layer.frozen for layer in layers),
-        state=setup.optimizer.state,
-        update=setup.optimizer.temporaries([x for layer in layers for x in layer.parameter_sizes]),
-        mini_batch=counts.input * setup.batch_size,
-        zeroed=setup.zeroed,
-        copied=counts.copied,
-    )
+            peak = task.summed if not first else task.later if setup.zeroed and m == 1 else task.first
+        yield replace(held, working=task.kept + peak)
+    update = setup.optimizer.temporaries([x for layer in layers for x in layer.parameter_sizes])
+    yield replace(always, gradients=parameters, stashed=m * output, update=update)
 
 
 def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) -> Task:
@@ -200,16 +130,3 @@ def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) ->
         footprints = counts.footprints(size)
         counts.tasks[key] = task_bytes(footprints, start, stop, checkpoint=checkpoint, copied=counts.copied)
     return counts.tasks[key]
-
-
-def find_crossings(footprints: Sequence[Footprint], cuts: Sequence[tuple[int, int]]) -> list[Crossing]:
-    """List the skips that go from one partition to another."""
-    target = {number: j for j, (a, b) in enumerate(cuts) for layer in footprints[a:b] for number in layer.pops}
-    found = []
-    for j, (a, b) in enumerate(cuts):
-        for layer in footprints[a:b]:
-            sizes = dict(layer.sizes)
-            for (_, number), grad in zip(layer.stashes, layer.stash_grads, strict=True):
-                if target[number] != j:
-                    found.append(Crossing(j, target[number], sizes[number], grad))
-    return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchgpipe.plan.tiles import Grid
 
-__all__ = ["CLASSES", "Operator", "OperatorClass", "between_operators", "bytes_of", "dtype_of", "tensors_in"]
+__all__ = ["CLASSES", "Operator", "OperatorClass", "bytes_of", "dtype_of", "tensors_in"]
 
 OperatorClass = Literal[
     "matmul", "conv", "conv3x3", "winograd", "attention", "attention_backward", "norm", "pool", "elementwise"
@@ -36,19 +36,6 @@ class Operator(NamedTuple):
     """The kernels of another way to the same result, where there is one; a library takes the faster way."""
     grid: Grid | None = None
     """The matrices that its floating-point operations put out, where tiles of them are known to matter."""
-
-
-def between_operators(a: Operator, b: Operator, share: float) -> Operator:
-    """Return the operator that lies between two on a straight line; beyond them where the share is above 1."""
-    other = tuple(between_operators(x, y, share) for x, y in zip(a.other, b.other, strict=True))
-
-    def line(x: float, y: float) -> float:
-        return x + (y - x) * share
-
-    grid = a.grid
-    if grid is not None and b.grid is not None:
-        grid = grid._replace(rows=line(grid.rows, b.grid.rows), columns=line(grid.columns, b.grid.columns))
-    return Operator(a.kind, a.dtype, line(a.flops, b.flops), line(a.bytes, b.bytes), other, grid)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checkpoint import MODES as CHECKPOINTS
-from torchgpipe.checkpoint import Mode
+from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.gpipe import GPipe
 from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.plan.amount import parse_amount
@@ -27,7 +26,7 @@ from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.reason import reason
 from torchgpipe.plan.report import WIDTH, describe_numbers, describe_setup
-from torchgpipe.plan.search import MODES, Found, search
+from torchgpipe.plan.search import Found, search
 from torchgpipe.plan.trial import Candidate
 from torchgpipe.skip import verify_skippables
 from torchgpipe.trace.layer import flat
@@ -183,8 +182,8 @@ def plan(
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     modes = _several("checkpoint", checkpoint, "mode")
     for mode in modes:
-        if mode not in CHECKPOINTS:
-            raise ValueError(f"checkpoint must be among {', '.join(map(repr, CHECKPOINTS))}, got {mode!r}")
+        if mode not in MODES:
+            raise ValueError(f"checkpoint must be among {', '.join(map(repr, MODES))}, got {mode!r}")
     numbers = None if chunks is None else _several("chunks", chunks, "whole number")
     for m in numbers or ():
         if not isinstance(m, int) or isinstance(m, bool) or not 1 <= m <= batch_size:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.plan.count import Counts, LayerCount
+from torchgpipe.plan.count import Counts
+from torchgpipe.plan.footprint import Footprint, LayerCount, Stashed
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.operators import Operator
 from torchgpipe.plan.optimizer import STATELESS, Optimizer
@@ -158,12 +159,12 @@ class Predictor:
         cuts = setup.cuts
         through = [layers[b - 1].output for _, b in cuts[:-1]]
         beside: dict[tuple[int, int], float] = {}
-        for source, target, nbytes in crossing(layers, cuts):
+        for source, target, stashed in crossing(layers, cuts):
             if setup.portals:
-                beside[source, target] = beside.get((source, target), 0.0) + nbytes
+                beside[source, target] = beside.get((source, target), 0.0) + stashed.bytes
             else:
                 for j in range(source, target):
-                    through[j] += nbytes
+                    through[j] += stashed.bytes
         transfer = self.hardware.transfer
         return [transfer(x) for x in through], {route: transfer(x) for route, x in beside.items()}
 
@@ -187,13 +188,10 @@ class Predictor:
         return self.hardware.seconds(Operator("elementwise", "float32", 0.0, moved * updated))
 
 
-def crossing(layers: Sequence[LayerCount], cuts: Sequence[tuple[int, int]]) -> list[tuple[int, int, float]]:
-    """List the skips that cross partitions: where they are stashed, where they are popped, and their bytes."""
+def crossing(
+    layers: Sequence[LayerCount | Footprint], cuts: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, Stashed]]:
+    """List the skips that cross partitions: where they are stashed, where they are popped, and what they are."""
     popped = {skip: j for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for skip in layer.pops}
-    return [
-        (j, popped[stashed.skip], stashed.bytes)
-        for j, (a, b) in enumerate(cuts)
-        for layer in layers[a:b]
-        for stashed in layer.stashes
-        if popped[stashed.skip] != j
-    ]
+    stashed = [(j, x) for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for x in layer.stashes]
+    return [(j, popped[x.skip], x) for j, x in stashed if popped[x.skip] != j]

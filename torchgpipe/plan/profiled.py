@@ -189,7 +189,7 @@ def _medians(runs: Sequence[Seconds], kind: int) -> list[float]:
 
 
 def _device(sample: TensorOrTensors) -> torch.device:
-    device = (sample if isinstance(sample, Tensor) else sample[0]).device
+    device = tensors_of(sample)[0].device
     if device.type == "meta":
         raise ValueError(
             "nothing takes time on device 'meta': give a sample on the device to profile on, "

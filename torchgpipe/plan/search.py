@@ -2,8 +2,8 @@
 
 For each number of micro-batches and each mode there is a lower bound on the step with any balance (`balances`). Those
 with the lowest come first, and those whose bound is no better than the best setup so far are left out. The others begin
-with balances that share out seconds, or bytes. Where these come near the best, layers are moved across boundaries for
-as long as the replay says that it helps (`trial`). Whatever is returned was replayed, in seconds and exactly in bytes.
+with a balance that evens out seconds, or bytes. Where it comes near the best, layers are moved across boundaries for as
+long as the replay says that it helps (`trial`). Whatever is returned was replayed, in seconds and exactly in bytes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.plan.balances import Work
+from torchgpipe.checkpoint import MODES, Mode
+from torchgpipe.plan.balances import Work, heaviest
 from torchgpipe.plan.impossible import Impossible, least, why
 from torchgpipe.plan.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
-from torchgpipe.plan.trial import Candidate, Trial, assess
+from torchgpipe.plan.trial import MOST_TASKS, Candidate, Trial, assess
 
-__all__ = ["MODES", "Found", "chunk_choices", "search"]
+__all__ = ["Found", "chunk_choices", "search"]
 
-MODES: tuple[Mode, ...] = ("never", "except_last", "always")
-MOST_EVENTS = 200_000
-"""Tasks that a replay of a candidate may have; with more micro-batches than that, one is tried where no other fits."""
+BYTES = (0.5, 1.0)
+"""The shares of bytes, beside seconds, in what balances even out where memory is scarce, and at the end."""
 CLOSE = 1e-3
 """How far from its bound a setup may be for no better balance to be looked for."""
-NEAR = 0.05
-"""How much slower than the best so far the balances that a setup begins with may be for layers to be moved."""
+NEAR = 0.02
+"""How much slower than the best so far the balance that a setup begins with may be for layers to be moved."""
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Found:
     best: Candidate | None = None
     bound: float = inf
     free: float = inf
-    """The seconds of the fastest that was tried, whether it fits or not."""
+    """The seconds of the fastest balance that evens out seconds, whether it fits or not."""
 
     @property
     def limit(self) -> float:
@@ -45,17 +44,10 @@ class Found:
         return inf if self.best is None else self.best.seconds
 
 
-def chunk_choices(batch_size: int, partitions: int) -> list[int]:
-    """Return every number of micro-batches that has a micro-batch size of its own: at most two square roots' worth.
-
-    Those with more than `MOST_EVENTS` tasks are left out.
-    """
-    return [m for m in _every_choice(batch_size) if 3 * m * partitions <= MOST_EVENTS]
-
-
-def _every_choice(batch_size: int) -> list[int]:
-    by_size = {size: len(micro_batch_sizes(batch_size, -(-batch_size // size))) for size in range(1, batch_size + 1)}
-    return sorted(set(by_size.values()))
+def chunk_choices(batch_size: int) -> list[int]:
+    """Return every number of micro-batches that has a micro-batch size of its own: at most two square roots' worth."""
+    sizes = range(1, batch_size + 1)
+    return sorted({len(micro_batch_sizes(batch_size, -(-batch_size // size))) for size in sizes})
 
 
 def search(
@@ -80,62 +72,51 @@ def search(
     found = {n: Found() for n in partitions}
     kept = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low)
     asked = []
-    for m in sorted(set(chunks or _every_choice(batch_size))):
+    for m in sorted(set(chunks or chunk_choices(batch_size))):
         for mode in checkpoint:
-            if mode == "except_last" and checkpointed(mode, m) == 0 and "never" in checkpoint:
+            if mode == "except_last" and m == 1 and "never" in checkpoint:
                 continue  # a single micro-batch: the same as never
             work = Work(predictor, replace(base, chunks=m, checkpoint=mode))
             asked += [(work.bound(n), n, work) for n in partitions if kept <= n * memory]
     for lower, n, work in sorted(asked, key=lambda each: each[0]):
-        left_out = not chunks and 3 * len(work.setup.sizes) * n > MOST_EVENTS
-        if left_out or _try(found[n], lower, n, work, memory, close):
-            found[n].bound = min(found[n].bound, lower)
+        if found[n].limit > lower * (1 + close) and (chunks or 3 * len(work.setup.sizes) * n <= MOST_TASKS):
+            lower = _try(found[n], n, work, memory, close)
+        found[n].bound = min(found[n].bound, lower)
     if all(each.best is None for each in found.values()):
         n = max(partitions)
-        found[n].best = _last(predictor, batch_size, n, memory, optimizer, chunks, checkpoint)
-    for each in found.values():
+        smallest = least(predictor, batch_size, n, optimizer, sorted({*(chunks or (1, batch_size))}), checkpoint)
+        if smallest.peak > memory:
+            raise Impossible(why(predictor, smallest, batch_size, n, memory))
+        found[n].best = assess(predictor, smallest.setup)
+    for n, each in found.items():
         each.bound = min(each.bound, each.limit)
+        if each.best is not None and each.limit > each.bound * (1 + close):
+            work = Work(predictor, each.best.setup)
+            for share in BYTES:  # from afar, moves may lead elsewhere
+                first = assess(predictor, replace(work.setup, balance=work.balance(n, share)))
+                _improve(each, Trial(work, first, memory), each.bound * (1 + close))
     return found
 
 
-def _try(found: Found, lower: float, n: int, work: Work, memory: float, close: float) -> bool:
-    """Look for a faster setup among the balances over `n` partitions; return whether any may have room."""
-    if found.best is not None and found.limit <= lower * (1 + close):
-        return True
-    first, *others = work.even(n)
-    if work.least(memory) > n:
-        found.free = min(found.free, work.predictor.step(replace(work.setup, balance=first)).seconds)
-        return False
-    trial = Trial(work, first, memory)
+def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float:
+    """Look for a faster setup among the balances over `n` partitions; return what none that has room can beat."""
+    setup = replace(work.setup, balance=work.balance(n, 0.0))
+    step = work.predictor.step(setup)
+    found.free = min(found.free, step.seconds)
+    if not work.has_room(n, memory):
+        return inf
+    lower = work.bound(n, heaviest(work.seconds, setup.balance))
+    trial = Trial(work, assess(work.predictor, setup, step), memory)
     if found.best is not None:
-        others.append(found.best.setup.balance)
-    for balance in others:
-        trial.take(balance)
-    if trial.lacking:
-        for balance in work.mixed(n):
-            trial.take(balance)
+        trial.take(found.best.setup.balance)
+    for share in BYTES if trial.lacking else ():
+        trial.take(work.balance(n, share))
     if trial.best.seconds < found.limit * (1 + NEAR):
-        trial.improve(lower * (1 + close))
-    found.free = min(found.free, trial.fastest)
+        _improve(found, trial, lower * (1 + close))
+    return lower
+
+
+def _improve(found: Found, trial: Trial, enough: float) -> None:
+    trial.improve(enough)
     if not trial.lacking and trial.best.seconds < found.limit:
         found.best = trial.best
-    return True
-
-
-def _last(
-    predictor: Predictor,
-    batch_size: int,
-    n: int,
-    memory: float,
-    optimizer: Optimizer,
-    chunks: Sequence[int] | None,
-    checkpoint: Sequence[Mode],
-) -> Candidate:
-    """Return a setup balanced by parameters: one micro-batch, the smallest ones, and whatever was left out above."""
-    tried = sorted(chunks or {1, batch_size, *_every_choice(batch_size)} - {*chunk_choices(batch_size, n)[1:-1]})
-    smallest_of = [least(predictor, batch_size, n, optimizer, [m], checkpoint) for m in tried]
-    fitting = next((x for x in smallest_of if x.peak <= memory), None)
-    if fitting is None:
-        allowed = min(smallest_of, key=lambda x: x.peak)
-        raise Impossible(why(predictor, allowed, batch_size, n, memory))
-    return assess(predictor, fitting.setup)

@@ -78,7 +78,7 @@ def task_bytes(
                 saver[number] = index
                 kept_beside += 0.0 if number in inputs else size[number]
         pending -= set(layer.pops)
-        pending |= {number for _, number in layer.stashes}
+        pending |= {stashed.skip for stashed in layer.stashes}
 
     def backward(trace: str, *, apart: bool = True) -> float:
         return _backward(footprints, start, stop, saver, others, trace, apart=apart)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, synchronize, time_forward, time_run
-from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.microbatch import TensorOrTensors, mapped, tensors_of
 from torchgpipe.skip.scope import skip_scope
 
 __all__ = ["Seconds", "time_alone", "time_step"]
@@ -46,7 +46,7 @@ def time_step(module: nn.Sequential, sample: TensorOrTensors, device: torch.devi
 
     with skip_scope({}):
         graph, output = _forward(module, sample, device, notice)
-    roots = [x for x in _tensors(output) if x.requires_grad]
+    roots = [x for x in tensors_of(output) if x.requires_grad]
     if not roots:
         return Seconds(forward, graph, [0.0] * len(module))
     gradients = [torch.ones_like(x) for x in roots]
@@ -69,7 +69,7 @@ def _forward(
 ) -> tuple[list[float], TensorOrTensors]:
     """Run the layers; return their seconds and the output. `notice` is told when a layer's output has its gradient."""
     seconds: list[float] = []
-    value = _entering(sample) if isinstance(sample, Tensor) else tuple(map(_entering, sample))
+    value = mapped(_entering, sample)
     for i, layer in enumerate(module):
         synchronize(device)
         start = perf_counter()
@@ -79,7 +79,7 @@ def _forward(
         if notice is not None:
             # PyTorch crashes where a tensor gets a hook before an older view of it has noticed a change in place, which
             # it does when asked for its node.
-            nodes = [(y, y.grad_fn) for y in _tensors(value) if y.requires_grad]
+            nodes = [(y, y.grad_fn) for y in tensors_of(value) if y.requires_grad]
             for y, _ in nodes:
                 y.register_hook(partial(notice, i))
     return seconds, value
@@ -88,10 +88,6 @@ def _forward(
 def _entering(x: Tensor) -> Tensor:
     """Return what the first layer may change in place: no leaf that takes a gradient."""
     return x.clone() if x.requires_grad else x
-
-
-def _tensors(value: TensorOrTensors) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else value
 
 
 def time_alone(module: nn.Sequential, sample: TensorOrTensors, device: torch.device, runs: int) -> list[Seconds]:
@@ -116,7 +112,7 @@ def time_alone(module: nn.Sequential, sample: TensorOrTensors, device: torch.dev
         layers.extend(rehearse(module, sample, device, measure))
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"layer {len(layers)} cannot be profiled on {device} with {len(_tensors(sample)[0])} samples, for which "
+            f"layer {len(layers)} cannot be profiled on {device} with {len(tensors_of(sample)[0])} samples, for which "
             "it has no memory: give a smaller sample, or name the hardware to predict for"
         ) from error
     return [Seconds(*map(list, zip(*run, strict=True))) for run in zip(*layers, strict=True)]

@@ -8,12 +8,12 @@ from itertools import product
 
 from torchgpipe.plan.balances import Work
 from torchgpipe.plan.memory import Device, setup_memory
-from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.predict import Predictor, Setup, Step
 
-__all__ = ["Candidate", "Trial", "assess"]
+__all__ = ["MOST_TASKS", "Candidate", "Trial", "assess"]
 
 MOST_TASKS = 1_000_000
-"""Tasks of all replays that a setup's balances are worth."""
+"""Tasks of all replays that a setup's balances are worth; one that has more is tried where no other fits."""
 
 
 @dataclass(frozen=True)
@@ -30,45 +30,46 @@ class Candidate:
         """Bytes of the device that needs the most."""
         return max(device.peak for device in self.devices)
 
+    def lacks(self, memory: float) -> float:
+        """Return the bytes that are lacking on all devices."""
+        return sum(max(0.0, device.peak - memory) for device in self.devices)
 
-def assess(predictor: Predictor, setup: Setup) -> Candidate:
-    """Predict a setup."""
-    step = predictor.step(setup)
+
+def assess(predictor: Predictor, setup: Setup, step: Step | None = None) -> Candidate:
+    """Predict a setup, whose `step` may be known."""
+    step = step or predictor.step(setup)
     return Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(predictor.counts, setup)))
 
 
 class Trial:
     """Keep the fastest balance that has room in `memory`; as long as none has, the one that lacks the least."""
 
-    def __init__(self, work: Work, balance: tuple[int, ...], memory: float) -> None:
-        self.work, self.predictor, self.memory = work, work.predictor, memory
-        self.best = assess(self.predictor, replace(work.setup, balance=balance))
-        self.fastest = self.best.seconds
-        """The seconds of the fastest, whether it has room or not."""
-        self.known = {balance}
-        self.left = MOST_TASKS // (3 * len(work.setup.sizes) * len(balance))
+    def __init__(self, work: Work, first: Candidate, memory: float) -> None:
+        self.work, self.best, self.memory = work, first, memory
+        self.known = {first.setup.balance}
+        self.left = MOST_TASKS // (3 * len(work.setup.sizes) * len(first.setup.balance))
         """So many more are replayed."""
 
     @property
     def lacking(self) -> float:
         """The bytes that the best lacks, on all devices."""
-        return self._lacking(self.best)
+        return self.best.lacks(self.memory)
 
     def take(self, balance: tuple[int, ...]) -> bool:
         """Replay a balance, and return whether it is the best so far."""
         if balance in self.known or not self.left:
             return False
         self.known.add(balance)
-        setup, lacking = replace(self.best.setup, balance=balance), self.lacking
-        if not lacking and self.work.bound_of(balance) >= self.best.seconds:
+        work, lacking = self.work, self.lacking
+        if not lacking and work.bound_of(balance) >= self.best.seconds:
             return False
         self.left -= 1
-        step = self.predictor.step(setup)
-        self.fastest = min(self.fastest, step.seconds)
+        setup = replace(work.setup, balance=balance)
+        step = work.predictor.step(setup)
         if not lacking and step.seconds >= self.best.seconds:
             return False  # whatever it needs: bytes take longer to work out
-        found = Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(self.predictor.counts, setup)))
-        if (self._lacking(found), found.seconds) >= (lacking, self.best.seconds):
+        found = assess(work.predictor, setup, step)
+        if (found.lacks(self.memory), found.seconds) >= (lacking, self.best.seconds):
             return False
         self.best = found
         return True
@@ -81,9 +82,6 @@ class Trial:
             sources = full or range(len(self.best.devices))
             if not any([self.take(moved) for moved in _moved(self.best.setup.balance, stride, sources)]):
                 stride = stride * 3 // 4
-
-    def _lacking(self, found: Candidate) -> float:
-        return sum(max(0.0, device.peak - self.memory) for device in found.devices)
 
 
 def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[tuple[int, ...]]:

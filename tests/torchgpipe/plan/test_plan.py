@@ -16,13 +16,14 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.checkpoint import MODES
 from torchgpipe.plan import Hardware, Impossible, load_hardware, plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
-from torchgpipe.plan.search import MODES, chunk_choices
+from torchgpipe.plan.search import chunk_choices
 
 NODE = replace(load_hardware("p40x8"), launch=1e-9, link_latency=1e-9)
 CPU = replace(NODE, launch_overlaps=False, workspace=1000.0)
@@ -75,7 +76,7 @@ def test_never_slower_than_the_plain_balance_with_any_m(data: st.DataObject) -> 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 37, 512])
 def test_every_m_is_tried(batch_size: int) -> None:
-    tried = {tuple(micro_batch_sizes(batch_size, m)) for m in chunk_choices(batch_size, 8)}
+    tried = {tuple(micro_batch_sizes(batch_size, m)) for m in chunk_choices(batch_size)}
     assert tried == {tuple(micro_batch_sizes(batch_size, m)) for m in range(1, batch_size + 1)}
 
 
@@ -147,7 +148,7 @@ def test_a_layer_fits_whose_gradients_are_made_once() -> None:
 def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: dict[str, Any] = {"batch_size": 3000, "devices": 1, "memory": "4MiB", "headroom": 0, "hardware": NODE}
     free = plan(model(), X, **arguments)
-    monkeypatch.setattr("torchgpipe.plan.search.MOST_EVENTS", 3 * 2)
+    monkeypatch.setattr("torchgpipe.plan.search.MOST_TASKS", 3 * 2)
     found = plan(model(), X, **arguments)
     assert found.chunks > 2
     assert max(found.peaks) <= 4 * 2**20

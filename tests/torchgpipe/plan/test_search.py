@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from tests.torchgpipe.layers import Pop, Stash
+from torchgpipe.checkpoint import MODES
 from torchgpipe.plan import load_hardware, plan
 from torchgpipe.plan.balances import Work
 from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.search import MODES, search
+from torchgpipe.plan.search import search
 from torchgpipe.plan.trial import Candidate, Trial, assess
 
 BATCH_SIZE, CHUNKS, NUMBERS = 12, [1, 2, 5, 12], [1, 2, 3]
@@ -57,9 +58,9 @@ def test_against_every_setup(
     predictor = Predictor(count(*build(), device=device), load_hardware(hardware))
     setups = list(every(predictor, optimizer))
     for x in setups:
-        work = Work(predictor, replace(x.setup, balance=()))
-        assert work.bound(len(x.setup.balance)) <= work.bound_of(x.setup.balance) <= x.seconds
-        assert work.least(x.peak) <= len(x.setup.balance)
+        work, n = Work(predictor, replace(x.setup, balance=())), len(x.setup.balance)
+        assert work.bound(n) <= work.bound_of(x.setup.balance) <= x.seconds
+        assert work.has_room(n, x.peak)
     peaks = sorted(each.peak for each in setups)
     for memory, near in ((peaks[-1], 1.01), (peaks[len(peaks) // 2], 1.02), (peaks[len(peaks) // 20], 1.1)):
         found = search(predictor, batch_size=BATCH_SIZE, memory=memory, partitions=NUMBERS, chunks=CHUNKS,
@@ -80,7 +81,7 @@ def test_moves_layers_until_there_is_room() -> None:
     setups = [replace(work.setup, balance=tuple(balance)) for balance in ((4, 1, 1), (2, 1, 3))]
     most, room = (max(device.peak for device in setup_memory(predictor.counts, setup)) for setup in setups)
     assert room < most
-    trial = Trial(work, (4, 1, 1), room)
+    trial = Trial(work, assess(predictor, setups[0]), room)
     assert trial.lacking
     trial.improve(0.0)
     assert not trial.lacking and trial.best.peak <= room
