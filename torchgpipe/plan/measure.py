@@ -149,9 +149,9 @@ def _describe(
     handed = _flat(rehearsal.output)
     outputs = tuple(number_of(x.untyped_storage()) for x in handed)
     stashed, stashes = {}, []
-    for key, x in rehearsal.scope.items():
-        stashed[key] = number = numbers.new() if x is None else number_of(x.untyped_storage())
-        grad = 0.0 if x is None or not x.requires_grad else float(x.nbytes)
+    for key, skip in rehearsal.scope.items():
+        stashed[key] = number = numbers.new() if skip is None else number_of(skip.untyped_storage())
+        grad = 0.0 if skip is None or not skip.requires_grad else float(skip.nbytes)
         stashes.append(Stashed(number, sizes.setdefault(number, 0.0), grad))
     result = Footprint(
         inputs=numbers.value,
