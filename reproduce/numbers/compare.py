@@ -17,8 +17,6 @@ from reproduce.numbers.significance import Decision, Rule, compare_samples
 from reproduce.numbers.sources import Entry, Side
 from reproduce.records.record import SUCCESS
 
-__all__ = ["ComparedRow", "Comparison", "Verdict", "compare", "verdict"]
-
 TIMES = ("throughput", "speedup", "time", "step_time")
 Verdict = Literal["better", "worse", "differs", "~", "too few", "untested"]
 Readings = Mapping[int, Reading]  # what the sides say of a row, by the side's number

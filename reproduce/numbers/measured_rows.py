@@ -12,8 +12,6 @@ from reproduce.numbers.metrics import throughput
 from reproduce.records.places import MEASURED
 from reproduce.records.record import Result, Run, load
 
-__all__ = ["MeasuredRow", "measured_rows"]
-
 
 @dataclass(frozen=True)
 class MeasuredRow:

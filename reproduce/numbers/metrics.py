@@ -13,9 +13,6 @@ from reproduce.numbers.sources import Entry
 from reproduce.records.decode import Json
 from reproduce.records.record import Result
 
-__all__ = ["BYTES", "DEFAULTS", "Reading", "available", "better", "epoch_throughput", "median_ratio", "outcome", "over",
-           "over_measured", "read", "speed_up", "throughput", "utilization"]  # fmt: skip
-
 Measurement = float | Sequence[float]  # a number taken as exact, such as a published one, or samples
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
 HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")

@@ -13,8 +13,6 @@ from reproduce.records.foreign import from_pytest_benchmark, is_pytest_benchmark
 from reproduce.records.places import find_record
 from reproduce.records.record import Record, Result, hardware_name, parse
 
-__all__ = ["Entry", "Side", "load_side", "side_of"]
-
 IN_REVISION = "results/measured"  # where a revision's records are looked for if no place is named
 
 

@@ -19,8 +19,6 @@ from reproduce.predict.largest import MODELS
 from torchgpipe.microbatch import mapped
 from torchgpipe.trace.layer import Layers
 
-__all__ = ["IMAGE", "PAPERS_SIZES", "Given", "find_given"]
-
 PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
 IMAGE = (3, 224, 224)
 """The shape of a sample for torchvision's models, unless told otherwise."""

@@ -15,8 +15,6 @@ from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.search import search
 
-__all__ = ["MODELS", "Asked", "Largest", "largest"]
-
 # what it is called -> the model, the papers' batch size, optimizer
 MODELS = {
     "amoebanet": ("AmoebaNet-D", 128, "rmsprop"),

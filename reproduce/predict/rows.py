@@ -25,8 +25,6 @@ from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.profiled import predictor_here
 
-__all__ = ["SPEED_TABLES", "counted", "predict_row", "predict_run", "predict_table", "predictable"]
-
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 """Those whose speed-ups the targets are about."""
 

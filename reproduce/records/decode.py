@@ -9,8 +9,6 @@ import msgspec
 
 from reproduce.error import Error
 
-__all__ = ["Json", "decode", "parse_json", "read_json"]
-
 T = TypeVar("T")
 Json = Any  # None, bool, int, float, str, and lists and dicts of them
 

@@ -11,8 +11,6 @@ from reproduce.machine.git import Git
 from reproduce.records.decode import Json, decode
 from reproduce.records.record import Record, Result, Run
 
-__all__ = ["from_pytest_benchmark", "is_pytest_benchmark"]
-
 
 class _Stats(Struct):
     median: float  # seconds per call

@@ -7,8 +7,6 @@ from pathlib import Path
 from reproduce.error import USAGE, Error
 from reproduce.machine.description import ROOT
 
-__all__ = ["MEASURED", "OUT", "RESULTS", "RUNS", "find_record", "need_checkout"]
-
 RUNS = Path("runs")  # in the current folder; git ignores it
 PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"

@@ -25,9 +25,6 @@ from reproduce.machine.git import Git
 from reproduce.records.decode import Json, decode, read_json
 from reproduce.records.upgrade import UPGRADES, upgrade
 
-__all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Engine", "Record", "Result", "Run", "hardware_name", "load", "parse",
-           "save", "write_atomically"]  # fmt: skip
-
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
 FREED_MEMORY = "freed_memory"

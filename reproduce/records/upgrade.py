@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from reproduce.records.decode import Json
 
-__all__ = ["UPGRADES", "upgrade"]
-
 
 def upgrade(data: dict[str, Json], version: int) -> dict[str, Json]:
     """Return the contents as the newest version has them.
