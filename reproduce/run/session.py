@@ -47,7 +47,6 @@ UNITS = {
     "epoch_time": "s, of training alone, reading data included",
     "learning_rate": "1, of the epoch's last step",
     "samples_per_epoch": "count",
-    "resumed_after": "[seed, epoch] after which the training was continued by another run",
 }
 
 
