@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 import torch
 
-from reproduce import models
-from reproduce.cli.shared import COUNT, autocast, fp32_precision, numbers, parsed
+from reproduce.cli.shared import COUNT, autocast, fp32_precision, hardware, numbers, parsed, refuse
 from reproduce.machine.devices import Devices, find_devices
+from reproduce.models import MODELS as BUILT
+from reproduce.models import titled
 from reproduce.predict.given import IMAGE, PAPERS_SIZES, find_given
 from reproduce.predict.largest import MODELS, Asked, largest
-from torchgpipe.plan import Hardware, hardware_names, load_hardware
+from torchgpipe.plan import Hardware
 from torchgpipe.plan import plan as make_plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.headroom import HEADROOM, room
@@ -19,6 +20,7 @@ from torchgpipe.plan.planner import HERE
 
 PROFILED = 4
 """Samples of the largest micro-batch that layers are timed with, unless told otherwise."""
+IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -47,10 +49,7 @@ def _shape(text: str) -> tuple[int, ...]:
 @autocast
 @click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy of parameters in 16 bits.")
 @fp32_precision
-@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
-              callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
-              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or {HERE}: time "
-              "the layers on a device of this machine.")  # fmt: skip
+@hardware(f"or {HERE}: time the layers")
 @click.option("--profile", "profiled", type=click.IntRange(min=2), metavar="N",
               help=f"With --hardware {HERE}: time the layers with micro-batches of at most N samples. More take "
               f"longer; fewer leave more to extrapolation. Default: {PROFILED}.")  # fmt: skip
@@ -78,22 +77,22 @@ def plan(
     package.module:function, where the function returns the model, or the model and a sample with its batch. A setup is
     a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
     """
-    for option, named in (("--size", size), ("--largest", grows)):
-        if named and model not in PAPERS_SIZES:
-            raise click.BadParameter(
-                f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave {option} out", param_hint=option
-            )
-    if shape and model in MODELS:
-        raise click.BadParameter(f"{model} has samples of its own; leave --input out", param_hint="--input")
-    for option, value in (("--autocast", autocast), ("--master-weights", master_weights)):
-        if grows and value:
-            raise click.BadParameter(
-                "the largest model is found for training in float32; leave it out", param_hint=option
-            )
-    if profiled and hardware:
-        raise click.BadParameter(
-            f"nothing is timed with a description; leave it out, or say --hardware {HERE}", param_hint="--profile"
-        )
+    sizes_of = f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave"
+    refuse(
+        {
+            "--size": size and model not in PAPERS_SIZES and f"{sizes_of} --size out",
+            "--largest": grows and model not in PAPERS_SIZES and f"{sizes_of} --largest out",
+            "--input": shape and model in MODELS and f"{model} has samples of its own; leave --input out",
+            "--autocast": grows and autocast and IN_FLOAT32,
+            "--master-weights": grows and master_weights and IN_FLOAT32,
+            "--profile": profiled
+            and hardware
+            and f"nothing is timed with a description; leave it out, or say --hardware {HERE}",
+            f"--hardware {HERE}": grows
+            and hardware is None
+            and "the largest model is a question of memory alone, nothing is timed for it: name a description",
+        }
+    )
     try:
         given = find_given(model, size or (), shape or ())
         batch_size, optimizer = batch_size or given.batch_size, optimizer or given.optimizer
@@ -116,12 +115,8 @@ def plan(
                     master_weights=master_weights,
                 )
             click.echo(f"\n{planned}")
-        elif hardware is None:
-            raise click.BadParameter(
-                "the largest model is a question of memory alone, nothing is timed for it: name a description",
-                param_hint=f"--hardware {HERE}",
-            )
         else:
+            assert hardware is not None
             tensors = room(memory or hardware.memory, hardware, headroom)
             sizes = size or PAPERS_SIZES[model]
             asked = Asked(model, sizes, batch_size, devices or hardware.devices, tensors, optimizer, hardware)
@@ -136,18 +131,14 @@ def _tell_largest(name: str, asked: Asked, axis: int) -> None:
         f"{asked.batch_size}, {asked.optimizer}:"
     )
     for how in ("naive", "pipelined"):
-        found = largest(asked, how, axis, lambda sizes: click.echo(f"  trying {_named(name, sizes)}", err=True))
+        found = largest(asked, how, axis, lambda sizes: click.echo(f"  trying {titled(name, sizes)}", err=True))
         if found.sizes is None:
-            click.echo(f"  {how:10} none: not even {_named(name, found.beyond or ())} fits")
+            click.echo(f"  {how:10} none: not even {titled(name, found.beyond or ())} fits")
             continue
         at_least = "" if found.beyond is not None else "at least "
-        click.echo(f"  {how:10} {at_least}{_named(name, found.sizes)}: {found.parameters / 1e6:,.1f} M parameters")
+        click.echo(f"  {how:10} {at_least}{titled(name, found.sizes)}: {found.parameters / 1e6:,.1f} M parameters")
     click.echo(
-        f"Only {models.MODELS[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
+        f"Only {BUILT[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
         "pipelined: micro-batches of one, all but the last recomputed.\n"
         "Predicted bytes allocated to tensors, not measured."
     )
-
-
-def _named(name: str, sizes: tuple[int, ...]) -> str:
-    return f"{name} ({', '.join(map(str, sizes))})"

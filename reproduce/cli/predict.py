@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
+from reproduce.cli.shared import PATH, autocast, fp32_precision, hardware, known, numbers
 from reproduce.machine.devices import find_devices
 from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import OUT, find_record
@@ -16,7 +16,7 @@ from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import tables
 from reproduce.tables.layout import many
 from reproduce.tables.predicted import beside_emulated
-from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.planner import HERE
 
 ALL = "all"
@@ -28,10 +28,7 @@ ALL = "all"
 )
 @click.option("--run", "run", metavar="RECORD", help="Show the emulated rows of this run beside their predictions: a "
               "file, or its name.")  # fmt: skip
-@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
-              callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
-              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or, with --run, "
-              f"{HERE}: time the run's models on a device of this machine.")  # fmt: skip
+@hardware(f"or, with --run, {HERE}: time the run's models")
 @autocast
 @fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "

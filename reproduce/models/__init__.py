@@ -33,6 +33,11 @@ class Model(NamedTuple):
     input_shape: tuple[int, int, int]
 
 
+def titled(name: str, sizes: tuple[int, ...]) -> str:
+    """Return what a model of these sizes is called, such as `AmoebaNet-D (18, 256)`."""
+    return f"{name} ({', '.join(map(str, sizes))})" if sizes else name
+
+
 def _thin(width: int, expansion: int, num_classes: int = 1000) -> nn.Sequential:
     return resnet(RESNET101, width=width, expansion=expansion, num_classes=num_classes)
 

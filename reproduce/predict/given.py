@@ -65,7 +65,7 @@ def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Giv
     if name in MODELS:
         paper, batch_size, optimizer = MODELS[name]
         family, sizes = models.MODELS[paper], sizes or PAPERS_SIZES.get(name, ())
-        title = f"{paper} ({', '.join(map(str, sizes))})" if sizes else paper
+        title = models.titled(paper, sizes)
         return Given(title, lambda: (family.build(*sizes), torch.empty(1, *family.input_shape)), batch_size, optimizer)
     where, _, what = name.partition(":")
     if not where or not what:
