@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import Balances, Published, controls, published_rows, smaller
-from reproduce.experiments.row import PAPER_SCALE, SMALL_SCALE, Experiment, Optimizer, Row
+from reproduce.experiments.controls import Published, published_rows, speed_experiment
+from reproduce.experiments.row import Optimizer, Row
 
 BASE = Row(
     model="ResNet-101",
@@ -18,7 +18,6 @@ BASE = Row(
 )
 SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
 
-CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)
 SAMPLES = 50_000  # of an epoch, as published
 
 PUBLISHED: Published = (
@@ -28,22 +27,15 @@ PUBLISHED: Published = (
     ("pipeline-4", 256, 5632, (44, 92, 124, 110)),
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
-AS_THERE = published_rows(BASE, PUBLISHED, SAMPLES)
-SMALL_BATCHES = (16, 32, 1667 * 8, 256 * 8, 150 * 8)
 
-BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED if balance}
-
-SPEED = Experiment(
-    name="resnet101-speed",
-    title="ResNet-101: speed over n partitions",
-    measures="speed",
-    table="tg-resnet101-speed",
-    scales=(
-        replace(PAPER_SCALE, rows=(*AS_THERE, *controls(BASE, 15, CHUNKS, BALANCES))),
-        replace(
-            SMALL_SCALE,
-            rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
-            seconds=200,
-        ),
-    ),
+SPEED = speed_experiment(
+    "resnet101-speed",
+    "ResNet-101: speed over n partitions",
+    "tg-resnet101-speed",
+    BASE,
+    published_rows(BASE, PUBLISHED, SAMPLES),
+    micro_batch=15,
+    small=SMALL,
+    batch_sizes=(16, 32, 1667 * 8, 256 * 8, 150 * 8),
+    seconds=200,
 )
