@@ -19,8 +19,7 @@ from statistics import median
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.run.links import Link, counts
-from reproduce.run.timeline import record_tasks
-from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, update
+from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, record_tasks, update
 from torchgpipe.observe import Kind, Task
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import optimizer_named
@@ -107,7 +106,7 @@ class Emulation:
         with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
             self.devices.synchronize()
             started = Mark(device)
-            watched = record_tasks(training, lambda: losses.append(training.forward_and_backward()))
+            watched = record_tasks(training, lambda: losses.append(training.forward_and_backward())).tasks
             updated = [Mark(device)]
             for optimizer in self.optimizers:
                 update(optimizer)

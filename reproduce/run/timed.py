@@ -13,8 +13,7 @@ from reproduce.machine.devices import Devices
 from reproduce.records.decode import Json
 from reproduce.run.emulation import Emulation, Executed
 from reproduce.run.failure import explain
-from reproduce.run.timeline import record_step
-from reproduce.run.training import Training
+from reproduce.run.training import Training, record_tasks
 from reproduce.run.utilization import ask_driver
 from torchgpipe.plan.replay import Timeline
 
@@ -94,6 +93,17 @@ def time_step(training: Training, devices: Devices) -> tuple[float, float]:
     devices.synchronize()
     seconds = time.perf_counter() - started
     return seconds, float(loss)
+
+
+def record_step(training: Training, devices: Devices) -> Timeline:
+    """Run one whole step and return its timeline."""
+    devices.synchronize()
+    started = time.perf_counter()
+    stopwatch = record_tasks(training, training.step)
+    devices.synchronize()
+    seconds = time.perf_counter() - started
+    events = [event._replace(start=event.start - started, end=event.end - started) for event in stopwatch.events()]
+    return Timeline(events, seconds, len(training.devices))
 
 
 def watch(training: Training, devices: Devices) -> tuple[Values, Timeline | None]:

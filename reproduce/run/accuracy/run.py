@@ -39,8 +39,11 @@ def plan_accuracy(session: Session) -> None:
         session.progress.plan(session.job(row), seeds * row.recipe.epochs * _steps(session, row), row.work())
 
 
-def run_accuracy(session: Session) -> None:
-    """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible."""
+def run_accuracy(session: Session) -> Iterator[str]:
+    """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible.
+
+    What it yields at its end names their only group.
+    """
     rows = cast("list[AccuracyRow]", session.expected())
     ended: dict[str, str] = {}  # rows that have failed, and how
     paths = []
@@ -59,6 +62,7 @@ def run_accuracy(session: Session) -> None:
         session.free()
     if "failed" not in ended.values():  # else the next run goes on from what there is
         _put_away(session, paths)
+    yield ""
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
