@@ -21,8 +21,9 @@ from msgspec.structs import replace
 from benchmarks.generated import generate
 from benchmarks.harness import Found, by_case, command, keep, render, start
 from reproduce.experiments import EXPERIMENTS
+from reproduce.models.counted import ALIKE, counted
 from reproduce.models.zoo import ZOO, layers_of
-from reproduce.predict.rows import ALIKE, SPEED_TABLES, counted
+from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.record import Record, Result
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan import Impossible, load_hardware

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from reproduce import models
-from reproduce.predict.rows import counted
+from reproduce.models.counted import counted
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan import Hardware, Impossible
 from torchgpipe.plan.count import Counts

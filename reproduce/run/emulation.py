@@ -18,12 +18,11 @@ from statistics import median
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
-from reproduce.run.links import Link, counts
+from reproduce.models.counted import counted, setup_of
+from reproduce.run.links import Link
 from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, record_tasks, update
 from torchgpipe.observe import Kind, Task
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.optimizer import optimizer_named
-from torchgpipe.plan.predict import Setup
 from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.schedule import overlaps
 from torchgpipe.timeline.stopwatch import Mark
@@ -182,17 +181,7 @@ class Emulation:
 def memory_needed(row: Row) -> str:
     """Say what the row's partitions take together, as counted on `meta`."""
     ran = executed(row)
-    name = ran.optimizer.name.lower()
-    name = "momentum" if name == "sgd" and ran.optimizer.options.get("momentum") else name
-    setup = Setup(
-        batch_size=ran.batch_size,
-        balance=ran.balance or (1,),
-        chunks=ran.chunks or 1,
-        checkpoint=ran.checkpoint or "never",
-        optimizer=optimizer_named(name, foreach=False),
-    )
-    counted = counts(ran, memory=True)
-    if ran.balance is None:
-        setup = replace(setup, balance=(len(counted),))
-    peak = sum(device.peak for device in setup_memory(counted, setup))
+    counts = counted(ran.model, ran.size, ran.input_shape)
+    setup = setup_of({**ran.config(), "components": None}, len(counts))
+    peak = sum(device.peak for device in setup_memory(counts, setup))
     return f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB on the one device that plays all"

@@ -9,7 +9,7 @@ import torch
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
-from torchgpipe.plan.count import Counts, count
+from reproduce.models.counted import counted
 from torchgpipe.plan.hardware import Hardware, hardware_names
 from torchgpipe.plan.predict import Predictor, Setup
 
@@ -25,7 +25,7 @@ class Link:
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
         self.hardware, self.papers = hardware, papers
         self.title = hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
-        self._predictors: dict[tuple[object, ...], Predictor] = {}
+        self._predictors: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Predictor] = {}
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy and of each skip's, where a micro-batch's forward takes so many.
@@ -49,7 +49,7 @@ class Link:
     def _predictor(self, row: Row) -> Predictor:
         key = (row.model, row.size, row.input_shape)
         if key not in self._predictors:
-            self._predictors[key] = Predictor(counts(row), self.hardware)
+            self._predictors[key] = Predictor(counted(*key, memory=False), self.hardware)
         return self._predictors[key]
 
 
@@ -59,10 +59,3 @@ def own_links(devices: Devices) -> str | None:
         return None
     words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
     return next((name for name in hardware_names() if name.rpartition("x")[0] in words), None)
-
-
-def counts(row: Row, *, memory: bool = False) -> Counts:
-    """Count what the layers of the row's model do, and what they hold if asked for."""
-    with torch.device("meta"):
-        model, sample = row.build(), torch.empty(1, *row.input_shape)
-    return count(model, sample, memory=memory)
