@@ -16,7 +16,7 @@ from reproduce.models import MODELS
 from reproduce.models.counted import counted, setup_of
 from reproduce.records.decode import Json
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result
+from reproduce.records.record import Record, Result, rounded
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
@@ -74,7 +74,7 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     }
     results = []
     for row in rows:
-        values = _rounded(_speed(predictors[_model(row.config)], row.config, zeroed=False))
+        values = rounded(_speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS)
         results.append(
             Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over, values=values)
         )
@@ -140,7 +140,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
         values.update(_speed(Predictor(counts, hardware), config))
     if with_memory:
         values.update(_memory(counts, config))
-    return structs.replace(result, values=_rounded(values))
+    return structs.replace(result, values=rounded(values, DIGITS))
 
 
 def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True) -> dict[str, float]:
@@ -163,11 +163,3 @@ def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     devices = setup_memory(counts, setup)
     kept = round(sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low))
     return {"allocated": [round(device.peak) for device in devices], "model": kept}
-
-
-def _rounded(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
