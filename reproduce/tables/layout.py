@@ -95,11 +95,11 @@ def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes
     return Table(title, headings, lines, list(filter(None, notes)), left)
 
 
-def in_lines(numbers: Sequence[float], form: str) -> str:
+def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
     """Write a number for each device, four to a line."""
     texts = [form.format(each) for each in numbers]
     lines = [texts[i : i + DEVICES_PER_LINE] for i in range(0, len(texts), DEVICES_PER_LINE)]
-    return "\n".join("  ".join(line) for line in lines)
+    return "\n".join(gap.join(line) for line in lines)
 
 
 def bullets(notes: Sequence[str], wrap: bool = True) -> str:

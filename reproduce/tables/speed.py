@@ -129,7 +129,7 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
         return profiled.named(result.row.partition("/")[0])
 
     def balance(result: Result) -> str:
-        return " ".join(map(str, result.config["balance"] or ()))
+        return in_lines(result.config["balance"] or (), "{}", gap=" ")
 
     columns = [
         Column[Result]("row", lambda result: result.row.partition("/")[0], left=True),
