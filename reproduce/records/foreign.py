@@ -24,28 +24,10 @@ class _Benchmark(Struct):
     params: dict[str, Json] | None = None
 
 
-class _Cpu(Struct, frozen=True):
-    brand_raw: str | None = None
-    count: int | None = None
-
-
-class _Machine(Struct):
-    system: str = ""
-    machine: str = ""
-    processor: str | None = None
-    python_version: str | None = None
-    cpu: _Cpu = _Cpu()
-
-
-class _Commit(Struct):
-    id: str | None = None  # None outside a checkout
-    dirty: bool | None = None
-
-
 class _File(Struct):
     benchmarks: list[_Benchmark]
-    machine_info: _Machine
-    commit_info: _Commit | None = None
+    machine_info: dict[str, Json]
+    commit_info: dict[str, Json] | None = None  # without an id outside a checkout
     datetime: str = ""
     version: str | None = None
 
@@ -62,8 +44,9 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
         Error: the file is not what pytest-benchmark writes.
     """
     file = decode(_File, data, where)
-    info, commit = file.machine_info, file.commit_info
-    cores = info.cpu.count or 1
+    info, commit = file.machine_info, file.commit_info or {}
+    cpu = info.get("cpu") or {}
+    cores = cpu.get("count") or 1
     run = Run(
         state="finished",
         command=["pytest", "--benchmark-json"],
@@ -74,14 +57,14 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
         devices=1,
         threads_per_device=None,
         machine=Machine(
-            system=f"{info.system} {info.machine}".strip(),
-            cpu=info.cpu.brand_raw or info.processor or "unknown",
+            system=f"{info.get('system', '')} {info.get('machine', '')}".strip(),
+            cpu=cpu.get("brand_raw") or info.get("processor") or "unknown",
             cores=cores,
             cores_installed=cores,
             memory=None,
         ),
-        versions={"python": info.python_version, "pytest-benchmark": file.version},
-        git=Git(commit.id, bool(commit.dirty)) if commit and commit.id else None,
+        versions={"python": info.get("python_version"), "pytest-benchmark": file.version},
+        git=Git(commit["id"], bool(commit.get("dirty"))) if commit.get("id") else None,
         load=None,
     )
     results = [
