@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import click
 
-from reproduce.cli.compare import compare
 from reproduce.cli.list import list_experiments
-from reproduce.cli.plan import plan
-from reproduce.cli.predict import predict
-from reproduce.cli.records import import_paper, publish, render, report, show
+from reproduce.cli.predict import plan, predict
+from reproduce.cli.records import compare, import_paper, publish, render, report, show
 from reproduce.cli.regression import regression
 from reproduce.cli.run import INTERRUPTED, run
 from reproduce.error import Error

@@ -116,7 +116,7 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
     """Return the row in the partitions of `balance`; None: without any. A lone micro-batch is recomputed, as there."""
     if balance is None:
         return row
-    checkpoint = "always" if chunks == 1 else "except_last"
+    checkpoint: Checkpoint = "always" if chunks == 1 else "except_last"
     return replace(row, partitions=len(balance), chunks=chunks, checkpoint=checkpoint, balance=balance)
 
 

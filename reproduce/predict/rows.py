@@ -14,7 +14,7 @@ from msgspec import structs
 from reproduce.experiments import EXPERIMENTS
 from reproduce.models import MODELS
 from reproduce.models.counted import counted, setup_of
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result, rounded
 from torchgpipe.plan.count import Counts, count

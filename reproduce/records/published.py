@@ -7,8 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from reproduce.records.decode import Json, decode, read_json
-from reproduce.records.places import RESULTS
+from reproduce.records.places import RESULTS, Json, decode, read_json
 from reproduce.records.record import Record, Result, load, save
 
 PAPER = RESULTS / "paper"

@@ -22,7 +22,7 @@ from msgspec import Struct
 from reproduce.error import Error
 from reproduce.machine.description import Machine
 from reproduce.machine.git import Git
-from reproduce.records.decode import Json, decode, read_json
+from reproduce.records.places import Json, decode, read_json
 from reproduce.records.upgrade import UPGRADES, upgrade
 
 FORMAT = "torchgpipe-reproduce"

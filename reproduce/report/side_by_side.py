@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.match import CHOSEN, differing
-from reproduce.numbers.metrics import BYTES, Reading, outcome
+from reproduce.numbers.metrics import BYTES, Reading, final_error, outcome
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import SUCCESS
 from reproduce.report.subjects import RUN, Source, Subject
-from reproduce.tables.text import number, ratio, reading_text, with_quartiles
+from reproduce.tables.layout import number, ratio, reading_text, with_quartiles
 
 METRICS = {  # metric -> what stands above its columns
     "throughput": "samples/s",

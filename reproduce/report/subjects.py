@@ -14,7 +14,7 @@ from typing import Literal
 from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.metrics import Reading, read, speed_up
 from reproduce.numbers.sources import Entry
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.record import SUCCESS, Engine, Record, Result, hardware_name, load
 
 FOLDERS = ("paper", "predicted", "measured")

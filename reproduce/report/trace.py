@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from reproduce.error import Error
-from reproduce.records.decode import decode, read_json
+from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
 from torchgpipe.observe import Kind
 from torchgpipe.plan.replay import Event, Timeline

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.run.failure import explain
 from reproduce.run.live_bytes import LiveBytes
 from reproduce.run.session import Session

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from reproduce.experiments import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.datasets import AccuracyNeeds
 from reproduce.run.engines import why_not

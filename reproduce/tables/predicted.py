@@ -11,9 +11,8 @@ from reproduce.numbers.sources import Entry
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
-from reproduce.tables.layout import Column, Table, by_value, in_lines, table
+from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, number, ratio, table
 from reproduce.tables.rows import ROW, by_row
-from reproduce.tables.text import GiB, number, ratio
 from torchgpipe.plan.planner import HERE
 
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
