@@ -71,7 +71,7 @@ class FinalError(NamedTuple):
         return None if self.deviation is None or other.deviation is None else self.deviation + other.deviation
 
     def verdict(self, other: FinalError) -> str:
-        """Say whether the two are the same: whether mean +- deviation of both overlap; nothing where one is not known."""
+        """Say whether the two are the same, as mean +- deviation of both overlap; nothing where these are not known."""
         allowed = self.allowed(other)
         return "" if allowed is None else "same" if abs(self.mean - other.mean) <= allowed else "differs"
 
