@@ -22,7 +22,7 @@ from benchmarks.generated import generate
 from benchmarks.harness import Found, by_case, command, keep, render, start
 from reproduce.experiments import EXPERIMENTS
 from reproduce.models.counted import ALIKE, counted
-from reproduce.models.zoo import ZOO, layers_of
+from reproduce.models.resnet import ZOO, layers_of
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.record import Record, Result
 from torchgpipe.balance.minimise import minimise_heaviest

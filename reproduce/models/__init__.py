@@ -18,9 +18,8 @@ from typing import NamedTuple
 from torch import nn
 
 from reproduce.models.amoebanet import amoebanetd
-from reproduce.models.resnet import RESNET101, resnet, resnet101
+from reproduce.models.resnet import RESNET101, ZOO, layers_of, resnet, resnet101
 from reproduce.models.unet import unet
-from reproduce.models.zoo import ZOO, layers_of
 
 __all__ = ["MODELS", "Model", "amoebanetd", "resnet101", "unet"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchgpipe
 from reproduce import models
-from reproduce.models.zoo import torchvision_model
+from reproduce.models.resnet import torchvision_model
 from reproduce.predict.largest import MODELS
 from torchgpipe.microbatch import mapped
 from torchgpipe.trace.layer import Layers

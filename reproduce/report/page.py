@@ -17,8 +17,7 @@ from reproduce.records.record import FREED_MEMORY, Record, Run
 from reproduce.report.bars import ablation_figures, memory_figures
 from reproduce.report.curves import speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
-from reproduce.report.side_by_side import side_by_side
-from reproduce.report.subjects import RUN, Subject, find_subjects
+from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
 from reproduce.tables.all import tables
 from reproduce.tables.layout import Table, many
 from reproduce.tables.predicted import errors_table

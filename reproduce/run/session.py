@@ -15,9 +15,9 @@ from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.datasets import AccuracyNeeds
+from reproduce.run.emulation import Link, own_links
 from reproduce.run.engines import why_not
 from reproduce.run.failure import Failure
-from reproduce.run.links import Link, own_links
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer, FakeData, Training
