@@ -23,7 +23,7 @@ from benchmarks.pipelines import ENGINES, evenly, on_cpu
 from benchmarks.tally import Tally, tallied
 from reproduce.error import Error
 from reproduce.models import unet
-from reproduce.records.decode import decode, read_json
+from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
 from torchgpipe.checkpoint import MODES, Mode, checkpointed
 

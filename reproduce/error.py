@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["USAGE", "Error"]
-
 USAGE = 2
 """The exit code where what was asked for cannot be had, as click has it."""
 

@@ -6,7 +6,7 @@ import click
 
 from reproduce.cli.shared import devices, on
 from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, PUBLISHED_BALANCE, Experiment, Row, Scale
-from reproduce.experiments.scale import why_not
+from reproduce.experiments.choose import why_not
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.run import engines
 from reproduce.tables.layout import Column, Table, many, table

@@ -1,4 +1,4 @@
-"""Assemble the command line, `python -m reproduce`; each command has a file of its own."""
+"""Assemble the command line, `python -m reproduce`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from collections.abc import Sequence
 
 import click
 
-from reproduce.cli.compare import compare
-from reproduce.cli.import_paper import import_paper
 from reproduce.cli.list import list_experiments
-from reproduce.cli.plan import plan
-from reproduce.cli.predict import predict
-from reproduce.cli.publish import publish
+from reproduce.cli.predict import plan, predict
+from reproduce.cli.records import compare, import_paper, publish, render, report, show
 from reproduce.cli.regression import regression
-from reproduce.cli.render import render_command
-from reproduce.cli.report import report
 from reproduce.cli.run import INTERRUPTED, run
-from reproduce.cli.show import show
 from reproduce.error import Error
 
-COMMANDS = [list_experiments, run, show, publish, compare, report, render_command, predict, plan, regression,
+COMMANDS = [list_experiments, run, show, publish, compare, report, render, predict, plan, regression,
             import_paper]  # fmt: skip
 
 

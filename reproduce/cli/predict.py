@@ -1,14 +1,19 @@
-"""Offer `python -m reproduce predict`: published tables, predicted without running anything."""
+"""Offer the commands that predict: `predict`, published tables, and `plan`, the best setup or the largest model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
+import torch
 from msgspec.structs import replace
 
-from reproduce.cli.shared import PATH, autocast, fp32_precision, known, numbers, parsed
-from reproduce.machine.devices import find_devices
+from reproduce.cli.shared import COUNT, PATH, autocast, fp32_precision, hardware, known, numbers, parsed, refuse
+from reproduce.machine.devices import Devices, find_devices
+from reproduce.models import MODELS as BUILT
+from reproduce.models import titled
+from reproduce.predict.given import IMAGE, PAPERS_SIZES, find_given
+from reproduce.predict.largest import MODELS, Asked, largest
 from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import OUT, find_record
 from reproduce.records.record import load, save
@@ -16,7 +21,11 @@ from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import tables
 from reproduce.tables.layout import many
 from reproduce.tables.predicted import beside_emulated
-from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+from torchgpipe.plan import Hardware
+from torchgpipe.plan import plan as make_plan
+from torchgpipe.plan.amount import amount, parse_amount
+from torchgpipe.plan.headroom import HEADROOM, room
+from torchgpipe.plan.optimizer import OPTIMIZERS
 from torchgpipe.plan.planner import HERE
 
 ALL = "all"
@@ -28,10 +37,7 @@ ALL = "all"
 )
 @click.option("--run", "run", metavar="RECORD", help="Show the emulated rows of this run beside their predictions: a "
               "file, or its name.")  # fmt: skip
-@click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
-              callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
-              help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), or, with --run, "
-              f"{HERE}: time the run's models on a device of this machine.")  # fmt: skip
+@hardware(f"or, with --run, {HERE}: time the run's models")
 @autocast
 @fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
@@ -88,3 +94,129 @@ def predict(
             click.echo(f"\n{table.text()}")
         save(record, out / f"{record.name}.json")
     click.echo(f"\nwritten: {many(len(names), 'record')} to {out}")
+
+
+PROFILED = 4
+"""Samples of the largest micro-batch that layers are timed with, unless told otherwise."""
+IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """Return the shape of a sample from text such as `3x224x224`."""
+    sizes = text.split("x")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"a sample's shape is written as 3x224x224, without the batch; got {text!r}")
+    return tuple(map(int, sizes))
+
+
+@click.command()
+@click.argument("model", metavar="MODEL")
+@click.option(
+    "--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet. Default: 18 256, and 5 64."
+)
+@click.option("--input", "shape", callback=parsed(_shape), metavar="3x224x224", help="The shape of a sample, for "
+              f"models other than the papers'. Default: {'x'.join(map(str, IMAGE))} for torchvision's.")  # fmt: skip
+@click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
+@click.option("--memory", callback=parsed(parse_amount), metavar="24GiB", help="Of each device. Default: the "
+              "hardware's.")  # fmt: skip
+@click.option("--headroom", type=click.FloatRange(min=0), metavar="SHARE", help="What to leave of it to the "
+              "allocator, which reserves more than tensors take: a share of the tensors' bytes. Default: "
+              f"{HEADROOM} on a GPU, as in the papers' tables; 0 on a CPU.")  # fmt: skip
+@click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', as in their memory tables; 128.")
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the papers'; sgd.")
+@autocast
+@click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy of parameters in 16 bits.")
+@fp32_precision
+@hardware(f"or {HERE}: time the layers")
+@click.option("--profile", "profiled", type=click.IntRange(min=2), metavar="N",
+              help=f"With --hardware {HERE}: time the layers with micro-batches of at most N samples. More take "
+              f"longer; fewer leave more to extrapolation. Default: {PROFILED}.")  # fmt: skip
+@click.option("--largest", "grows", type=click.Choice(["depth", "width"]), help="Find the largest model that fits "
+              "instead, naive and pipelined, by growing its first or its second size.")  # fmt: skip
+def plan(
+    model: str,
+    size: tuple[int, int] | None,
+    shape: tuple[int, ...] | None,
+    devices: int | None,
+    memory: float | None,
+    headroom: float | None,
+    batch_size: int | None,
+    optimizer: str | None,
+    autocast: str | None,
+    master_weights: bool,
+    fp32_precision: str | None,
+    hardware: Hardware | None,
+    profiled: int | None,
+    grows: str | None,
+) -> None:
+    """Find the best setup for MODEL on a node, by prediction.
+
+    MODEL is amoebanet, unet or resnet101; one of torchvision's, such as torchvision:resnet50; or your own,
+    package.module:function, where the function returns the model, or the model and a sample with its batch. A setup is
+    a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
+    """
+    sizes_of = f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave"
+    refuse(
+        {
+            "--size": size and model not in PAPERS_SIZES and f"{sizes_of} --size out",
+            "--largest": grows and model not in PAPERS_SIZES and f"{sizes_of} --largest out",
+            "--input": shape and model in MODELS and f"{model} has samples of its own; leave --input out",
+            "--autocast": grows and autocast and IN_FLOAT32,
+            "--master-weights": grows and master_weights and IN_FLOAT32,
+            "--profile": profiled
+            and hardware
+            and f"nothing is timed with a description; leave it out, or say --hardware {HERE}",
+            f"--hardware {HERE}": grows
+            and hardware is None
+            and "the largest model is a question of memory alone, nothing is timed for it: name a description",
+        }
+    )
+    try:
+        given = find_given(model, size or (), shape or ())
+        batch_size, optimizer = batch_size or given.batch_size, optimizer or given.optimizer
+        if grows is None:
+            numbers_as = (autocast and f"autocast {autocast}", fp32_precision, "master weights" * master_weights)
+            click.echo(", ".join([given.title, f"batch size {batch_size}", optimizer, *filter(None, numbers_as)]))
+            found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
+            with found.in_use(), numbers(fp32_precision):
+                module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
+                planned = make_plan(
+                    module,
+                    sample,
+                    batch_size=batch_size,
+                    devices=devices or (None if hardware else found.count),
+                    memory=memory,
+                    headroom=headroom,
+                    hardware=hardware or HERE,
+                    optimizer=optimizer,
+                    autocast=None if autocast is None else getattr(torch, autocast),
+                    master_weights=master_weights,
+                )
+            click.echo(f"\n{planned}")
+        else:
+            assert hardware is not None
+            tensors = room(memory or hardware.memory, hardware, headroom)
+            sizes = size or PAPERS_SIZES[model]
+            asked = Asked(model, sizes, batch_size, devices or hardware.devices, tensors, optimizer, hardware)
+            _tell_largest(MODELS[model][0], asked, ("depth", "width").index(grows))
+    except (TypeError, ValueError) as error:  # a size that the model cannot have, or a plan that is impossible
+        raise click.ClickException(str(error)) from None
+
+
+def _tell_largest(name: str, asked: Asked, axis: int) -> None:
+    click.echo(
+        f"largest {name} on {asked.devices} device(s) with {amount(asked.memory)} for tensors, batch size "
+        f"{asked.batch_size}, {asked.optimizer}:"
+    )
+    for how in ("naive", "pipelined"):
+        found = largest(asked, how, axis, lambda sizes: click.echo(f"  trying {titled(name, sizes)}", err=True))
+        if found.sizes is None:
+            click.echo(f"  {how:10} none: not even {titled(name, found.beyond or ())} fits")
+            continue
+        at_least = "" if found.beyond is not None else "at least "
+        click.echo(f"  {how:10} {at_least}{titled(name, found.sizes)}: {found.parameters / 1e6:,.1f} M parameters")
+    click.echo(
+        f"Only {BUILT[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
+        "pipelined: micro-batches of one, all but the last recomputed.\n"
+        "Predicted bytes allocated to tensors, not measured."
+    )

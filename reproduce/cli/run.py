@@ -12,9 +12,8 @@ import click
 from reproduce.cli.interrupt import interruptible
 from reproduce.cli.shared import COUNT, FILE, PATH, devices, known, on, parsed, shown
 from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
-from reproduce.experiments.choose import choose_rows
+from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.row import PUBLISHED_NODE
-from reproduce.experiments.scale import choose_scale
 from reproduce.machine.allocator import kept as freed_memory_kept
 from reproduce.machine.devices import MOST_DEVICES, find_devices
 from reproduce.records.places import RUNS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +11,8 @@ import click
 import torch
 
 from reproduce.experiments.choose import suggestion
+from torchgpipe.plan.hardware import hardware_names, load_hardware
+from torchgpipe.plan.planner import HERE
 
 T = TypeVar("T")
 Option = Callable[[Callable[..., None]], Callable[..., None]]
@@ -50,6 +52,21 @@ def alpha(where: str) -> Option:
     return click.option("--alpha", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="RISK",
                         default=0.01, show_default=True,
                         help=f"Accepted risk of calling noise significant, {where}.")  # fmt: skip
+
+
+def hardware(here: str) -> Option:
+    """Return the option `--hardware`; `here` says what is timed where that is asked for."""
+    return click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
+                        callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
+                        help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), {here} "
+                        "on a device of this machine.")  # fmt: skip
+
+
+def refuse(reasons: Mapping[str, object]) -> None:
+    """Raise the first reason there is against an option; the reasons are named by their options."""
+    for option, reason in reasons.items():
+        if reason:
+            raise click.BadParameter(str(reason), param_hint=option)
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:

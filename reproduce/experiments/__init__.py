@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reproduce.experiments import amoebanet, resnet, resnet_accuracy, unet, zoo
+from reproduce.experiments import amoebanet, resnet, unet, zoo
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale
 from reproduce.experiments.row import (
     AS_PUBLISHED,
@@ -31,7 +31,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         unet.MEMORY,
         unet.ABLATION,
         resnet.SPEED,
-        resnet_accuracy.ACCURACY,
+        resnet.ACCURACY,
         zoo.SPEED,
     )
 }

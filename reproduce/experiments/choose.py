@@ -1,4 +1,4 @@
-"""Choose rows of experiments by their names."""
+"""Choose rows of experiments by their names, and the scale that a machine can hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from reproduce.error import USAGE, Error
-from reproduce.experiments.row import Experiment
+from reproduce.experiments.row import Experiment, GiB, Scale
+from reproduce.machine.devices import Devices
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -38,3 +39,40 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list
             raise Error(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out", USAGE)
         chosen.append(replace(each, scales=tuple(scale for scale in scales if scale.rows)))
     return chosen
+
+
+def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
+    """Return `asked`, or the first scale, in the experiments' order, that all of them have and the machine holds.
+
+    Raises:
+        Error: an experiment has no such scale, or the machine cannot hold it.
+    """
+    names = [[scale.name for scale in experiment.scales] for experiment in experiments]
+    common = [name for name in names[0] if all(name in others for others in names)]
+    if not common:
+        raise Error("the rows that were chosen have no scale in common; run them apart", USAGE)
+    if asked is not None and asked not in common:
+        raise Error(f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}", USAGE)
+
+    reasons = []
+    for name in common if asked is None else [asked]:
+        reason = next(filter(None, (why_not(experiment.scale(name), devices) for experiment in experiments)), None)
+        if reason is None:
+            return name
+        reasons.append(f"--scale {name}: {reason}")
+    others = [name for name in common if name != asked]
+    advice = f"; use --scale {others[-1]}" if asked is not None and others else ""
+    raise Error(reasons[-1] + advice, USAGE)
+
+
+def why_not(scale: Scale, devices: Devices) -> str | None:
+    """Say why the devices cannot hold the scale; None where they can, though rows may still need more of them."""
+    if devices.kind == "meta" and not scale.cuda:
+        return "its balances are profiled, and devices that hold no data take no time"
+    needed, have = f"{scale.memory / GiB:.0f} GiB of memory", devices.memory
+    if scale.cuda and devices.kind == "cpu":
+        return f"it needs CUDA devices with {needed} each, and this run is on {devices}"
+    if have is not None and have < scale.memory:
+        share = "each" if devices.kind == "cuda" else "in all"
+        return f"it needs {needed} {share}, and {devices} have {have / GiB:.1f} GiB"
+    return None

@@ -13,17 +13,59 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from reproduce.experiments.row import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, PUBLISHED_NODE, Row
+from reproduce.experiments.row import (
+    AS_PUBLISHED,
+    LIKE_PUBLISHED,
+    P40_MEMORY,
+    PAPER_SCALE,
+    PUBLISHED_BALANCE,
+    PUBLISHED_NODE,
+    SMALL_SCALE,
+    Checkpoint,
+    Experiment,
+    GiB,
+    Row,
+    Scale,
+)
 
 PARTITIONS = (2, 4, 8)
+CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)  # of the controls
+SMALL_MICRO_BATCH = 4  # of those at equal micro-batch size
 
 Balance = tuple[int, ...]
-Balances = Mapping[int, Balance]  # by the number of partitions
 
 # name, m, batch size, balance; the first row is plain training
 Published = Sequence[tuple[str, int | None, int, Balance | None]]
 # name, model's size as published and at the small scale, m (None: micro-batches of one), balance; the first likewise
 Sizes = Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int | None, Balance | None]]
+
+
+def speed_experiment(
+    name: str, title: str, table: str, base: Row, theirs: Sequence[Row], micro_batch: int, small: Row,
+    batch_sizes: Sequence[int], seconds: float,
+) -> Experiment:  # fmt: skip
+    """List a speed experiment: the published rows and controls of `base`, or the like of the `small` model.
+
+    The controls have micro-batches of `micro_batch`, in the published balances. Of the small scale the rows have
+    `batch_sizes`, and `seconds` in all.
+    """
+    balances = {len(row.balance): row.balance for row in theirs if row.balance}
+    balances[1] = (sum(balances[PARTITIONS[0]]),)
+    like = smaller(theirs, small, batch_sizes)
+    scales = (
+        replace(PAPER_SCALE, rows=(*theirs, *controls(base, micro_batch, CHUNKS, balances))),
+        replace(SMALL_SCALE, rows=(*like, *controls(small, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)), seconds=seconds),
+    )
+    return Experiment(name=name, title=title, measures="speed", table=table, scales=scales)
+
+
+def memory_experiment(name: str, title: str, table: str, base: Row, small: Row, sizes: Sizes) -> Experiment:
+    """List a memory experiment: models of the published `sizes`, and of small ones."""
+    scales = (
+        Scale(name="paper", rows=memory_rows(base, sizes), memory=P40_MEMORY, cuda=True, steps=2),
+        Scale(name="small", rows=memory_rows(small, sizes, small=True), memory=4 * GiB, cuda=False, steps=2),
+    )
+    return Experiment(name=name, title=title, measures="memory", table=table, scales=scales)
 
 
 def published_rows(base: Row, table: Published, samples: int) -> tuple[Row, ...]:
@@ -71,38 +113,33 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> tuple[Row, .
 
 
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
-    """Return the row in the partitions of `balance`; None: without any."""
+    """Return the row in the partitions of `balance`; None: without any. A lone micro-batch is recomputed, as there."""
     if balance is None:
         return row
-    return replace(row, partitions=len(balance), chunks=chunks, checkpoint="except_last", balance=balance)
+    checkpoint: Checkpoint = "always" if chunks == 1 else "except_last"
+    return replace(row, partitions=len(balance), chunks=chunks, checkpoint=checkpoint, balance=balance)
 
 
-def controls(base: Row, micro_batch: int, chunks: Sequence[int], balances: Balances | None) -> tuple[Row, ...]:
+def controls(
+    base: Row, micro_batch: int, chunks: Sequence[int], balances: Mapping[int, Balance] | None
+) -> tuple[Row, ...]:
     """List the controls, first at `base`'s batch size, then in micro-batches of `micro_batch`; those end in `/mb`.
 
     Where `balances` is None they are profiled.
     """
-    equal = _at_equal_batch(replace(base, equal="batch"), chunks)
+    made: list[tuple[str, int, int, Checkpoint, str, int]] = [
+        *(("naive", n, 1, "never", f"naive n{n}", n) for n in PARTITIONS),
+        *(("checkpoint-only", 1, m, "always", f"checkpoint-only m{m}", PARTITIONS[0]) for m in chunks),
+        *(("GPipe", n, m, "except_last", f"GPipe n{n}m{m}", n) for n in PARTITIONS for m in chunks),
+    ]
+    equal = [
+        replace(base, configuration=configuration, partitions=n, chunks=m, checkpoint=checkpoint, name=name,
+                over=f"naive n{naive}", equal="batch", balance=None if balances is None else balances[n])
+        for configuration, n, m, checkpoint, name, naive in made
+    ]  # fmt: skip
     micro = [
         replace(row, name=f"{row.name}/mb", over=f"{row.over}/mb", equal="micro-batch",
                 batch_size=micro_batch * (row.chunks or 1))
         for row in equal
     ]  # fmt: skip
-    return tuple(replace(row, balance=None if balances is None else balances[row.devices]) for row in (*equal, *micro))
-
-
-def _at_equal_batch(base: Row, chunks: Sequence[int]) -> list[Row]:
-    return [
-        replace(base, configuration="naive", partitions=n, chunks=1, checkpoint="never", name=f"naive n{n}",
-                over=f"naive n{n}")
-        for n in PARTITIONS
-    ] + [
-        replace(base, configuration="checkpoint-only", partitions=1, chunks=m, checkpoint="always",
-                name=f"checkpoint-only m{m}", over=f"naive n{PARTITIONS[0]}")
-        for m in chunks
-    ] + [
-        replace(base, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last", name=f"GPipe n{n}m{m}",
-                over=f"naive n{n}")
-        for n in PARTITIONS
-        for m in chunks
-    ]  # fmt: skip
+    return (*equal, *micro)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reproduce.experiments.row import Row, Scale
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
-"""List the speed experiment on ResNet-101: few samples per micro-batch, and up to 1667 micro-batches."""
+"""List the experiments on ResNet-101: speed, with few samples per micro-batch, and accuracy when it is trained."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import Balances, Published, controls, published_rows, smaller
-from reproduce.experiments.row import PAPER_SCALE, SMALL_SCALE, Experiment, Optimizer, Row
+from reproduce.experiments.controls import Published, published_rows, speed_experiment
+from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Recipe
+from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB, Optimizer, Row
 
 BASE = Row(
     model="ResNet-101",
@@ -18,32 +19,106 @@ BASE = Row(
 )
 SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
 
-CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)
+# --- speed -------------------------------------------------------------------------------------------------------
+
 SAMPLES = 50_000  # of an epoch, as published
 
-PUBLISHED: Published = (
+PUBLISHED_SPEED: Published = (
     ("baseline", None, 118, None),
     ("pipeline-1", 2, 220, (370,)),
     ("pipeline-2", 1667, 25000, (135, 235)),
     ("pipeline-4", 256, 5632, (44, 92, 124, 110)),
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
-AS_THERE = published_rows(BASE, PUBLISHED, SAMPLES)
-SMALL_BATCHES = (16, 32, 1667 * 8, 256 * 8, 150 * 8)
 
-BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED if balance}
+SPEED = speed_experiment(
+    "resnet101-speed",
+    "ResNet-101: speed over n partitions",
+    "tg-resnet101-speed",
+    BASE,
+    published_rows(BASE, PUBLISHED_SPEED, SAMPLES),
+    micro_batch=15,
+    small=SMALL,
+    batch_sizes=(16, 32, 1667 * 8, 256 * 8, 150 * 8),
+    seconds=200,
+)
 
-SPEED = Experiment(
-    name="resnet101-speed",
-    title="ResNet-101: speed over n partitions",
-    measures="speed",
-    table="tg-resnet101-speed",
+# --- accuracy: trained by pipelines and data-parallel, to the end ------------------------------------------------
+
+SGD = Optimizer(name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1)
+
+TRAINING = AccuracyRow(
+    configuration=AS_PUBLISHED,
+    model="ResNet-101",
+    size=(),
+    input_shape=(3, 224, 224),
+    batch_size=256,
+    optimizer=SGD,
+    loss="cross_entropy",
+    num_classes=1000,
+    recipe=Recipe(epochs=90, base_lr=0.1, warmup_epochs=4, lr_decay_epochs=(30, 60, 80), lr_decay=0.1),
+    data=(
+        ("dataset", "ImageNet"),
+        ("train_crop", "RandomResizedCrop(224, scale=(0.08, 1.0)) + horizontal flip"),
+        ("eval_crop", "Resize(256) + CenterCrop(224)"),
+        ("dataloader_workers", 32),
+        ("drop_last", True),
+    ),
+)
+
+EIGHT = (26, 22, 33, 44, 44, 66, 66, 69)
+
+PUBLISHED_ACCURACY = tuple(
+    replace(TRAINING, name=name, gpus=gpus, batch_size=batch_size, chunks=m, balance=balance, over=over, published=name,
+            partitions=None if balance is None else gpus, checkpoint=None if balance is None else "except_last")
+    for name, gpus, batch_size, m, balance, over in (
+        ("reference-256", 8, 256, None, None, None),
+        ("reference-8k", 256, 8192, None, None, "reference-256"),
+        ("dataparallel-256", 2, 256, None, None, "reference-256"),
+        ("dataparallel-1k", 8, 1024, None, None, "dataparallel-256"),
+        ("dataparallel-4k", 8, 4096, None, None, "dataparallel-256"),
+        ("pipeline-256", 2, 256, 4, (140, 230), "dataparallel-256"),
+        ("pipeline-1k", 8, 1024, 64, EIGHT, "dataparallel-1k"),
+        ("pipeline-4k", 8, 4096, 64, EIGHT, "dataparallel-256"),
+    )
+)  # fmt: skip
+
+MADE = {"train_size": 1280, "val_size": 480, "classes": 8, "image_size": 32, "noise": 0.7}
+
+SMALL_TRAINING = replace(
+    TRAINING,
+    model="ResNet",
+    size=(1, 16, 1),
+    input_shape=(3, 32, 32),
+    batch_size=128,  # micro-batches of 32 at m = 4: with fewer, normalization by micro-batch costs accuracy here
+    num_classes=8,
+    recipe=Recipe(epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1),
+    data=(("dataset", "gratings"), ("train_crop", "random"), ("eval_crop", "middle"), ("drop_last", True)),
+)
+
+BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU
+
+SMALL_ROWS = (  # plain training, and pipelines that are to equal it
+    replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256"),
+    *(
+        replace(SMALL_TRAINING, name=name, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last",
+                balance=BALANCES[n], deferred_batch_norm=deferred, over="plain", published=published)
+        for name, n, m, deferred, published in (
+            ("GPipe n2m2", 2, 2, True, None),
+            ("GPipe n2m4", 2, 4, True, None),
+            ("plain BN n2m4", 2, 4, False, "pipeline-256"),
+            ("GPipe n8m4", 8, 4, True, None),
+        )
+    ),
+)  # fmt: skip
+
+ACCURACY = Experiment(
+    name="resnet101-accuracy",
+    title="ResNet-101: top-1 error, pipelines beside data-parallel training",
+    measures="accuracy",
+    table="tg-resnet101-accuracy",
     scales=(
-        replace(PAPER_SCALE, rows=(*AS_THERE, *controls(BASE, 15, CHUNKS, BALANCES))),
-        replace(
-            SMALL_SCALE,
-            rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
-            seconds=200,
-        ),
+        AccuracyScale(name="paper", rows=PUBLISHED_ACCURACY, memory=P40_MEMORY, cuda=True, seeds=1, made=None),
+        AccuracyScale(name="small", rows=SMALL_ROWS, memory=2 * GiB, cuda=False, seeds=5, made=MADE),
     ),
 )

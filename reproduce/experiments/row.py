@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 
 from reproduce.models import MODELS
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 
 Checkpoint = Literal["always", "except_last", "never"]
 Component = Literal["dependency", "streams", "portals"]

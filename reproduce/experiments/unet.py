@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import Balances, Published, Sizes, controls, memory_rows, published_rows, smaller
+from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment
 from reproduce.experiments.row import (
     AS_PUBLISHED,
     COMPONENTS,
     LIKE_PUBLISHED,
-    P40_MEMORY,
     PAPER_SCALE,
     PUBLISHED_NODE,
     SMALL_SCALE,
     Experiment,
-    GiB,
     Optimizer,
     Row,
-    Scale,
 )
 
 BASE = Row(
@@ -35,8 +32,6 @@ SAMPLES = 10_000  # of an epoch, as published
 
 # --- speed -----------------------------------------------------------------------------------------------------
 
-CHUNKS = (4, 32)
-
 PUBLISHED_SPEED: Published = (
     ("baseline", None, 40, None),
     ("pipeline-1", 2, 80, (241,)),
@@ -44,31 +39,20 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-4", 16, 512, (30, 66, 84, 61)),
     ("pipeline-8", 40, 640, (16, 27, 31, 44, 22, 57, 27, 17)),
 )
-AS_THERE = published_rows(BASE, PUBLISHED_SPEED, SAMPLES)
 
-SMALL_CHUNKS = (4, 8)
-SMALL_BATCHES = (8, 16, 128, 128, 160)  # a fourth or a fifth of the published ones
-
-BALANCES: Balances = {len(balance): balance for *_, balance in PUBLISHED_SPEED if balance}
-
-SPEED = Experiment(
-    name="unet-speed",
-    title="U-Net: speed over n partitions",
-    measures="speed",
-    table="tg-unet-speed",
-    scales=(
-        replace(PAPER_SCALE, rows=(*AS_THERE, *controls(BASE, 8, CHUNKS, BALANCES))),
-        replace(
-            SMALL_SCALE,
-            rows=(*smaller(AS_THERE, SMALL, SMALL_BATCHES), *controls(SMALL, 4, SMALL_CHUNKS, None)),
-            seconds=200,
-        ),
-    ),
+SPEED = speed_experiment(
+    "unet-speed",
+    "U-Net: speed over n partitions",
+    "tg-unet-speed",
+    BASE,
+    published_rows(BASE, PUBLISHED_SPEED, SAMPLES),
+    micro_batch=8,
+    small=SMALL,
+    batch_sizes=(8, 16, 128, 128, 160),  # a fourth or a fifth of the published ones
+    seconds=200,
 )
 
 # --- memory ----------------------------------------------------------------------------------------------------
-
-MEMORY_BASE, MEMORY_SMALL = replace(BASE, batch_size=32), replace(BASE, batch_size=16, input_shape=(3, 64, 64))
 
 # name, (B, C) as published and at the small scale, m, balance, as published
 SIZES: Sizes = (
@@ -79,15 +63,13 @@ SIZES: Sizes = (
     ("pipeline-8", (48, 160), (48, 10), 128, (800, 140, 62, 36, 36, 36, 36, 987)),
 )
 
-MEMORY = Experiment(
-    name="unet-memory",
-    title="U-Net: parameters and memory over model size",
-    measures="memory",
-    table="tg-unet-memory",
-    scales=(
-        Scale(name="paper", rows=memory_rows(MEMORY_BASE, SIZES), memory=P40_MEMORY, cuda=True, steps=2),
-        Scale(name="small", rows=memory_rows(MEMORY_SMALL, SIZES, small=True), memory=4 * GiB, cuda=False, steps=2),
-    ),
+MEMORY = memory_experiment(
+    "unet-memory",
+    "U-Net: parameters and memory over model size",
+    "tg-unet-memory",
+    replace(BASE, batch_size=32),
+    replace(BASE, batch_size=16, input_shape=(3, 64, 64)),
+    SIZES,
 )
 
 # --- ablation --------------------------------------------------------------------------------------------------

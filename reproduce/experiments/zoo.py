@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from reproduce.experiments.controls import PARTITIONS
 from reproduce.experiments.row import EQUAL_LAYERS, PAPER_SCALE, PLANNED, SMALL_SCALE, Experiment, GiB, Optimizer, Row
-from reproduce.models.zoo import ZOO
+from reproduce.models.resnet import ZOO
 
 CHUNKS = 8
 BASE = Row(

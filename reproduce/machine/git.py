@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import re
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -59,16 +58,8 @@ def git(folder: Path, *arguments: str) -> bytes:
     Raises:
         Error: git is not there, or fails; the message ends with the last line that git printed.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _repository_variables()}
-    return _run(["git", "-C", str(folder), *arguments], environment)
-
-
-@functools.cache
-def _repository_variables() -> list[str]:
-    return _run(["git", "rev-parse", "--local-env-vars"], os.environ).decode().split()
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
+    environment = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG_)", name)}
+    command = ["git", "-C", str(folder), *arguments]
     try:
         # In a session of its own, git is out of the reach of Ctrl-C, which is for this program to handle.
         done = subprocess.run(command, capture_output=True, timeout=120, start_new_session=True, env=environment)

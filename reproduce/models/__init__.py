@@ -18,9 +18,8 @@ from typing import NamedTuple
 from torch import nn
 
 from reproduce.models.amoebanet import amoebanetd
-from reproduce.models.resnet import RESNET101, resnet, resnet101
+from reproduce.models.resnet import RESNET101, ZOO, layers_of, resnet, resnet101
 from reproduce.models.unet import unet
-from reproduce.models.zoo import ZOO, layers_of
 
 __all__ = ["MODELS", "Model", "amoebanetd", "resnet101", "unet"]
 
@@ -33,19 +32,20 @@ class Model(NamedTuple):
     input_shape: tuple[int, int, int]
 
 
-def _thin(width: int, expansion: int, num_classes: int = 1000) -> nn.Sequential:
-    return resnet(RESNET101, width=width, expansion=expansion, num_classes=num_classes)
+def titled(name: str, sizes: tuple[int, ...]) -> str:
+    """Return what a model of these sizes is called, such as `AmoebaNet-D (18, 256)`."""
+    return f"{name} ({', '.join(map(str, sizes))})" if sizes else name
 
 
-def _resnet(blocks: int, width: int, expansion: int, num_classes: int = 1000) -> nn.Sequential:
-    return resnet((blocks,) * 4, width=width, expansion=expansion, num_classes=num_classes)
+def _resnet(blocks: int, *sizes: int, **classes: int) -> nn.Sequential:
+    return resnet((blocks,) * 4, *sizes, **classes)
 
 
 MODELS = {
     "AmoebaNet-D": Model(amoebanetd, ("L", "D"), (3, 224, 224)),
     "U-Net": Model(partial(unet, 5), ("B", "C"), (3, 192, 192)),
     "ResNet-101": Model(resnet101, (), (3, 224, 224)),
-    "thin ResNet-101": Model(_thin, ("width", "expansion"), (3, 224, 224)),
+    "thin ResNet-101": Model(partial(resnet, RESNET101), ("width", "expansion"), (3, 224, 224)),
     "ResNet": Model(_resnet, ("blocks", "width", "expansion"), (3, 64, 64)),
     **{f"torchvision:{name}": Model(partial(layers_of, name), ("pixels",), (3, 224, 224)) for name in ZOO},
 }

@@ -1,23 +1,30 @@
-"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, each bottleneck's identity a skip.
+"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, each bottleneck's identity a skip; and other models.
 
 The layers are torchvision's own, in its order, under its names joined by `_` (`layer1_0_conv1`), so that
 weights and eval-mode outputs are the same to the bit. Two things change: an in-place ReLU becomes a plain
 one, and what a bottleneck adds at its end is stashed at its start.
+
+Ten other well-known models are sequences of their own layers, as `torchgpipe.sequential` cuts them.
 
 Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor, nn
 
+import torchgpipe
 from reproduce.error import Error
 from reproduce.models.sizes import check_size
 from reproduce.models.unet import Stash
@@ -52,16 +59,12 @@ def bottleneck_layers(block: Bottleneck) -> Layers:
     """Yield a bottleneck's eleven layers with their names."""
     identity = Namespace()
     yield "identity", Stash().isolate(identity)
-    yield "conv1", block.conv1
-    yield "bn1", block.bn1
-    yield "relu1", nn.ReLU()
-    yield "conv2", block.conv2
-    yield "bn2", block.bn2
-    yield "relu2", nn.ReLU()
-    yield "conv3", block.conv3
-    yield "bn3", block.bn3
-    yield "add", AddIdentity(block.downsample).isolate(identity)
-    yield "relu3", nn.ReLU()
+    for i in (1, 2, 3):
+        yield f"conv{i}", block.get_submodule(f"conv{i}")
+        yield f"bn{i}", block.get_submodule(f"bn{i}")
+        if i == 3:
+            yield "add", AddIdentity(block.downsample).isolate(identity)
+        yield f"relu{i}", nn.ReLU()
 
 
 def layers(model: ResNet) -> Layers:
@@ -117,7 +120,7 @@ def from_torchvision(model: ResNet) -> nn.Sequential:
 
 
 def resnet(
-    blocks: Sequence[int] = RESNET101, *, width: int = 64, expansion: int = 4, num_classes: int = 1000
+    blocks: Sequence[int] = RESNET101, width: int = 64, expansion: int = 4, num_classes: int = 1000
 ) -> nn.Sequential:
     """Build a ResNet of bottlenecks with random weights, by torchvision; by default ResNet-101.
 
@@ -172,3 +175,43 @@ def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename a flat model's state for torchvision's ResNet: the inverse of `flat_state`."""
     return {re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key): value for key, value in state.items()}
+
+
+ZOO = ("resnet18", "resnet50", "alexnet", "densenet121", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny",
+       "vit_b_16", "swin_t", "regnet_y_1_6gf")  # fmt: skip
+
+
+def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
+    """Build the model of that name with random weights, for square images of so many pixels a side.
+
+    Raises:
+        Error: torchvision is missing or broken.
+        ValueError: it has no such model.
+    """
+    builder = import_torchvision("models", f"torchvision:{name}").get_model_builder(name)
+    # Without weights nothing is downloaded.
+    given = {key: None for key in inspect.signature(builder).parameters if key.startswith("weights")}
+    if name.startswith("vit_"):  # which are made for one size of images
+        options["image_size"] = pixels
+    device = torch.get_default_device()
+    # RegNet works out its widths with tensors, which have no values on `meta`.
+    with torch.device("cpu" if name.startswith("regnet_") else device):
+        model: nn.Module = builder(**given, **options)
+    return model.to(device)
+
+
+def layers_of(name: str, pixels: int, num_classes: int = 1000) -> nn.Sequential:
+    """Build the model of that name as `torchgpipe.sequential` cuts it; after one seed, with the same weights.
+
+    Shapes: (N, 3, pixels, pixels) to (N, num_classes).
+
+    Raises:
+        Error: torchvision is missing or broken.
+    """
+    return copy.deepcopy(_traced(name, pixels, num_classes, torch.get_default_device(), torch.initial_seed()))
+
+
+@functools.lru_cache(maxsize=1)  # rows of one model follow each other, and recording takes seconds
+def _traced(name: str, pixels: int, num_classes: int, device: torch.device, seed: int) -> nn.Sequential:
+    model = torchvision_model(name, pixels, num_classes=num_classes)
+    return torchgpipe.sequential(model, torch.rand(2, 3, pixels, pixels))

@@ -16,8 +16,6 @@ from reproduce.error import USAGE, Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.sources import Entry, Side
 
-__all__ = ["ALIASES", "CHOSEN", "Line", "differing", "match", "pick", "same_work", "value_text", "values_of"]
-
 CHOSEN = ("balance",)  # by a run itself, where the experiment does not fix it
 FIELDS = ("experiment", "row", "scale", "device", "engine")  # besides those of the configuration
 ALIASES = {"n": "partitions", "m": "chunks"}

@@ -12,8 +12,6 @@ from reproduce.numbers.metrics import throughput
 from reproduce.records.places import MEASURED
 from reproduce.records.record import Result, Run, load
 
-__all__ = ["MeasuredRow", "measured_rows"]
-
 
 @dataclass(frozen=True)
 class MeasuredRow:
@@ -31,13 +29,13 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> dict[str, Measure
         with contextlib.suppress(Error):  # `show` says what is wrong with it
             records.append(load(path))
     runs = [(record.run, record.results) for record in records if record.run is not None]
-    rows: dict[str, MeasuredRow] = {}
-    for run, results in sorted(runs, key=lambda pair: pair[0].started):
-        for result in results:
-            row = _row(result, run) if result.experiment == experiment else None
-            if row is not None:
-                rows[(result.published or "").rpartition("/")[2]] = row
-    return rows
+    rows = [
+        (result.published, _row(result, run))
+        for run, results in sorted(runs, key=lambda pair: pair[0].started)
+        for result in results
+        if result.experiment == experiment
+    ]
+    return {(name or "").rpartition("/")[2]: row for name, row in rows if row is not None}
 
 
 def _row(result: Result, run: Run) -> MeasuredRow | None:

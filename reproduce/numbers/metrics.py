@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from reproduce.numbers.accuracy import final_errors
 from reproduce.numbers.sources import Entry
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.record import Result
-
-__all__ = ["BYTES", "DEFAULTS", "Reading", "available", "better", "epoch_throughput", "median_ratio", "outcome", "over",
-           "over_measured", "read", "speed_up", "throughput", "utilization"]  # fmt: skip
 
 Measurement = float | Sequence[float]  # a number taken as exact, such as a published one, or samples
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
@@ -61,6 +57,42 @@ class Reading:
         return low, high
 
 
+class FinalError(NamedTuple):
+    """Hold top-1 errors in %: mean, and standard deviation where there is more than one."""
+
+    mean: float
+    deviation: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.deviation is None else f" +- {self.deviation:.2f}")
+
+    def allowed(self, other: FinalError) -> float | None:
+        """Return how far the two may be from each other to be the same; None where a deviation is not known."""
+        return None if self.deviation is None or other.deviation is None else self.deviation + other.deviation
+
+    def verdict(self, other: FinalError) -> str:
+        """Say whether the two are the same, as mean +- deviation of both overlap; nothing where these are not known."""
+        allowed = self.allowed(other)
+        return "" if allowed is None else "same" if abs(self.mean - other.mean) <= allowed else "differs"
+
+
+def final_errors(result: Result) -> list[float]:
+    """Return the error after the last epoch, for every seed that was trained to the end."""
+    pairs = zip(result.samples.get("epoch", []), result.samples.get("top1_error", []), strict=True)
+    return [error for epoch, error in pairs if epoch == result.config["epochs"]]
+
+
+def final_error(result: Result) -> FinalError | None:
+    """Return mean and sample standard deviation over the seeds, or what was published; None where there is neither."""
+    if result.status == "published":
+        error = result.values.get("top1_error")
+        return None if error is None else FinalError(error, result.values.get("top1_error_spread"))
+    errors = final_errors(result)
+    if not errors:
+        return None
+    return FinalError(statistics.mean(errors), statistics.stdev(errors) if len(errors) > 1 else None)
+
+
 def throughput(result: Result, run: str = "") -> Reading | None:
     """Return samples per second of every step, or as one number where only that is known; None where nothing is."""
     steps = result.samples.get("step_time")
@@ -86,6 +118,17 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
         return None
     ratios = over(ours, theirs)
     return ratios if ratios.rounds and result is not base else Reading(ours.middle / theirs.middle)
+
+
+def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
+    """Return how many times as fast as the first each row is that was timed, by what its name is up to a slash."""
+    found = {result.row.partition("/")[0]: speed_up(result, first) for result in results}
+    return {row: reading.middle for row, reading in found.items() if reading is not None}
+
+
+def errors(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each number differs from the other one of its name, as a share of that."""
+    return {name: value / theirs[name] - 1 for name, value in ours.items()}
 
 
 def over(reading: Reading, base: Reading) -> Reading:

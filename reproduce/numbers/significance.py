@@ -24,8 +24,6 @@ from scipy import stats
 
 from reproduce.numbers.metrics import Measurement
 
-__all__ = ["Decision", "Measurement", "Outcome", "Rule", "compare_samples", "needed"]
-
 Outcome = Literal["higher", "lower", "~", "too few", "untested"]
 Array = NDArray[numpy.float64]
 MOST_SAMPLES = 400  # of each side, as all pairs of them are looked at

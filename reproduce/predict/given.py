@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 import torchgpipe
 from reproduce import models
-from reproduce.models.zoo import torchvision_model
+from reproduce.models.resnet import torchvision_model
 from reproduce.predict.largest import MODELS
 from torchgpipe.microbatch import mapped
 from torchgpipe.trace.layer import Layers
-
-__all__ = ["IMAGE", "PAPERS_SIZES", "Given", "find_given"]
 
 PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
 IMAGE = (3, 224, 224)
@@ -67,7 +65,7 @@ def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Giv
     if name in MODELS:
         paper, batch_size, optimizer = MODELS[name]
         family, sizes = models.MODELS[paper], sizes or PAPERS_SIZES.get(name, ())
-        title = f"{paper} ({', '.join(map(str, sizes))})" if sizes else paper
+        title = models.titled(paper, sizes)
         return Given(title, lambda: (family.build(*sizes), torch.empty(1, *family.input_shape)), batch_size, optimizer)
     where, _, what = name.partition(":")
     if not where or not what:

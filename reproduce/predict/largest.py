@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from math import inf
 
 from reproduce import models
-from reproduce.predict.rows import counted
+from reproduce.models.counted import counted
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan import Hardware, Impossible
 from torchgpipe.plan.count import Counts
 from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.search import search
-
-__all__ = ["MODELS", "Asked", "Largest", "largest"]
 
 # what it is called -> the model, the papers' batch size, optimizer
 MODELS = {

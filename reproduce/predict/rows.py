@@ -6,7 +6,6 @@ They hold no time and no machine, so that the same source gives the same file.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
@@ -14,18 +13,15 @@ from msgspec import structs
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.models import MODELS
-from reproduce.records.decode import Json
+from reproduce.models.counted import counted, setup_of
+from reproduce.records.places import Json
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result
-from torchgpipe.plan.alike import Alike
+from reproduce.records.record import Record, Result, rounded
 from torchgpipe.plan.count import Counts, count
 from torchgpipe.plan.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.optimizer import optimizer_named
-from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
-
-__all__ = ["SPEED_TABLES", "counted", "predict_row", "predict_run", "predict_table", "predictable"]
 
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 """Those whose speed-ups the targets are about."""
@@ -56,15 +52,8 @@ def predictable() -> dict[str, str]:
 def predict_table(experiment: str, hardware: Hardware) -> Record:
     """Predict every row of the experiment's published table on `hardware`."""
     table = published(predictable()[experiment])
-    return Record(
-        name=f"{experiment}-{hardware.name}",
-        title=f"{table.title}: predicted, on {hardware.name}",
-        kind="predicted",
-        unit=UNITS,
-        scale="paper",
-        hardware=_described(hardware),
-        results=[predict_row(experiment, table.name, row, hardware) for row in table.results],
-    )
+    results = [predict_row(experiment, table.name, row, hardware) for row in table.results]
+    return _record(experiment, table.title, "paper", hardware, results)
 
 
 def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
@@ -85,20 +74,23 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     }
     results = []
     for row in rows:
-        values = _speed(predictors[_model(row.config)], row.config, zeroed=False)
-        rounded = {name: _rounded(value) for name, value in values.items()}
+        values = rounded(_speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS)
         results.append(
-            Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over, values=rounded)
+            Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over, values=values)
         )
     hardware = next(iter(predictors.values())).hardware
+    return _record(record.name, record.title, record.scale, hardware, results)
+
+
+def _record(name: str, title: str, scale: str | None, hardware: Hardware, results: list[Result]) -> Record:
     return Record(
-        name=f"{record.name}-{hardware.name}",
-        title=f"{record.title}: predicted, on {hardware.name}",
+        name=f"{name}-{hardware.name}",
+        title=f"{title}: predicted, on {hardware.name}",
         kind="predicted",
         unit=UNITS,
-        scale=record.scale,
-        hardware=_described(hardware),
         results=results,
+        scale=scale,
+        hardware=_described(hardware),
     )
 
 
@@ -148,32 +140,12 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
         values.update(_speed(Predictor(counts, hardware), config))
     if with_memory:
         values.update(_memory(counts, config))
-    return structs.replace(result, values={name: _rounded(value) for name, value in values.items()})
-
-
-def _setup(config: dict[str, Json], layers: int, *, zeroed: bool = True) -> Setup:
-    """Return a row's setup; a row without a pipeline is one partition and one micro-batch.
-
-    `zeroed`: gradients were kept and set to zero, as PyTorch of the papers' time did.
-    """
-    components = config.get("components")
-    name = config["optimizer"].lower()
-    return Setup(
-        batch_size=config["batch_size"],
-        balance=tuple(config["balance"] or (layers,)),
-        chunks=config["chunks"] or 1,
-        checkpoint=config["checkpoint"] or "never",
-        # PyTorch of that time updated one parameter after another, on GPUs too, and set gradients to zero.
-        optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
-        portals=components is None or "portals" in components,
-        streams=components is None or "streams" in components,
-        zeroed=zeroed,
-    )
+    return structs.replace(result, values=rounded(values, DIGITS))
 
 
 def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True) -> dict[str, float]:
     """Predict one step, and the throughput of an epoch as the papers took it: with its last, smaller mini-batch."""
-    setup = _setup(config, len(predictor.counts), zeroed=zeroed)
+    setup = setup_of(config, len(predictor.counts), zeroed=zeroed)
     step = predictor.step(setup)
     samples, seconds = float(setup.batch_size), step.seconds
     if "last_batch_size" in config:
@@ -185,36 +157,9 @@ def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
 
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak, with PyTorch of today; without portals, nothing."""
-    setup = _setup(config, len(counts), zeroed=False)
+    setup = setup_of(config, len(counts))
     if not setup.portals:
         return {}
     devices = setup_memory(counts, setup)
     kept = round(sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low))
     return {"allocated": [round(device.peak) for device in devices], "model": kept}
-
-
-ALIKE = Alike()
-"""Models of one family have many layers in common."""
-
-
-def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
-    """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for.
-
-    PyTorch's present settings count: autocast for GPUs, and the precision of float32.
-    """
-    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    return _counted(model, sizes, input_shape, memory, autocast, *(kind.fp32_precision for kind in kinds))
-
-
-@functools.cache
-def _counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], memory: bool, *_: object) -> Counts:
-    with torch.device("meta"):
-        module, sample = MODELS[model].build(*sizes), torch.empty(1, *input_shape)
-    return count(module, sample, memory=memory, alike=ALIKE)
-
-
-def _rounded(value: Json) -> Json:
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

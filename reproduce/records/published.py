@@ -7,11 +7,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from reproduce.records.decode import Json, decode, read_json
-from reproduce.records.places import RESULTS
+from reproduce.records.places import RESULTS, Json, decode, read_json
 from reproduce.records.record import Record, Result, load, save
-
-__all__ = ["PAPER", "import_tables", "published"]
 
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree

@@ -22,14 +22,13 @@ from msgspec import Struct
 from reproduce.error import Error
 from reproduce.machine.description import Machine
 from reproduce.machine.git import Git
-from reproduce.records.decode import Json, decode, read_json
+from reproduce.records.places import Json, decode, read_json
 from reproduce.records.upgrade import UPGRADES, upgrade
-
-__all__ = ["FORMAT", "FREED_MEMORY", "VERSION", "Engine", "Record", "Result", "Run", "hardware_name", "load", "parse",
-           "save", "write_atomically"]  # fmt: skip
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
+WIDTH = 120  # of a line
+DIGITS = 10  # of a float: a step of a second to a tenth of a nanosecond, and no clock is as fine
 FREED_MEMORY = "freed_memory"
 """The setting that says whether a run on a CPU kept what tensors let go of (`reproduce.machine.allocator`)."""
 
@@ -139,7 +138,8 @@ def save(record: Record, path: Path) -> None:
     """
     _check(record, f"{path}: cannot be written")
     try:
-        text = _format({"format": FORMAT, "version": VERSION, **msgspec.to_builtins(record)})
+        fields = rounded(msgspec.to_builtins(record), DIGITS)
+        text = _format({"format": FORMAT, "version": VERSION, **fields})
     except ValueError as error:  # NaN and infinity, which JSON has no word for
         raise Error(f"{path}: cannot be written ({error})") from error
     write_atomically(path, text + "\n")
@@ -162,15 +162,25 @@ def _check(record: Record, where: str) -> None:
             raise Error(f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps")
 
 
+def rounded(value: Json, digits: int) -> Json:
+    """Return the value, its floats with so many significant digits."""
+    if isinstance(value, dict):
+        return {name: rounded(item, digits) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
 def _format(value: Json, indent: str = "") -> str:
-    """Write JSON for people and for `diff`: a line for each thing, but a plain list of values on one."""
-    deeper = indent + " "
-    if isinstance(value, dict) and value:
+    """Write JSON for people and for `diff`: on a line what fits one, and any plain list; else a line for each thing."""
+    line, deeper = json.dumps(value, allow_nan=False), indent + " "
+    nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(x, (dict, list)) for x in value))
+    if not nested or len(indent + line) <= WIDTH:
+        return line
+    if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {_format(item, deeper)}" for key, item in value.items()]
         return "{\n" + ",\n".join(deeper + line for line in lines) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        return "[\n" + ",\n".join(deeper + _format(item, deeper) for item in value) + f"\n{indent}]"
-    return json.dumps(value, allow_nan=False)
+    return "[\n" + ",\n".join(deeper + _format(item, deeper) for item in value) + f"\n{indent}]"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

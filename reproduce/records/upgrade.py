@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reproduce.records.decode import Json
-
-__all__ = ["UPGRADES", "upgrade"]
+from reproduce.records.places import Json
 
 
 def upgrade(data: dict[str, Json], version: int) -> dict[str, Json]:

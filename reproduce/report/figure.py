@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from typing import Any
+from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -26,34 +26,7 @@ VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"} | {
     color: f"--{name}{i}" for name, colors in (("s", SERIES), ("d", DEVICES)) for i, color in enumerate(colors)
 }
 
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.fontsize": 8.5,
-    "legend.frameon": False,
-    "text.color": TEXT,
-    "axes.labelcolor": TEXT,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelcolor": TEXT,
-    "ytick.labelcolor": TEXT,
-    "axes.edgecolor": FAINT,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "grid.color": FAINT,
-    "grid.alpha": 0.35,
-    "grid.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
-    "axes.axisbelow": True,
-}
-styled = matplotlib.rc_context(STYLE)
+styled = matplotlib.rc_context(fname=Path(__file__).parent / "figure.mplstyle")
 """Decorates what draws a figure of the page."""
 
 

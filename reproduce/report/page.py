@@ -10,15 +10,14 @@ from typing import Any
 import jinja2
 
 from reproduce.experiments import EXPERIMENTS
+from reproduce.machine.description import Gpu
+from reproduce.records.places import Json
 from reproduce.records.record import Record
-from reproduce.report.bars import ablation_figures, memory_figures
-from reproduce.report.curves import speed_up_figures
+from reproduce.report.figures import ablation_figures, memory_figures, speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
-from reproduce.report.provenance import provenance
-from reproduce.report.side_by_side import side_by_side
-from reproduce.report.subjects import RUN, Subject, find_subjects
-from reproduce.tables.all import tables
-from reproduce.tables.layout import Table, many
+from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
+from reproduce.tables.all import about_run, tables
+from reproduce.tables.layout import GiB, Table, many
 from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.replay import Timeline
 
@@ -98,3 +97,47 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
     return "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def provenance(record: Record) -> dict[str, str]:
+    """Return what is behind a record's numbers, by name: machine, software and run; publication; hardware."""
+    if (run := record.run) is not None:
+        gpus = Counter(map(_gpu, run.machine.gpus))
+        about = {
+            **{name: line.removeprefix(f"{name}: ").replace("`", "") for name, line in about_run(record, run).items()},
+            "cores installed": str(run.machine.cores_installed),
+            "GPUs": "; ".join(f"{count} x {gpu}" for gpu, count in gpus.items()),
+        }
+    else:
+        about = {
+            "source": _listed(record.source),
+            "hardware": _listed(record.hardware),
+            "software": _listed(record.software),
+            "notes": " ".join(record.notes),
+            "disagreements": "; ".join(f"{each.row}: {each.values.get('verdict')}" for each in record.discrepancies),
+        }
+    return {name: text for name, text in about.items() if text}
+
+
+def _gpu(gpu: Gpu) -> str:
+    parts = [
+        gpu.name,
+        f"{gpu.memory / GiB:.0f} GiB",
+        f"{gpu.clock:.0f} MHz" if gpu.clock else None,
+        f"{gpu.memory_clock:.0f} MHz memory" if gpu.memory_clock else None,
+        f"{gpu.power_limit:.0f} W" if gpu.power_limit else None,
+        gpu.link,
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _listed(fields: Mapping[str, Json] | None) -> str:
+    return "; ".join(
+        f"{name.replace('_', ' ')}: {', '.join(map(_text, value)) if isinstance(value, list) else _text(value)}"
+        for name, value in (fields or {}).items()
+        if value is not None
+    )
+
+
+def _text(value: Json) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -11,20 +11,22 @@ hand tensors over. `docs/emulation.md` says how much that is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+import torch
+
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
-from reproduce.run.links import Link, counts
-from reproduce.run.timeline import record_tasks
-from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, update
+from reproduce.models.counted import counted, setup_of
+from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, record_tasks, update
 from torchgpipe.observe import Kind, Task
+from torchgpipe.plan.hardware import Hardware, hardware_names
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.optimizer import optimizer_named
-from torchgpipe.plan.predict import Setup
+from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.schedule import overlaps
 from torchgpipe.timeline.stopwatch import Mark
@@ -107,7 +109,7 @@ class Emulation:
         with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
             self.devices.synchronize()
             started = Mark(device)
-            watched = record_tasks(training, lambda: losses.append(training.forward_and_backward()))
+            watched = record_tasks(training, lambda: losses.append(training.forward_and_backward())).tasks
             updated = [Mark(device)]
             for optimizer in self.optimizers:
                 update(optimizer)
@@ -183,17 +185,54 @@ class Emulation:
 def memory_needed(row: Row) -> str:
     """Say what the row's partitions take together, as counted on `meta`."""
     ran = executed(row)
-    name = ran.optimizer.name.lower()
-    name = "momentum" if name == "sgd" and ran.optimizer.options.get("momentum") else name
-    setup = Setup(
-        batch_size=ran.batch_size,
-        balance=ran.balance or (1,),
-        chunks=ran.chunks or 1,
-        checkpoint=ran.checkpoint or "never",
-        optimizer=optimizer_named(name, foreach=False),
-    )
-    counted = counts(ran, memory=True)
-    if ran.balance is None:
-        setup = replace(setup, balance=(len(counted),))
-    peak = sum(device.peak for device in setup_memory(counted, setup))
+    counts = counted(ran.model, ran.size, ran.input_shape)
+    setup = setup_of({**ran.config(), "components": None}, len(counts))
+    peak = sum(device.peak for device in setup_memory(counts, setup))
     return f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB on the one device that plays all"
+
+
+class Link:
+    """Take the copies of a step from a hardware description.
+
+    With `papers`, the rows at the published size, by name, they are in proportion: a copy takes the same share of a
+    micro-batch's forward here as the description says of the published model. For a smaller model computes less for
+    each byte that it hands on, and a core computes less than a GPU. Without, they take what the description says.
+    """
+
+    def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
+        self.hardware, self.papers = hardware, papers
+        self.title = hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
+        self._predictors: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Predictor] = {}
+
+    def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
+        """Return the seconds of each boundary's copy and of each skip's, where a micro-batch's forward takes so many.
+
+        Each is one way; a skip is named by the partitions that stash and pop it.
+        """
+        paper = row
+        if self.papers is not None:
+            paper = self.papers.get(row.name.partition("/")[0]) or next(iter(self.papers.values()))
+        predictor = self._predictor(paper)
+        setup = Setup(
+            batch_size=paper.batch_size,
+            balance=row.balance or (),
+            chunks=paper.chunks or 1,
+            portals="portals" in row.components,
+        )
+        boundaries, skips = predictor.copies(setup)
+        share = 1.0 if self.papers is None else forward / sum(predictor.layers(setup.sizes[0]).forward)
+        return [each * share for each in boundaries], {route: each * share for route, each in skips.items()}
+
+    def _predictor(self, row: Row) -> Predictor:
+        key = (row.model, row.size, row.input_shape)
+        if key not in self._predictors:
+            self._predictors[key] = Predictor(counted(*key, memory=False), self.hardware)
+        return self._predictors[key]
+
+
+def own_links(devices: Devices) -> str | None:
+    """Name the shipped description of a node of GPUs like the first of `devices`; None where there is none."""
+    if devices.kind != "cuda":
+        return None
+    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
+    return next((name for name in hardware_names() if name.rpartition("x")[0] in words), None)

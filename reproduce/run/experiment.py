@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from reproduce.records.record import SUCCESS
 from reproduce.run.accuracy.run import plan_accuracy, run_accuracy
 from reproduce.run.failure import explain
-from reproduce.run.memory import measure_memory, plan_memory, run_memory
+from reproduce.run.peak import measure_memory, plan_memory, run_memory
 from reproduce.run.session import Session
 from reproduce.run.speed import plan_speed, run_speed
 
@@ -23,16 +23,6 @@ def run_experiment(session: Session) -> Iterator[str]:
     """Run every row, whatever becomes of others; yield the name of each group that is done, which has its tables."""
     with session.devices.in_use():
         yield from WAYS[session.experiment.measures][1](session)
-
-
-def _memory(session: Session) -> Iterator[str]:
-    run_memory(session)
-    yield ""
-
-
-def _accuracy(session: Session) -> Iterator[str]:
-    run_accuracy(session)
-    yield ""
 
 
 def _ablation(session: Session) -> Iterator[str]:
@@ -52,7 +42,7 @@ def _ablation(session: Session) -> Iterator[str]:
 
 WAYS = {  # what is measured -> how to plan, how to run
     "speed": (plan_speed, run_speed),
-    "memory": (plan_memory, _memory),
+    "memory": (plan_memory, run_memory),
     "ablation": (plan_speed, _ablation),
-    "accuracy": (plan_accuracy, _accuracy),
+    "accuracy": (plan_accuracy, run_accuracy),
 }

@@ -1,4 +1,4 @@
-"""Measure a training step's peak memory on each device.
+"""Run a memory experiment: count the published models' parameters, then measure every row's peak, one at a time.
 
 On CUDA PyTorch's caching allocator counts: bytes allocated to tensors, and bytes reserved from the device. On a
 CPU nothing counts, and on one GPU that plays several nothing tells them apart. There the bytes of all tensors alive are
@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from msgspec.structs import replace
 
+from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
+from reproduce.records.places import Json
+from reproduce.run.failure import explain
 from reproduce.run.live_bytes import LiveBytes
-from reproduce.run.training import Training
+from reproduce.run.session import Session
+from reproduce.run.training import FakeData, Training
 
+FLOAT_BYTES = 4
 Peak = dict[str, list[int]]  # what is counted -> the most bytes on each of the training's devices
 
 
@@ -63,3 +69,48 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
     with watch, counter.watch():
         run()
     return {"peak_allocated": counter.peak}
+
+
+def plan_memory(session: Session) -> None:
+    """Tell the progress display how many steps are to come."""
+    for row in session.scale.rows:
+        session.progress.plan(session.job(row), session.scale.steps, row.work())
+
+
+def run_memory(session: Session) -> Iterator[str]:
+    """Record sizes and peaks, whatever becomes of each row; at its end it yields the name of their only group."""
+    on_meta = session.devices.kind == "meta"  # there the rows themselves are of the published size
+    for row in () if on_meta else session.experiment.scale("paper").rows:
+        session.start(f"counting the parameters of {row.name}")
+        counted = replace(session.result(row), scale="paper", device="meta", values=_model_values(row))
+        session.recorder.put(counted)
+
+    for row in session.expected():
+        try:
+            used, values = measure_memory(session, row, session.scale.steps)
+        except Exception as error:
+            session.put_failure(row, explain(error))
+        else:
+            session.put(used, values=values)
+        finally:
+            session.progress.stop()
+    yield ""
+
+
+def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
+    """Return the row as it was run, balance included, and its model's size and peak memory."""
+    session.free()
+    training = session.build(row, FakeData([row], session.seed))
+
+    def before(step: int) -> None:
+        session.start(f"memory of {row.name}, step {step + 1} of {steps}", session.job(row))
+
+    peak = measure_peak(training, session.devices, steps=steps, before=before)
+    return training.row, {**_model_values(row), **peak}
+
+
+def _model_values(row: Row) -> dict[str, Json]:
+    """Count the model's parameters, exactly, and the bytes of parameters, gradients and optimizer state."""
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in row.build().parameters())
+    return {"parameters": parameters, "model_bytes": parameters * FLOAT_BYTES * (2 + row.optimizer.state)}

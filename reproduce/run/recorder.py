@@ -14,7 +14,7 @@ from reproduce.error import Error
 from reproduce.machine.description import load_average, machine, versions
 from reproduce.machine.devices import Devices
 from reproduce.machine.git import checkout
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.record import Record, Result, Run, save
 
 

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from reproduce.experiments import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.datasets import AccuracyNeeds
+from reproduce.run.emulation import Link, own_links
 from reproduce.run.engines import why_not
 from reproduce.run.failure import Failure
-from reproduce.run.links import Link, own_links
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer, FakeData, Training
@@ -47,7 +47,6 @@ UNITS = {
     "epoch_time": "s, of training alone, reading data included",
     "learning_rate": "1, of the epoch's last step",
     "samples_per_epoch": "count",
-    "resumed_after": "[seed, epoch] after which the training was continued by another run",
 }
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
+from reproduce.error import Error
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.run.emulation import Emulation, Executed
 from reproduce.run.failure import explain
-from reproduce.run.timeline import record_step
-from reproduce.run.training import Training
-from reproduce.run.utilization import ask_driver
+from reproduce.run.training import Training, record_tasks
 from torchgpipe.plan.replay import Timeline
 
 Samples = dict[str, list[float]]
@@ -96,6 +97,17 @@ def time_step(training: Training, devices: Devices) -> tuple[float, float]:
     return seconds, float(loss)
 
 
+def record_step(training: Training, devices: Devices) -> Timeline:
+    """Run one whole step and return its timeline."""
+    devices.synchronize()
+    started = time.perf_counter()
+    stopwatch = record_tasks(training, training.step)
+    devices.synchronize()
+    seconds = time.perf_counter() - started
+    events = [event._replace(start=event.start - started, end=event.end - started) for event in stopwatch.events()]
+    return Timeline(events, seconds, len(training.devices))
+
+
 def watch(training: Training, devices: Devices) -> tuple[Values, Timeline | None]:
     """Return utilization and bubble of a row, or why there are none, and the timeline of one of its steps."""
 
@@ -128,3 +140,48 @@ def busy(timeline: Timeline) -> Values:
     """Return the share of the step in which each device worked, and the bubble."""
     shares: list[Json] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
     return {"utilization": shares, "bubble": timeline.bubble}
+
+
+SAMPLING_SECONDS = 0.05  # as published
+LEAST_SECONDS = 2.0
+MOST_STEPS = 50
+
+
+def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
+    """Run steps for some seconds, and return each CUDA device's mean utilization meanwhile, from 0 to 1.
+
+    The driver (NVML) says in which share of a short time the GPU ran any kernel at all; it is sampled as often as the
+    published runs did.
+
+    Raises:
+        Error: the driver does not tell, or its Python bindings are not installed.
+    """
+    samples: list[list[int]] = [[] for _ in devices]
+    try:
+        for device in devices:
+            torch.cuda.utilization(device)
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise Error(f"utilization is not available ({said}); try 'pip install nvidia-ml-py'") from error
+
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(SAMPLING_SECONDS):
+            for device, taken in zip(devices, samples, strict=True):
+                taken.append(torch.cuda.utilization(device))
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        started = time.monotonic()
+        for _ in range(MOST_STEPS):
+            step()
+            if time.monotonic() - started > LEAST_SECONDS:
+                break
+    finally:
+        over.set()
+        sampler.join()
+    if not all(samples):
+        raise Error(f"utilization is not available (the steps took less than {SAMPLING_SECONDS} s)")
+    return [statistics.mean(taken) / 100 for taken in samples]

@@ -21,6 +21,7 @@ from torchgpipe.balance import balance_by_time
 from torchgpipe.engines import EngineName
 from torchgpipe.observe import Observer, observed
 from torchgpipe.plan import plan
+from torchgpipe.timeline.stopwatch import Stopwatch
 
 PROFILE_SECONDS = 1.0  # for each balance
 PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
@@ -213,3 +214,11 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     """Update parameters, and let go of their gradients."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def record_tasks(training: Training, run: Callable[[], object]) -> Stopwatch:
+    """Run something, and return when each of its tasks, and each copy between devices, ran on its device."""
+    stopwatch = Stopwatch(dict(enumerate(training.devices)))
+    with training.observed(stopwatch):
+        run()
+    return stopwatch

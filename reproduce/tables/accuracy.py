@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from reproduce.experiments import Experiment
-from reproduce.numbers.accuracy import FinalError, final_error, final_errors
-from reproduce.numbers.metrics import epoch_throughput, outcome
-from reproduce.records.decode import Json
+from reproduce.numbers.metrics import FinalError, epoch_throughput, final_error, final_errors, outcome
+from reproduce.records.places import Json
 from reproduce.records.record import Result
-from reproduce.tables.layout import Column, Table, by_value, span
+from reproduce.tables.layout import Column, Table, by_value, number, span
 from reproduce.tables.rows import ROW, Rows, config
-from reproduce.tables.text import number
 
 RUNNING_STATISTICS = (  # of records up to revision 414bf55
     "running statistics: largest relative difference, over all seeds and layers, of batch norm's running mean or "

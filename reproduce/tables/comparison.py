@@ -15,11 +15,10 @@ from reproduce.numbers.match import match, pick, values_of
 from reproduce.numbers.metrics import BYTES, Reading, available, better, outcome
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side, load_side
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.record import SUCCESS
-from reproduce.tables.layout import Table, bullets, many
+from reproduce.tables.layout import Table, bullets, many, reading_text
 from reproduce.tables.pivot import pivot
-from reproduce.tables.text import reading_text
 
 LABEL_WIDTH = 30  # of a row's name, before it is broken
 FIELDS = ("experiment", "row", "metric", "unit", "relative", "side", "name", "value", "samples", "ratio", "low", "high",

@@ -9,8 +9,7 @@ from typing import get_args
 from reproduce.experiments import Experiment
 from reproduce.numbers.metrics import outcome, speed_up, throughput
 from reproduce.records.record import Engine, Result
-from reproduce.tables.layout import Column, Table, many, table
-from reproduce.tables.text import number, ratio
+from reproduce.tables.layout import Column, Table, many, number, ratio, table
 
 GROUP = "engines"
 WHAT = {

@@ -1,4 +1,4 @@
-"""Lay tables out for a terminal of 80 columns and for Markdown."""
+"""Write numbers, and lay tables out for a terminal of 80 columns and for Markdown."""
 
 from __future__ import annotations
 
@@ -9,6 +9,41 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import tabulate
+
+from reproduce.numbers.metrics import BYTES, Reading
+
+MiB, GiB = BYTES["MiB"], BYTES["GiB"]
+
+
+def number(value: float | Reading) -> str:
+    """Write a number or a middle with three digits, or all before the point: 0.00420, 0.850, 12.0, 132, 4,224."""
+    value = value.middle if isinstance(value, Reading) else value
+    if 999.5 <= abs(value) < 1e13:
+        return f"{value:,.0f}"
+    if 1e-3 <= abs(value) < 1e13:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:.2e}" if value else "0"
+
+
+def ratio(value: float | Reading) -> str:
+    """Write a ratio as a number, but with no more than two decimals from 0.1 on: 0.85 stands in a column with 1.25."""
+    value = value.middle if isinstance(value, Reading) else value
+    return f"{value:.2f}" if 0.1 <= abs(value) < 1 else number(value)
+
+
+def reading_text(reading: Reading) -> str:
+    """Write a reading's middle, bytes as MiB or GiB."""
+    if reading.unit not in BYTES:
+        return number(reading)
+    value = reading.middle * BYTES[reading.unit]
+    return f"{value / GiB:.2f} GiB" if value >= GiB else f"{value / MiB:.4g} MiB"
+
+
+def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
+    """Write a reading's middle and its quartiles, where it has any, as in `12.0 (11.8-12.3)`."""
+    between = "" if reading.quartiles is None else f" ({'-'.join(map(write, reading.quartiles))})"
+    return write(reading.middle) + between
+
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
@@ -95,11 +130,11 @@ def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes
     return Table(title, headings, lines, list(filter(None, notes)), left)
 
 
-def in_lines(numbers: Sequence[float], form: str) -> str:
+def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
     """Write a number for each device, four to a line."""
     texts = [form.format(each) for each in numbers]
     lines = [texts[i : i + DEVICES_PER_LINE] for i in range(0, len(texts), DEVICES_PER_LINE)]
-    return "\n".join("  ".join(line) for line in lines)
+    return "\n".join(gap.join(line) for line in lines)
 
 
 def bullets(notes: Sequence[str], wrap: bool = True) -> str:

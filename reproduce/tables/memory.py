@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from reproduce.experiments import Experiment
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
-from reproduce.tables.layout import Column, Table, in_lines, span
+from reproduce.tables.layout import Column, GiB, MiB, Table, in_lines, span
 from reproduce.tables.rows import ROW, SIZE, Rows
-from reproduce.tables.text import GiB, MiB
 
 FLOAT_BYTES = 4
 KINDS = {  # device and values of a result -> what a table of them is called, and what the bytes are

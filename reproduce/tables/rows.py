@@ -10,11 +10,10 @@ from typing import Any
 from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment
 from reproduce.models import MODELS
 from reproduce.numbers.metrics import Reading, outcome, over_measured, speed_up, throughput, utilization
-from reproduce.records.decode import Json
+from reproduce.records.places import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
-from reproduce.tables.layout import Column, Table, by_value, many, span, table
-from reproduce.tables.text import number, ratio, with_quartiles
+from reproduce.tables.layout import Column, Table, by_value, many, number, ratio, span, table, with_quartiles
 
 WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device was in a task",

@@ -15,7 +15,7 @@ from benchmarks.emulation import OwnRow, Subject, errors, main, settled, table, 
 from benchmarks.harness import summarized
 from reproduce.experiments import Optimizer
 from reproduce.records.record import Record, Result, load
-from reproduce.run.timeline import record_step
+from reproduce.run.timed import record_step
 from torchgpipe.plan.replay import Costs, Event, replay
 
 

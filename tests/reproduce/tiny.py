@@ -80,7 +80,7 @@ if __name__ == "__main__":
     from reproduce.cli.main import main
 
     if os.environ.get("TINY_SLEEP"):  # make every step last, to be interrupted
-        from reproduce.run.accuracy.training import AccuracyTraining
+        from reproduce.run.accuracy.run import AccuracyTraining
 
         def slow(step: Callable[..., object]) -> Callable[..., object]:
             def sleep(*arguments: object) -> object:

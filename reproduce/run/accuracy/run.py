@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from reproduce.error import Error
 from reproduce.experiments import AccuracyRow
+from reproduce.machine.devices import Devices
 from reproduce.records.record import write_atomically
 from reproduce.run.accuracy.datasets import AccuracyNeeds, Batch
-from reproduce.run.accuracy.training import AccuracyTraining
 from reproduce.run.failure import explain
 from reproduce.run.session import Session
+from reproduce.run.training import make_optimizer, on_devices, update
 
 SERIES = ("seed", "epoch", "top1_error", "train_loss", "epoch_time", "learning_rate")
 Epoch = tuple[float, ...]  # a value of each series
@@ -36,8 +39,11 @@ def plan_accuracy(session: Session) -> None:
         session.progress.plan(session.job(row), seeds * row.recipe.epochs * _steps(session, row), row.work())
 
 
-def run_accuracy(session: Session) -> None:
-    """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible."""
+def run_accuracy(session: Session) -> Iterator[str]:
+    """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible.
+
+    What it yields at its end names their only group.
+    """
     rows = cast("list[AccuracyRow]", session.expected())
     ended: dict[str, str] = {}  # rows that have failed, and how
     paths = []
@@ -56,6 +62,7 @@ def run_accuracy(session: Session) -> None:
         session.free()
     if "failed" not in ended.values():  # else the next run goes on from what there is
         _put_away(session, paths)
+    yield ""
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
@@ -63,11 +70,10 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     epochs, steps = row.recipe.epochs, _steps(session, row)
     saved = load_checkpoint(path)
     done: list[Epoch] = saved["epochs"] if saved else []
-    resumed: list[list[int]] = [*saved["resumed_after"], [seed, len(done)]] if saved else []
     if saved:
         session.progress.say(f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}")
         session.progress.skip(session.job(row), len(done) * steps)
-        _put(session, row, done, resumed)
+        _put(session, row, done)
     session.start(f"building {row.name}")
     training = AccuracyTraining(row, session.devices, seed, steps)
     if saved:
@@ -75,7 +81,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     while len(done) < epochs:
         done.append(_train_epoch(session, row, seed, training, len(done) + 1))
         _put(session, row, done[-1:])  # first, so that an interrupt while a checkpoint is written loses no epoch
-        save_checkpoint(path, {"epochs": done, "resumed_after": resumed, "training": training.state()})
+        save_checkpoint(path, {"epochs": done, "training": training.state()})
 
 
 def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: AccuracyTraining, epoch: int) -> Epoch:
@@ -104,21 +110,11 @@ def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: Accura
     return (float(seed), float(epoch), error, loss, seconds, learning_rate)
 
 
-def _put(
-    session: Session, row: AccuracyRow, epochs: Sequence[Epoch], resumed: Sequence[list[int]] = (), **ended: Any
-) -> None:
+def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
     """Add epochs to what the row has given so far."""
-    before = session.recorded(row)
-    resumed = [*before.values.get("resumed_after", []), *resumed]
-    session.put(
-        row,
-        samples={name: before.samples.get(name, []) + [epoch[i] for epoch in epochs] for i, name in enumerate(SERIES)},
-        values={
-            "samples_per_epoch": _steps(session, row) * row.batch_size,
-            **({"resumed_after": resumed} if resumed else {}),
-        },
-        **ended,
-    )
+    before = session.recorded(row).samples
+    samples = {name: before.get(name, []) + [epoch[i] for epoch in epochs] for i, name in enumerate(SERIES)}
+    session.put(row, samples=samples, values={"samples_per_epoch": _steps(session, row) * row.batch_size}, **ended)
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
@@ -165,3 +161,74 @@ def _steps(session: Session, row: AccuracyRow) -> int:
 def _needs(session: Session) -> AccuracyNeeds:
     assert session.accuracy is not None
     return session.accuracy
+
+
+class AccuracyTraining:
+    """Train a row's model, on its devices, from a seed: rows of one seed start from the same parameters."""
+
+    def __init__(self, row: AccuracyRow, devices: Devices, seed: int, steps_per_epoch: int) -> None:
+        """Build everything.
+
+        Raises:
+            whatever the model or the devices raise, out of memory included.
+        """
+        torch.manual_seed(seed)
+        self.row, self.steps_per_epoch, self.steps = row, steps_per_epoch, 0
+        self.devices = devices.first(row.devices)
+        self.layers = on_devices(row, row.build(), self.devices)  # it has parameters under their own names
+        shared = row.partitions is None and row.gpus > 1
+        self.model = nn.DataParallel(self.layers, self.devices) if shared else self.layers  # what is called
+        self.optimizer = make_optimizer(row, self.model, lr=self.learning_rate)
+
+    @property
+    def learning_rate(self) -> float:
+        """Give the learning rate of the next step."""
+        return self.row.recipe.learning_rate(self.row.batch_size, self.steps / self.steps_per_epoch)
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Do one training step on a mini-batch and return its loss, still on its device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        output = self._forward(images)
+        loss = F.cross_entropy(output, labels.to(output.device, non_blocking=True))
+        loss.backward()
+        update(self.optimizer)
+        self.steps += 1
+        return loss.detach()
+
+    @torch.no_grad()
+    def top1_error(self, batches: Iterable[Batch]) -> float:
+        """Return the share of images, in %, whose likeliest class is not theirs.
+
+        Shapes: batches of (N, 3, H, W) and (N,).
+        """
+        wrong = total = 0
+        self.model.eval()
+        for images, labels in batches:
+            wrong += int((self._forward(images).argmax(dim=1).cpu() != labels).sum())
+            total += len(labels)
+        self.model.train()
+        return 100 * wrong / total
+
+    def _forward(self, images: Tensor) -> Tensor:
+        output: Tensor = self.model(images.to(self.devices[0], non_blocking=True))
+        return output
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the rest of the training depends on."""
+        return {
+            "steps": self.steps,
+            "model": self.layers.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "cuda": [torch.cuda.get_rng_state(device) for device in self.devices if device.type == "cuda"],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.steps = state["steps"]
+        self.layers.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        for device, random in zip(self.devices, state["cuda"], strict=False):
+            torch.cuda.set_rng_state(random, device)

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.cli.main import main
-from reproduce.cli.publish import published_name
+from reproduce.cli.records import published_name
 from reproduce.machine.description import ROOT, Gpu
 from reproduce.machine.git import Git
 from reproduce.records.places import MEASURED, find_record
@@ -26,7 +26,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "here" / "runs").mkdir(parents=True)
     (tmp_path / "measured").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr("reproduce.cli.publish.MEASURED", tmp_path / "measured")
+    monkeypatch.setattr("reproduce.cli.records.MEASURED", tmp_path / "measured")
     monkeypatch.setattr("reproduce.records.places.MEASURED", tmp_path / "measured")
     return tmp_path / "measured"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from reproduce.experiments.resnet_accuracy import BASE
+from reproduce.experiments.resnet import TRAINING
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ from reproduce.experiments.resnet_accuracy import BASE
     ],
 )
 def test_learning_rate(batch_size: int, rates: dict[float, float]) -> None:
-    assert {epoch: BASE.recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(rates)
-    assert replace(BASE.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == BASE.recipe.peak(batch_size)
+    assert {epoch: TRAINING.recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(rates)
+    assert replace(TRAINING.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == TRAINING.recipe.peak(batch_size)

@@ -9,8 +9,8 @@ import pytest
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.choose import choose_scale
 from reproduce.experiments.row import GiB
-from reproduce.experiments.scale import choose_scale
 
 ALL = list(EXPERIMENTS.values())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.models.zoo import layers_of, torchvision_model
+from reproduce.models.resnet import layers_of, torchvision_model
 
 
 def test_the_layers_are_the_models_and_every_row_has_its_own() -> None:

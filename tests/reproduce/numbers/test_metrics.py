@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from reproduce.numbers.accuracy import FinalError, final_error
 from reproduce.numbers.metrics import (
+    FinalError,
     Reading,
     epoch_throughput,
+    final_error,
     median_ratio,
     over,
     over_measured,

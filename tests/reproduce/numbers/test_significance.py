@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reproduce.numbers.significance import Measurement, Rule, compare_samples, needed
+from reproduce.numbers.metrics import Measurement
+from reproduce.numbers.significance import Rule, compare_samples, needed
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
 POWERS = [2.0**k for k in range(8)]

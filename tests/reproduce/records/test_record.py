@@ -49,11 +49,16 @@ def test_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
 
 
 def test_is_written_for_people(tmp_path: Path) -> None:
-    save(RECORD, tmp_path / "r.json")
+    timed = replace(TIMED, samples={"step_time": [0.1, 1e-9, 2 / 3], "loss": [1.5] * 40})
+    save(replace(RECORD, results=[timed, FAILED]), tmp_path / "r.json")
     lines = (tmp_path / "r.json").read_text().splitlines()
     assert lines[1:3] == [' "format": "torchgpipe-reproduce",', ' "version": 3,']
-    assert '    "step_time": [0.1, 1e-09]' in lines, "a list of values stands on one line"
-    assert not any("reason" in line for line in lines[: lines.index('   "row": "s",')]), "what is not there is left out"
+    assert '    "step_time": [0.1, 1e-09, 0.6666666667],' in lines, "with ten digits"
+    assert f'    "loss": [{", ".join(["1.5"] * 40)}]' in lines, "a list of values stands on one line"
+    assert '   "config": {"balance": [1, 2]},' in lines, "and so does what fits one"
+    assert any('{"experiment": "e", "row": "s", "status": "failed", "reason": ' in line for line in lines)
+    assert max(map(len, lines)) > 120 and sum(len(line) > 120 for line in lines) == 1
+    assert not any("scale" in line and '"s"' in line for line in lines), "what is not there is left out"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reproduce.records.record import Record
-from reproduce.report.side_by_side import SideBySide, side_by_side
+from reproduce.report.subjects import SideBySide, side_by_side
 
 from .conftest import subject
 

@@ -65,7 +65,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     for module in ("session", "speed"):
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Measured)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
-    monkeypatch.setattr("reproduce.run.memory.measure_peak", fake_peak)
+    monkeypatch.setattr("reproduce.run.peak.measure_peak", fake_peak)
     for name in ("raises", "alive", "steps", "order"):
         monkeypatch.setattr(Fake, name, type(getattr(Fake, name))())
     return Fake

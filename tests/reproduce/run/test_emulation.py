@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,8 +15,7 @@ from torch import nn
 from reproduce.experiments import COMPONENTS, EXPERIMENTS, PLANNED, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import MOST_EXECUTED, EmulatedStep, Emulation, Executed, executed, memory_needed
-from reproduce.run.timeline import record_tasks
-from reproduce.run.training import Balancer, FakeData, Training
+from reproduce.run.training import Balancer, FakeData, Training, record_tasks
 from torchgpipe.observe import Kind, Task
 from torchgpipe.plan import plan
 from torchgpipe.plan.replay import Costs, Timeline, replay
@@ -86,9 +86,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     made = Made()
     device = torch.device("cpu")
 
-    def watch(training: Training, run: Callable[[], object]) -> list[Timed]:
+    def watch(training: Training, run: Callable[[], object]) -> SimpleNamespace:
         made.updates = iter(UPDATES)
-        made.seen = tuple(each.task for each in record_tasks(training, run))
+        made.seen = tuple(each.task for each in record_tasks(training, run).tasks)
         made.threads = torch.get_num_threads()
         watched, phase = [], "forward"
         for task in made.seen:
@@ -97,7 +97,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
             start = FakeMark(device)
             made.now += cost(task)
             watched.append(Timed(task, start, FakeMark(device)))  # type: ignore[arg-type]
-        return watched
+        return SimpleNamespace(tasks=watched)
 
     def update(optimizer: torch.optim.Optimizer) -> None:
         made.now += next(made.updates)

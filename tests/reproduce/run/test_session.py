@@ -130,7 +130,7 @@ def test_an_ablation_has_speed_utilization_and_memory(
 
     timeline = Timeline([Event("forward", 0, 1, 0.0, 1.0)], 2.0, 2)
     monkeypatch.setattr("reproduce.run.timed.record_step", lambda training, devices: timeline)
-    monkeypatch.setattr("reproduce.run.memory.measure_peak", peak)
+    monkeypatch.setattr("reproduce.run.peak.measure_peak", peak)
     rows = tiny["tiny-ablation"].scale("small").rows
     run("tiny-ablation", rows=tuple(replace(row, partitions=partitions) for row in rows))
     found = kept(runs)

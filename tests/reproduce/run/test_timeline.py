@@ -12,7 +12,7 @@ import torch
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
-from reproduce.run.timeline import record_step
+from reproduce.run.timed import record_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
 from torchgpipe.plan.replay import Event, Timeline

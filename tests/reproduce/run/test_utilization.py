@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import reproduce.run.utilization
+import reproduce.run.timed
 from reproduce.error import Error
-from reproduce.run.utilization import ask_driver
+from reproduce.run.timed import ask_driver
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -35,8 +35,8 @@ def test_steps_are_repeated_for_two_seconds_and_samples_averaged(
         return 50 * (device.index + 1)
 
     monkeypatch.setattr(torch.cuda, "utilization", ask)
-    monkeypatch.setattr(reproduce.run.utilization, "SAMPLING_SECONDS", 0.001)
-    monkeypatch.setattr(reproduce.run.utilization, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reproduce.run.timed, "SAMPLING_SECONDS", 0.001)
+    monkeypatch.setattr(reproduce.run.timed, "time", SimpleNamespace(monotonic=lambda: now[0]))
     assert ask_driver(DEVICES, step) == [0.5, 1.0]
     assert taken == [steps]
 
@@ -52,7 +52,7 @@ def test_a_driver_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_too_short_to_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 1)
-    monkeypatch.setattr(reproduce.run.utilization, "MOST_STEPS", 1)
-    monkeypatch.setattr(reproduce.run.utilization, "SAMPLING_SECONDS", 60.0)
+    monkeypatch.setattr(reproduce.run.timed, "MOST_STEPS", 1)
+    monkeypatch.setattr(reproduce.run.timed, "SAMPLING_SECONDS", 60.0)
     with pytest.raises(Error, match="took less than 60"):
         ask_driver(DEVICES, lambda: None)

@@ -7,8 +7,18 @@ from collections.abc import Callable
 import pytest
 
 from reproduce.numbers.metrics import Reading
-from reproduce.tables.layout import WIDTH, Table, bullets, by_value, many, span
-from reproduce.tables.text import number, ratio, reading_text, with_quartiles
+from reproduce.tables.layout import (
+    WIDTH,
+    Table,
+    bullets,
+    by_value,
+    many,
+    number,
+    ratio,
+    reading_text,
+    span,
+    with_quartiles,
+)
 
 TABLE = Table("Title " * 30, ("name", "a\nb"), [("x", "1\n2"), ("long name", "0.10")], notes=["note " * 40])
 

@@ -58,7 +58,7 @@ def test_a_block_of_nothing_known_is_refused(root: Path) -> None:
 
 def test_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     commit(root, record("new", "2026-02"))
-    monkeypatch.setattr("reproduce.cli.render.ROOT", root)
+    monkeypatch.setattr("reproduce.cli.records.ROOT", root)
     assert main(["render", "--check"]) == 1
     assert capsys.readouterr().err.startswith("reproduce: stale: results/measured/new.md, README.md; run")
     assert main(["render"]) == 0

@@ -12,7 +12,7 @@ import torch
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
 from reproduce.run.accuracy.datasets import Gratings
-from reproduce.run.accuracy.training import AccuracyTraining
+from reproduce.run.accuracy.run import AccuracyTraining
 
 CPU = Devices("cpu", 2, threads=1)
 ROWS: dict[str, Any] = {

@@ -1,0 +1,180 @@
+"""Offer the commands about records: `show`, `compare`, `publish`, `import-paper`, `render` and `report`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec.structs import replace
+
+from reproduce.cli.shared import FILE, PATH, alpha, parsed, shown, style, threshold
+from reproduce.machine.description import ROOT
+from reproduce.records.places import MEASURED, OUT, RESULTS, RUNS, find_record, need_checkout
+from reproduce.records.published import import_tables
+from reproduce.records.record import Record, Run, load, save, write_atomically
+from reproduce.run.recorder import prepare_folder
+from reproduce.tables.all import document, tables
+from reproduce.tables.render import render as rendered
+from reproduce.tables.render import stale
+
+
+@click.command()
+@click.argument("records", nargs=-1, required=True)
+@click.option("--markdown", is_flag=True, help="Write Markdown, with the circumstances of the run.")
+def show(records: tuple[str, ...], markdown: bool) -> None:
+    """Print the tables of records.
+
+    RECORDS are files, or names of runs in runs or results/measured.
+    """
+    for name in records:
+        record = load(find_record(name))
+        if markdown:
+            click.echo(document(record), nl=False)
+        for table in [] if markdown else tables(record):
+            click.echo(f"\n{table.text()}")
+
+
+@click.command()
+@click.argument("record")
+@click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
+def publish(record: str, force: bool) -> None:
+    """Copy a run into results/measured, to be committed.
+
+    RECORD is a file or the name of a run; its tables are copied, too. Its name there is made of its experiments, scale,
+    devices and time. Of absolute paths in its command only the last part is kept. A run is refused if it was not
+    finished, if it ran changed or unknown source code, or if it would replace another of the same name.
+    """
+    need_checkout("publish")
+    found = load(find_record(record))
+    if found.kind != "measured" or found.run is None:
+        raise click.UsageError(f"{record}: was not measured by this program, so it is not to be published as measured")
+    path = MEASURED / f"{published_name(found, found.run)}.json"
+    against = {
+        f"the run was not finished ({found.run.state})": found.run.state != "finished",
+        "it is not known which git revision ran": found.run.git is None,
+        "the source code had changes that are in no commit": found.run.git is not None and found.run.git.dirty,
+        f"{shown(path)} is there already": path.exists(),
+    }
+    if any(against.values()) and not force:
+        reasons = "; ".join(reason for reason, holds in against.items() if holds)
+        raise click.ClickException(f"{record}: {reasons}; run it again, or use --force")
+    # Folders of the machine that ran it are nobody's business.
+    command = [re.sub(r"^(--[a-z]+=)?/.*/(?=.)", r"\1", word) for word in found.run.command]
+    renamed = replace(found, name=path.stem, run=replace(found.run, command=command))
+    save(renamed, path)
+    write_atomically(path.with_suffix(".md"), document(renamed))
+    click.echo(f"published: {shown(path)}; 'make results' updates the tables that show it")
+
+
+def published_name(record: Record, run: Run) -> str:
+    """Return experiments, scale, devices and time, as in `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`."""
+    machine = {"cpu": run.machine.cpu, "meta": "meta"}.get(run.device) or run.machine.gpus[0].name
+    plain = re.sub(r"\(\w+\)|\bCPU\b|@.*", " ", machine)  # Intel(R) Xeon(R) CPU @ 2.00GHz
+    name = "-".join(re.findall(r"[a-z0-9.]+", plain.lower()))
+    experiments = "_".join(dict.fromkeys(result.experiment for result in record.results))
+    time = re.sub("[-:]", "", run.started[:16])
+    return f"{experiments}-{record.scale}-{run.devices}x{name}-{time}"
+
+
+@click.command("import-paper")
+@click.argument("source", type=PATH)
+@click.option("--out", type=PATH, default=OUT / "paper", metavar="DIR", help="Where to put them. Default: "
+              "results/paper in a checkout, else paper.")  # fmt: skip
+def import_paper(source: Path, out: Path) -> None:
+    """Make the records of published numbers.
+
+    SOURCE is the JSON file that holds the papers' tables.
+    """
+    prepare_folder(out)
+    for path in import_tables(source, out):
+        click.echo(shown(path))
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; fail if anything is stale.")
+def render(check: bool) -> None:
+    """Rewrite the tables that are made from records.
+
+    These are the pages in results/, and the marked blocks of README.md and docs/.
+    """
+    need_checkout("render")
+    sys.path.insert(0, str(ROOT))  # its benchmarks make blocks, wherever one stands
+    files = rendered(ROOT)
+    changed = stale(files)
+    if check and changed:
+        named = ", ".join(str(path.relative_to(ROOT)) for path in changed)
+        raise click.ClickException(f"stale: {named}; run 'python -m reproduce render'")
+    for path in changed:
+        write_atomically(path, files[path])
+        click.echo(str(path.relative_to(ROOT)))
+    if not changed:
+        click.echo(f"{len(files)} files are as their records say")
+
+
+@click.command()
+@click.option("--results", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+              help="Folder that holds the folders paper, predicted and measured. Default: results, and all runs in "
+              "runs.")  # fmt: skip
+@click.option("--out", type=FILE, metavar="FILE", help="Where to write it. Default: report.html in DIR, "
+              "in a checkout's results, or here.")  # fmt: skip
+@click.option("--trace", "traces", type=PATH, multiple=True, metavar="FILE", help="Timeline of measured steps to "
+              "draw, as run --trace or torchgpipe.timeline writes it. May be given more than once.")  # fmt: skip
+def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
+    """Write a page with all numbers, figures and machines.
+
+    It shows published, predicted, emulated and measured numbers beside each other.
+    """
+    from reproduce.report.page import page
+    from reproduce.report.subjects import FOLDERS, load_folders
+    from reproduce.report.trace import read_trace
+
+    folder = results or RESULTS
+    records = load_folders(*(folder / name for name in FOLDERS), *([] if results else [RUNS]))
+    if not records:
+        raise click.UsageError(f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}")
+    path = out or (results or OUT) / "report.html"
+    write_atomically(path, page(records, [each for trace in traces for each in read_trace(trace)]))
+    click.echo(f"written: {path}")
+
+
+fields = parsed(lambda names: names.split(",") if names else [])
+
+
+@click.command()
+@click.argument("sides", nargs=-1, required=True, metavar="A B [C ...]")
+@click.option("--metric", metavar="NAME", help="throughput, speedup, time, memory, reserved, or any other value by its "
+              "name. Default: the first of these that two sides have.")  # fmt: skip
+@click.option("--filter", "filters", multiple=True, metavar="FIELD=VALUE[,VALUE]",
+              help="Compare only such rows, as in --filter n=2,4. May be given more than once.")  # fmt: skip
+@click.option("--row", "down", metavar="FIELD[,FIELD]", default="", callback=fields,
+              help="With --col: print a grid of ratios, with a row for each value of these fields.")  # fmt: skip
+@click.option("--col", "across", metavar="FIELD[,FIELD]", default="", callback=fields,
+              help="The grid's columns, as in --row n --col m.")  # fmt: skip
+@threshold(0.05)
+@alpha("in each row")
+@style
+@click.option("--force", is_flag=True, help="Compare absolute numbers even of different machines.")
+@click.option("--fail-on-regression", is_flag=True,
+              help="Exit with 1 if a side is worse than A, or if no row can be compared.")  # fmt: skip
+def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
+    """Compare results with those of A, row by row.
+
+    A side is a record, a folder of records, a JSON file of pytest-benchmark, or a git revision that holds records in
+    results/measured (REVISION, or REVISION:PATH for another place).
+    """
+    if not 2 <= len(sides) <= 26:
+        raise click.UsageError(f"compare at least two sides, and at most 26; given: {len(sides)}")
+    if bool(options["down"]) != bool(options["across"]):
+        raise click.UsageError("--row and --col go together, as in --row n --col m")
+    if options["down"] and options["style"] not in ("text", "markdown"):
+        raise click.UsageError(f"--row and --col make a grid for --format text or markdown, not {options['style']}")
+    from reproduce.tables.comparison import compared
+
+    text, complaint = compared(sides, **options)
+    click.echo(text, nl=False)
+    if fail_on_regression and complaint is not None:
+        raise click.ClickException(complaint)

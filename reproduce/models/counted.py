@@ -1,0 +1,54 @@
+"""Count what a model's layers do and hold, and say how a row sets it up, for what `torchgpipe.plan` predicts of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from reproduce.models import MODELS
+from torchgpipe.plan.alike import Alike
+from torchgpipe.plan.count import Counts, count
+from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.predict import Setup
+
+ALIKE = Alike()
+"""Models of one family have many layers in common."""
+
+
+def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
+    """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for.
+
+    PyTorch's present settings count: autocast for GPUs, and the precision of float32.
+    """
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return _counted(model, sizes, input_shape, memory, autocast, *(kind.fp32_precision for kind in kinds))
+
+
+@functools.cache
+def _counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], memory: bool, *_: object) -> Counts:
+    with torch.device("meta"):
+        module, sample = MODELS[model].build(*sizes), torch.empty(1, *input_shape)
+    return count(module, sample, memory=memory, alike=ALIKE)
+
+
+def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
+    """Return the setup that a row's `config` says; without a pipeline it is one partition and one micro-batch.
+
+    `zeroed`: gradients were kept and set to zero, as PyTorch of the papers' time did.
+    """
+    components = config.get("components")
+    name = config["optimizer"].lower()
+    return Setup(
+        batch_size=config["batch_size"],
+        balance=tuple(config["balance"] or (layers,)),
+        chunks=config["chunks"] or 1,
+        checkpoint=config["checkpoint"] or "never",
+        # PyTorch of that time updated one parameter after another, on GPUs too.
+        optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
+        portals=components is None or "portals" in components,
+        streams=components is None or "streams" in components,
+        zeroed=zeroed,
+    )
