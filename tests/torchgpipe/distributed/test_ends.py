@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import time
-import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -21,7 +16,6 @@ from torch import Tensor, nn
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
 from ...parts import Fails
-from ...ranks import PATIENCE
 from .test_calls import WORLD, loss_of
 
 pytestmark = pytest.mark.ranks(WORLD)
@@ -102,38 +96,6 @@ def test_the_last_ranks_end_first() -> None:
     ours.zero_grad()
     loss_of(ours).backward()
     assert gone(wires)
-    ours.close()
-
-
-@contextmanager
-def forked() -> Iterator[None]:
-    """Within this, there is a process that was forked from this one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which it does without
-        process = os.fork()
-    if not process:
-        time.sleep(PATIENCE)
-        os._exit(0)
-    try:
-        yield
-    finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-
-
-def test_a_forked_process_holds_no_connection_open() -> None:
-    """Such as a worker of a data loader: then others would not see that the rank has ended."""
-    rank = dist.get_rank()
-    ours = DistributedGPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(WORLD))), [1] * WORLD, silence=PATIENCE / 2)
-    loss_of(ours).backward()
-    if rank == 1:
-        with forked():
-            ours.close()
-            dist.barrier()
-    else:
-        with pytest.raises(RankFailed, match="rank 1 has ended, or called close"):
-            loss_of(ours)
-        dist.barrier()
     ours.close()
 
 
