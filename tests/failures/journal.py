@@ -59,3 +59,15 @@ def pipeline(journal: Journal, way: dict[str, Any], n: int = N) -> GPipe:
         layer.reach = partial(journal.reached, j)  # type: ignore[method-assign]
     model: GPipe = piped(nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), each) for each in layers)), [1] * n, M, **way)
     return model
+
+
+def needs(task: Task, failed: Task) -> bool:
+    """Return whether `task` comes after `failed` by the rules of the schedule."""
+    (kind, i, j), (failed_kind, failed_i, failed_j) = task, failed
+    if task == failed or (kind == "forward" and failed_kind != "forward"):
+        return False
+    if failed_kind == "forward":
+        return kind != "forward" or (i >= failed_i and j >= failed_j)
+    if kind == "recompute":
+        return failed_kind == "recompute" and i < failed_i and j == failed_j
+    return i <= failed_i and j <= failed_j

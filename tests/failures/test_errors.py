@@ -28,7 +28,7 @@ from torchgpipe.relay import Relay
 from ..ledger import Ledger, assert_eventually, assert_no_thread_more
 from ..parts import Fails, Pop, Stash
 from ..plain import piped
-from .journal import PATIENCE, Journal, M, N, pipeline
+from .journal import PATIENCE, Journal, M, N, needs, pipeline
 
 
 class Boom(Exception):
@@ -114,7 +114,7 @@ def test_an_error_in_any_task(
     late = [task.partition for task in journal.late]
     assert late == [] if way["engine"] == "graph" else place.partition not in late and len(late) == len({*late})
     # And none that needs what has failed.
-    assert [task for task in journal.started if _needs(task, place)] == []
+    assert [task for task in journal.started if needs(task, place)] == []
 
     # As good as new.
     journal.begin()
@@ -134,18 +134,6 @@ def test_an_error_in_any_task(
         return not any(ref() is not None for ref in refs) and ledger.alive == 0
 
     assert_eventually(gone, lambda: [ref() for ref in refs])
-
-
-def _needs(task: Task, failed: Task) -> bool:
-    """Return whether `task` comes after `failed` by the rules of the schedule."""
-    (kind, i, j), (failed_kind, failed_i, failed_j) = task, failed
-    if task == failed or (kind == "forward" and failed_kind != "forward"):
-        return False
-    if failed_kind == "forward":
-        return kind != "forward" or (i >= failed_i and j >= failed_j)
-    if kind == "recompute":
-        return failed_kind == "recompute" and i < failed_i and j == failed_j
-    return i <= failed_i and j <= failed_j
 
 
 # What is under way, what fails meanwhile, and all that the partition of the former has started in the end.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -236,19 +234,3 @@ def test_silence_is_of_a_connection() -> None:
     model.close()
     loss_of(model).backward()
     model.close()
-
-
-def test_a_process_forks_after_connections_were_closed() -> None:
-    gc.collect()  # groups of other tests: PyTorch cannot end these in a fork
-    model, _ = small()
-    for _ in range(2):
-        loss_of(model).backward()
-        model.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
-        child = os.fork()
-    if not child:
-        del model
-        gc.collect()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0

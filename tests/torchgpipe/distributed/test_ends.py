@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
+import warnings
 import weakref
 from itertools import product
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
 from ...parts import Fails
-from .test_calls import WORLD, loss_of
+from .test_calls import WORLD, loss_of, small
 
 pytestmark = pytest.mark.ranks(WORLD)
 
@@ -141,3 +143,19 @@ def test_a_failure_leaves_nothing() -> None:
         loss_of_held().backward()
         assert gone(wires), f"rank {held} was held"
     ours.close()
+
+
+def test_a_process_forks_after_connections_were_closed() -> None:
+    gc.collect()  # groups of other tests: PyTorch cannot end these in a fork
+    model, _ = small()
+    for _ in range(2):
+        loss_of(model).backward()
+        model.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
+        child = os.fork()
+    if not child:
+        del model
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
