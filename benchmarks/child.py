@@ -5,10 +5,8 @@ A child answers each line of JSON with a line of JSON: a pair of its answer and 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,15 +21,6 @@ from reproduce.error import Error
 from reproduce.regression.trees import committed
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def die_with_parent() -> None:
-    """Let this process be killed when its parent ends, where the system can do so."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:

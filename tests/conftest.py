@@ -64,7 +64,8 @@ STARTED = pytest.StashKey[Ranks]()
 def without_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Find a hang whatever ranks of other tests do: their threads of gloo wake up a hundred times a second."""
     ranks = request.config.stash.get(STARTED, None)
-    others, children = {str(each) for each in (ranks.processes if ranks else ())}, idle._children
+    others = {str(each.pid) for each in (ranks.launched.processes if ranks else ())}
+    children = idle._children
     monkeypatch.setattr(idle, "_children", lambda process: [each for each in children(process) if each not in others])
 
 
@@ -90,7 +91,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if STARTED in config.stash:
-        config.stash[STARTED].close()
+        config.stash[STARTED].launched.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

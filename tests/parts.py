@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,16 +27,21 @@ class Pop(nn.Module):
 
 
 class Fails(nn.Module):
-    """The identity; after `fail(…)` it raises an error, once: in forward, in a recomputation or in backward."""
+    """The identity; after `fail(…)` it raises an error, once: in forward, in a recomputation or in backward.
+
+    After `at(…)` it calls something instead.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.error: BaseException | None = None
-        self.when = ""
-        self.calls_before = 0
+        self.when, self.calls_before = "", 0
+        self.act: Callable[[], object] = int
 
     def fail(self, when: str, error: BaseException, *, calls_before: int = 0) -> None:
-        self.when, self.error, self.calls_before = when, error, calls_before
+        self.at(when, partial(explode, error), calls_before=calls_before)
+
+    def at(self, when: str, act: Callable[[], object], *, calls_before: int = 0) -> None:
+        self.when, self.act, self.calls_before = when, act, calls_before
 
     def forward(self, x: Tensor) -> Tensor:
         self.reach("recompute" if is_recomputing() else "forward")
@@ -44,10 +51,14 @@ class Fails(nn.Module):
         return y
 
     def reach(self, now: str) -> None:
-        if self.error is None or now != self.when:
+        if now != self.when:
             return
         if self.calls_before:
             self.calls_before -= 1
             return
-        error, self.error = self.error, None
-        raise error
+        act, self.when, self.act = self.act, "", int
+        act()
+
+
+def explode(error: BaseException) -> None:
+    raise error

@@ -23,9 +23,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,6 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from reproduce.run.launch import Ended, Launched
 from torchgpipe.distributed.wires import _open
 
 WORLD = 4
@@ -43,7 +44,7 @@ class Ranks:
     """The processes, as the test run sees them.
 
     Attributes:
-        processes: their ids.
+        launched: they, and the links to them.
     """
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -51,25 +52,11 @@ class Ranks:
         config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made here, or each process makes it anew
         self._index = {item.nodeid: k for k, item in enumerate(items)}
         self._printed = [tempfile.TemporaryFile() for _ in range(WORLD)]  # noqa: SIM115
-        pairs = [Pipe() for _ in range(WORLD)]
-        self._links, theirs = [ours for ours, _ in pairs], [link for _, link in pairs]
-        self.processes: list[int] = []
         self._ended = ""
-        for index in range(WORLD):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of BLAS do nothing now
-                process = os.fork()
-            if process:
-                self.processes.append(process)
-                continue
-            try:  # this process must never go on as a second test run
-                for end in {*self._links, *theirs} - {theirs[index]}:
-                    end.close()
-                Rank(index, theirs[index]).serve(config, items, self._printed[index].fileno())
-            finally:
-                os._exit(1)
-        for end in theirs:
-            end.close()
+        files = [each.fileno() for each in self._printed]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of BLAS do nothing now
+            self.launched = Launched("fork", WORLD, serve, config, items, files)
 
     def run(self, test: str) -> str:
         """Run a test on all ranks; return what those have to say on which it failed."""
@@ -77,33 +64,27 @@ class Ranks:
             return self._ended
         told: dict[int, str] = {}
         offered: dict[int, tuple[int, bytes]] = {}
-        try:
-            for link in self._links:
-                link.send_bytes(pickle.dumps(self._index[test]))
-            while len(told) < WORLD:
-                busy = {*range(WORLD)} - {*told} - {*offered}
-                heard = _heard([self._links[index] for index in busy])
-                if not heard:
-                    return self._end(f"nothing happened for {PATIENCE} s in {test}", told)
-                for index in busy:
-                    if self._links[index] in heard:
-                        said = pickle.loads(self._links[index].recv_bytes())
-                        if isinstance(said, str):
-                            told[index] = said
-                        else:
-                            offered[index] = said
-                self._answer(offered, told)
-        except (EOFError, ConnectionError):
-            return self._end(f"a rank's process ended in {test}", told)
+        self.launched.tell(self._index[test])
+        while len(told) < WORLD:
+            heard = self._heard({*range(WORLD)} - {*told} - {*offered})
+            if not heard:
+                return self._end(f"nothing happened for {PATIENCE} s in {test}", told)
+            for k, said in heard:
+                if isinstance(said, Ended):
+                    return self._end(f"a rank's process ended {said.how} in {test}", told)
+                if isinstance(said, str):
+                    told[k] = said
+                else:
+                    offered[k] = said
+            self._answer(offered, told)
         return _said(told)
 
-    def close(self) -> None:
-        """End the processes."""
-        for process, link in zip(self.processes, self._links, strict=True):
-            link.close()
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-        self.processes, self._links = [], []
+    def _heard(self, busy: set[int]) -> list[tuple[int, Any]]:
+        """Wait for what ranks say."""
+        for _ in range(PATIENCE):  # not in one go: time must not count while everything is stopped
+            if heard := [*self.launched.hear(busy, 1)]:
+                return heard
+        return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
         """Give ranks that wait for an exchange what each of them offers, or nothing if one has ended the test."""
@@ -113,17 +94,16 @@ class Ranks:
         complete = offered.keys() == {*ranks}
         if not complete and told.keys().isdisjoint(ranks):
             return
-        answer = pickle.dumps([offered[index][1] for index in ranks] if complete else None)
-        for index in offered:
-            self._links[index].send_bytes(answer)
+        self.launched.tell([offered[each][1] for each in ranks] if complete else None, offered)
         offered.clear()
 
     def _end(self, why: str, told: dict[int, str]) -> str:
         """End the processes; return what they have told and printed, and where their threads are."""
-        for process in self.processes:
-            os.kill(process, signal.SIGUSR1)
+        for process in self.launched.processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
-        self.close()
+        self.launched.close()
         self._ended = f"earlier, {why}"
         for index, file in enumerate(self._printed):
             file.seek(0)
@@ -133,14 +113,6 @@ class Ranks:
 
 def _said(told: dict[int, str]) -> str:
     return "\n".join(f"on rank {index}:\n{text}" for index, text in sorted(told.items()) if text)
-
-
-def _heard(links: list[Any]) -> list[Any]:
-    """Wait for what ranks say; return the links of those that have said something."""
-    for _ in range(PATIENCE):  # not in one go: time must not count while everything is stopped
-        if heard := wait(links, 1):
-            return heard
-    return []
 
 
 class Left(BaseException):
@@ -164,8 +136,6 @@ class Rank:
 
     def serve(self, config: pytest.Config, items: Sequence[pytest.Item], output: int) -> NoReturn:
         """Run tests until the test run ends; print to the file `output`."""
-        global _current
-        _current = self
         gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run hears it, too, and then ends
         os.dup2(output, 1)
@@ -257,13 +227,13 @@ class Rank:
         return told
 
     def _say(self, what: Any) -> None:
-        self._link.send_bytes(pickle.dumps(what))
+        self._link.send(what)
 
     def _hear(self) -> NoReturn:
         # In a thread of its own, so that this process ends even if it is busy.
         while True:
             try:
-                self._heard.put(pickle.loads(self._link.recv_bytes()))
+                self._heard.put(self._link.recv())
             except (EOFError, ConnectionError):
                 os._exit(0)
 
@@ -283,6 +253,13 @@ class _Verdict(NamedTuple):
 
 
 _current: Rank | None = None
+
+
+def serve(index: int, link: Connection, config: pytest.Config, items: Sequence[pytest.Item], files: list[int]) -> None:
+    """Be a rank."""
+    global _current
+    _current = Rank(index, link)
+    _current.serve(config, items, files[index])
 
 
 def current() -> Rank:

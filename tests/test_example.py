@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +15,23 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from reproduce.run.launch import TORCHRUN, python
 from torchgpipe.saved_files import read
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TWO = (*TORCHRUN, "--nproc-per-node", "2")
 
 Steps = list[tuple[int, float, float]]
 """The number of each step, its loss, and the norm of its gradients."""
 
 
-def started(*start: str, model: str, arguments: str, faults: Any = None, dropout: bool = True) -> subprocess.Popen[str]:
-    """Start the example, in which ranks may fail."""
-    failing = [] if faults is None else ["-m", "tests.failing", json.dumps(faults)]
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.Popen(
-        [*start, *failing, "examples/train.py", model, *arguments.split()],
-        cwd=ROOT,
-        env=os.environ | settings | ({} if dropout else {"DROPOUT": "0"}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.Popen[str]:
+    """Start the example, in which ranks may fail: words before it in the order of a command line, then its own."""
+    k = start.index("examples/train.py")
+    failing = [] if faults is None else ["-m", "tests.failures.script", json.dumps(faults)]
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return python(*start[:k], *failing, *start[k:], errors=subprocess.STDOUT, **environment)
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
@@ -60,30 +53,29 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["amoebanetd", "transformer", "resnet18"])
 def test_the_example(model: str) -> None:
     if model == "resnet18":
         pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
-    arguments = "--steps 2 --batch 6 --chunks 3"
-    alone, ranks = [
-        [x for step in ended(started(*start, model=model, arguments=arguments)) for x in step]
-        for start in ((sys.executable,), (*TORCHRUN, "--nproc-per-node", "2"))
-    ]
+    example = ("examples/train.py", model, "--steps", "2", "--batch", "6", "--chunks", "3")
+    alone, ranks = [[x for step in ended(started(*start, *example)) for x in step] for start in ((), TWO)]
     assert len(alone) == 6
     # Convolutions may differ in their last bits from one start of Python to the next, in a single process, too.
     assert ranks == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.slow
+def training(steps: int, folder: Path) -> tuple[str, ...]:
+    return ("examples/train.py", "transformer", "--steps", str(steps), "--save", str(folder))
+
+
 def test_restarts(tmp_path: Path) -> None:
     """A rank is killed while it trains, another while it saves, one raises: the numbers are those without failures."""
-    start = (*TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--max-restarts", "3")
-    faults = [[1, "killed", 2], [0, "killed while saving", 6], [1, "raises", 1], None]
-    runs = [
-        started(*start, model="transformer", arguments=f"--steps 5 --save {tmp_path / name}", faults=given)
-        for name, given in (("undisturbed", [None]), ("disturbed", faults))
-    ]
+    faults = {
+        "undisturbed": [None],
+        "disturbed": [[1, "dies", 2], [0, "dies while it saves", 6], [1, "raises", 1], None],
+    }
+    start = (*TWO, "--standalone", "--max-restarts", "3")
+    runs = [started(*start, *training(5, tmp_path / name), faults=given) for name, given in faults.items()]
     undisturbed, disturbed = map(ended, runs)
     assert [step for step, *_ in undisturbed] == [0, 1, 2, 3, 4]
     assert [step for step, *_ in disturbed] == [0, 1, 2, 2, 3, 4]
@@ -91,45 +83,28 @@ def test_restarts(tmp_path: Path) -> None:
     assert_equal(saved(tmp_path / "disturbed", 4), saved(tmp_path / "undisturbed", 4))
 
 
-@pytest.mark.slow
 def test_fewer_ranks(tmp_path: Path) -> None:
     """Four ranks, of which a node of two is killed: the other two go on with a balance of their own.
 
     Two ranks that are started by hand do the same. There is no dropout: its masks depend on the balance.
     """
-    alone = started(
-        sys.executable,
-        model="transformer",
-        arguments=f"--partitions 4 --steps 6 --save {tmp_path / 'alone'}",
-        faults=[None],
-        dropout=False,
-    )
+    alone = started(*training(6, tmp_path / "alone"), "--partitions", "4", faults=[None], DROPOUT="0")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    node = (*TWO, "--nnodes", "1:2", "--max-restarts", "2", "--rdzv-backend", "c10d")
+    where = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf")
     one, other = [
         started(
-            *(*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
-            *("--rdzv-conf", f"last_call_timeout=5,is_host={int(last is None)}"),
-            model="transformer",
-            arguments=f"--steps 4 --save {tmp_path / 'ranks'}",
+            *(*node, *where, f"last_call_timeout=5,is_host={int(last is None)}"),
+            *training(4, tmp_path / "ranks"),
             faults=[last, None, None],
-            dropout=False,
+            DROPOUT="0",
         )
         for last in (None, [1, "node", 3])
     ]
     expected = ended(alone)
     steps = [*ended(one), *ended(other, -signal.SIGKILL)]
-    by_hand = (*TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
-    steps += ended(
-        started(
-            *by_hand,
-            model="transformer",
-            arguments=f"--steps 6 --save {tmp_path / 'ranks'}",
-            faults=[None],
-            dropout=False,
-        )
-    )
+    steps += ended(started(*TWO, "--standalone", *training(6, tmp_path / "ranks"), faults=[None], DROPOUT="0"))
     assert {*steps} == {*expected}
     assert_equal(saved(tmp_path / "ranks", 5), saved(tmp_path / "alone", 5))

@@ -1,4 +1,7 @@
-"""A pipeline leaves nothing behind: no tensor after a step, and neither tensor nor thread beyond its life."""
+"""A pipeline leaves nothing behind: no tensor after a step, and neither tensor nor thread beyond its life.
+
+What a failure leaves is tested with failures (failures/test_errors.py).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchgpipe import GPipe
 
 from .ledger import Ledger, assert_eventually, assert_no_thread_more
-from .parts import Fails, Pop, Stash
+from .parts import Pop, Stash
 from .plain import piped
 
 WIDTH = 8
@@ -37,8 +40,7 @@ def only_what_the_tests_make() -> Iterator[None]:
 
 
 def pipeline(**options: Any) -> GPipe:
-    """Return a pipeline of three partitions, each a linear layer and one that can be made to fail."""
-    return piped(nn.Sequential(*(layer for _ in range(3) for layer in (linear(), Fails()))), [2, 2, 2], 4, **options)
+    return piped(nn.Sequential(*(layer for _ in range(3) for layer in (linear(), nn.Tanh()))), [2, 2, 2], 4, **options)
 
 
 def linear() -> nn.Linear:
@@ -95,18 +97,6 @@ def backward_refused(model: GPipe) -> None:
         model(batch()).sum().backward(create_graph=True)
 
 
-def failing(when: str, partition: int, error: type[BaseException]) -> Callable[[GPipe], None]:
-    def use(model: GPipe) -> None:
-        model(batch()).sum().backward()
-        if model.checkpoint == "never" and when == "recompute":
-            return
-        model.partitions[partition][1].fail(when, error("trouble"))  # type: ignore[index]
-        with pytest.raises(error, match="trouble"):
-            model(batch()).sum().backward()
-
-    return use
-
-
 USES: dict[str, Callable[[GPipe], object]] = {
     "never used": lambda model: None,
     "forward only": lambda model: model(batch()),
@@ -115,12 +105,6 @@ USES: dict[str, Callable[[GPipe], object]] = {
     "backward retained": lambda model: model(batch()).sum().backward(retain_graph=True),
     "backward of the input": backward_of_the_input,
     "backward refused": backward_refused,
-    **{
-        f"{error.__name__} in {when} of partition {partition}": failing(when, partition, error)
-        for error in (ArithmeticError, KeyboardInterrupt)
-        for when in ("forward", "recompute", "backward")
-        for partition in (0, 2)
-    },
 }
 
 

@@ -203,7 +203,8 @@ class InPlace:
             self._before = None
 
     def __del__(self) -> None:
-        self.__exit__()
+        if hasattr(self, "_before"):  # or Ctrl-C came before the first line of `__init__`
+            self.__exit__()
 
 
 def _leaf(p: Tensor) -> Tensor:

@@ -1,29 +1,26 @@
-"""Run a pipeline's partitions in processes of their own, which torchrun starts, a step at a time."""
+"""Run a pipeline's partitions in processes of their own, a step at a time."""
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import pickle
-import re
-import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from reproduce.error import Error
-from reproduce.machine.description import ROOT
 from reproduce.records.record import Engine
 from reproduce.run.engines import Work
+from reproduce.run.failure import Failure
+from reproduce.run.launch import Ended, Launched
+from reproduce.run.ranks import serve
 from torchgpipe.plan.replay import Event, Timeline
 
-PATIENCE = 30.0  # seconds: how long torchrun may take to end its processes
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")  # no network may know its name
+AHEAD = 0.01  # seconds from a request to its step, so that every rank has heard of it before
+GRACE = 2.0  # seconds in which other ranks may say how they fail, when one has failed
 
 
 class Processes:
@@ -34,19 +31,9 @@ class Processes:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._torchrun = subprocess.Popen(
-            [sys.executable, *TORCHRUN, f"--nproc-per-node={count}", "-m", "reproduce.run.ranks"],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": str(torch.get_num_threads()),
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
+        self._folder = TemporaryDirectory()
+        store = str(Path(self._folder.name, "store"))
+        self._ranks = Launched("spawn", count, serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
         """Make on every rank what `work` returns, a function that another process can import, and run it by `engine`.
@@ -56,7 +43,7 @@ class Processes:
         Raises:
             Error, torch.OutOfMemoryError: a rank has failed.
         """
-        self._ask((engine, work))
+        self._ask(engine, work)
 
     def step(self) -> tuple[float, float]:
         """Run a training step; return the seconds from when all ranks were ready until all were done, and the loss.
@@ -64,7 +51,7 @@ class Processes:
         Raises:
             Error, torch.OutOfMemoryError: a rank has failed.
         """
-        seconds, loss = self._ask(None)
+        seconds, loss, _ = self._step("step")
         return seconds, loss
 
     def record(self) -> Timeline:
@@ -73,45 +60,41 @@ class Processes:
         Raises:
             Error, torch.OutOfMemoryError: a rank has failed.
         """
-        seconds, events = self._ask("record")
+        seconds, _, (events,) = self._step("record")
         return Timeline([Event(*each) for each in events], seconds, self._count)
 
     def close(self) -> None:
         """End all processes."""
-        assert self._torchrun.stdin is not None and self._torchrun.stdout is not None
-        self._torchrun.terminate()
-        with suppress(BrokenPipeError):
-            self._torchrun.stdin.close()
-        try:
-            self._torchrun.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._torchrun.kill()
-            self._torchrun.wait()
-        self._torchrun.stdout.close()
-        self._errors.close()
+        self._ranks.close()
+        self._folder.cleanup()
 
-    def _ask(self, request: Any) -> Any:
-        assert self._torchrun.stdin is not None and self._torchrun.stdout is not None
-        with suppress(BrokenPipeError):  # why is said below
-            self._torchrun.stdin.write(base64.b64encode(pickle.dumps(request)) + b"\n")
-            self._torchrun.stdin.flush()
-        while "waits" in (said := json.loads((line := self._torchrun.stdout.readline()) or b"{}")):
-            print(said["waits"], file=sys.stderr)
-        if "answer" in said:
-            return said["answer"]
-        failures = [json.loads(each) for each in (line, *self._torchrun.stdout) if each]
+    def _step(self, what: str) -> tuple[float, float, Any]:
+        start = time.perf_counter() + AHEAD
+        ends, losses, recorded = zip(*self._ask(what, start), strict=True)
+        return max(ends) - start, losses[-1], recorded[0]
+
+    def _ask(self, *request: Any) -> list[Any]:
+        """Return what each rank answers."""
+        self._ranks.tell(request)
+        answers: dict[int, Any] = {}
+        failures: list[Failure] = []
+        busy = {*range(self._count)}
+        while busy and (heard := [*self._ranks.hear(busy, GRACE if failures else None)]):
+            for k, said in heard:
+                if isinstance(said, Ended):
+                    said = "failed", Failure("failed", f"a rank's process has ended {said.how}")
+                kind, value = said
+                if kind == "waits":
+                    print(value, file=sys.stderr)
+                    continue
+                busy.remove(k)
+                if kind == "answer":
+                    answers[k] = value
+                else:
+                    failures.append(value)
         if not failures:
-            raise Error(f"a rank's process has ended{self._signal()}")
+            return [answers[k] for k in range(self._count)]
+        self.close()
         # The rank that failed says what happened, and others only that it did.
-        first = next((each for each in failures if not each["reason"].startswith("RankFailed")), failures[0])
-        if first["status"] == "out of memory":
-            raise torch.OutOfMemoryError(first["reason"])
-        raise Error(first["reason"])
-
-    def _signal(self) -> str:
-        self._torchrun.wait()
-        self._errors.seek(0)
-        found = re.findall(r"Signal \d+ \((\w+)\)", self._errors.read().decode(errors="replace"))
-        # When one has ended, torchrun terminates the others, and lists all of them.
-        found.sort(key=lambda name: name == "SIGTERM")
-        return f" by {found[0]}" if found else ""
+        first = min(failures, key=lambda each: each.reason.startswith("RankFailed"))
+        raise torch.OutOfMemoryError(first.reason) if first.status == "out of memory" else Error(first.reason)

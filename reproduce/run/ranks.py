@@ -1,24 +1,21 @@
-"""Be one rank of a pipeline: `processes.py` starts as many as it has partitions, by torchrun.
+"""Be one rank of a pipeline: `processes.py` starts as many as it has partitions.
 
-Rank 0 reads requests from its standard input, each a pickled object in a line of base 64, and tells them to the others:
-an engine and a function that makes its work, `None` for a step, or `"record"` for a step with its timeline. It answers
-each by a line of JSON: none; the step's seconds and its loss; or its seconds and its tasks. A rank that fails writes a
-line that says why, and ends; torchrun then ends the others. So does the end of the input, which comes at the latest
-when the process that asks has ended.
+Each hears the same requests: an engine and a function that makes its work; `"step"` or `"record"`, a step with its
+timeline, and the time at which it begins. It answers by a pair: `"answer"` with nothing, or with when its step was
+over, the loss and the timeline's tasks; or `"failed"` with why, and then it ends. So it does when the process ends that
+asks.
 """
 
 from __future__ import annotations
 
-import base64
 import gc
-import json
 import os
 import pickle
-import sys
+import signal
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
@@ -31,84 +28,65 @@ from torchgpipe.distributed.patience import waiting_for
 from torchgpipe.timeline import record
 
 PATIENCE = timedelta(days=365)  # others may take their turns for as long as they like
-AHEAD = 0.01  # seconds from a request to its step, so that every rank has heard of it before
 
 
-def main() -> None:
-    """Answer requests until there are no more."""
-    # Whatever else is printed is no answer.
-    answers = os.dup(1)
-    os.dup2(2, 1)
-
-    def say(**line: Any) -> None:
-        os.write(answers, json.dumps(line).encode() + b"\n")  # at once, or lines of two ranks could mix
-
+def serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
+    """Answer requests until there are no more, with so many threads; ranks meet by a file, `store`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    for output in (1, 2):  # what ranks print would be in the middle of a table
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    torch.set_num_threads(threads)
+    requests = _listen(link)
+    engaged: Engaged | None = None
     try:
-        with waiting_for("other ranks that torchrun starts", lambda line: say(waits=line)):
-            dist.init_process_group("gloo", timeout=PATIENCE)
-        for answer in answered():
-            if dist.get_rank() == 0:
-                say(answer=answer)
+        with waiting_for("other ranks", lambda line: link.send(("waits", line))):
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=PATIENCE
+            )
+        while True:
+            what, given = pickle.loads(requests.get())
+            if what in ("step", "record"):
+                assert engaged is not None
+                answer = _recorded(engaged, given) if what == "record" else (*_step(engaged, given), None)
+            else:
+                engaged = answer = None  # or two of them would need memory at once, and threads
+                gc.collect()
+                engaged = Engaged(what, given())
+            link.send(("answer", answer))
     except Exception as error:
-        status, reason = explain(error)
-        say(status=status, reason=reason)
+        link.send(("failed", explain(error)))
         os._exit(1)  # whatever else this process waits for
 
 
-def answered() -> Iterator[Any]:
-    """Yield the answer to each request."""
-    requests = listen() if dist.get_rank() == 0 else None
-    engaged: Engaged | None = None
-    while True:
-        heard = [(requests.get(), time.perf_counter() + AHEAD) if requests is not None else (b"", 0.0)]
-        dist.broadcast_object_list(heard)
-        ((line, start),) = heard
-        request = pickle.loads(base64.b64decode(line))
-        if request is None:
-            assert engaged is not None
-            yield step(engaged, start)
-        elif request == "record":
-            assert engaged is not None and engaged.pipeline is not None
-            with record(engaged.pipeline) as recording:
-                seconds, _ = step(engaged, start)
-            (timeline,) = recording.steps
-            yield seconds, timeline.events
-        else:
-            engine, make = request
-            engaged = None  # or two of them would need memory at once, and threads
-            gc.collect()
-            engaged = Engaged(engine, make())
-            yield None
+def _recorded(engaged: Engaged, start: float) -> tuple[float, float | None, Any]:
+    assert engaged.pipeline is not None
+    with record(engaged.pipeline) as recording:
+        end, loss = _step(engaged, start)
+    return end, loss, [each.events for each in recording.steps]
 
 
-def step(engaged: Engaged, start: float) -> tuple[float, float | None]:
-    """Run a step that begins on all ranks at once; return the seconds until all are done, and the loss.
+def _step(engaged: Engaged, start: float) -> tuple[float, float | None]:
+    """Run a step that begins on all ranks at once, at a time of the clock that all processes of a machine share.
 
-    `start` is a time of the clock that all processes of a machine share.
+    Return when it is over, and its loss.
     """
     torch.manual_seed(engaged.steps)  # as `MeasuredSteps` does, so that random layers do the same
     while time.perf_counter() < start:
         pass  # awake, as ranks are that have just done another step
     loss = engaged.step()
-    mine = time.perf_counter(), loss
-    found: list[Any] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    ends, losses = zip(*found, strict=True)
-    return max(ends) - start, losses[-1]
+    return time.perf_counter(), loss
 
 
-def listen() -> SimpleQueue[bytes]:
-    """Return a queue of the lines of input. At its end this process ends, also in the middle of a step."""
+def _listen(link: Connection) -> SimpleQueue[bytes]:
+    """Return a queue of requests. When the process that asks has ended, so does this one, also in a step."""
     requests: SimpleQueue[bytes] = SimpleQueue()
 
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            requests.put(line)
-        os._exit(0)
+    def hear() -> None:
+        try:
+            while True:
+                requests.put(link.recv_bytes())
+        finally:
+            os._exit(0)
 
-    threading.Thread(target=read, name="requests", daemon=True).start()
+    threading.Thread(target=hear, name="requests", daemon=True).start()
     return requests
-
-
-if __name__ == "__main__":
-    main()

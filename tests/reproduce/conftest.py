@@ -1,22 +1,20 @@
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import reproduce.machine.devices
 import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.run.launch import python
 from reproduce.tables.layout import WIDTH
 
 from .made import RUN
 from .tiny import CORES, PROFILE_SECONDS, TINY
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -41,27 +39,14 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python on a script or `-m module`, in the checkout or a copy, with a folder searched for modules first.
-
-    What a test that failed has left running is killed.
-    """
+    """Start Python (reproduce/run/launch.py); what a test that failed has left running is killed."""
     started: list[subprocess.Popen[str]] = []
 
-    def popen(*arguments: str, root: Path = ROOT, first: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(first), str(root)])
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=root,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        started.append(python(*arguments, **options))
         return started[-1]
 
-    yield popen
+    yield begin
     for process in started:
         if process.poll() is None:
             process.kill()

@@ -1,14 +1,9 @@
-"""Answer the rows for several ranks: `python -m tests.works_with.ranks RANK FOLDER`, in two processes.
-
-FOLDER/asked.json lists rows by name, each with an engine and a mode. Each rank writes FOLDER/RANK.json: for each of
-these, `"right"`, or what differs or was raised.
-"""
+"""Answer the rows for several ranks, in two processes."""
 
 from __future__ import annotations
 
-import json
-import sys
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +37,17 @@ def answer(row: Row, engine: str, mode: str, plain: dict[str, Any], rank: int, f
     return f"differs: {different}" if different else "right"
 
 
-def main(rank: int, folder: Path) -> None:
+def answer_all(rank: int, link: Connection, asked: list[tuple[str, str, str]], folder: Path) -> None:
+    """Say of each row that is asked, with an engine and a mode: `"right"`, or what differs or was raised."""
     torch.set_num_threads(1)
-    asked = json.loads((folder / "asked.json").read_text())
     rows = {row.name: row for row in read(PAGE.read_text(encoding="utf-8"))}
     plain = {
         name: left_in_group(rows[name], Plain, rank, folder / f"{name} plain")
         for name in dict.fromkeys(name for name, _, _ in asked)
     }
-    found = {
-        f"{name} {engine} {mode}": answer(rows[name], engine, mode, plain[name], rank, folder)
-        for name, engine, mode in asked
-    }
-    (folder / f"{rank}.json").write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    link.send(
+        {
+            f"{name} {engine} {mode}": answer(rows[name], engine, mode, plain[name], rank, folder)
+            for name, engine, mode in asked
+        }
+    )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
-import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,11 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from reproduce.run.launch import Launched
+
 from ..plain import Plain
 from .page import ENGINES, MODES, PAGE, Row, read, render
-from .ranks import RANKS
+from .ranks import RANKS, answer_all
 from .run import differences, left_by, names, pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -96,19 +96,12 @@ def plain(left: Callable[[Row, Any], Any]) -> Callable[[Row], Any]:
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What the rows for several ranks answer, of all tests that will ask: by rank, then by row, engine and mode."""
-    folder = tmp_path_factory.mktemp("ranks")
     items: list[Any] = request.session.items
     asked = [item.callspec.params for item in items if item.originalname == "test_on_several_ranks"]
-    (folder / "asked.json").write_text(json.dumps([[p["row"].name, p["engine"], p["mode"]] for p in asked]))
-    command = [sys.executable, "-m", "tests.works_with.ranks"]
-    ranks = [subprocess.Popen([*command, str(rank), folder], cwd=ROOT) for rank in range(RANKS)]
-    try:
-        assert [rank.wait(PATIENCE) for rank in ranks] == [0] * RANKS
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    rows = [(p["row"].name, p["engine"], p["mode"]) for p in asked]
+    with closing(Launched("spawn", RANKS, answer_all, rows, tmp_path_factory.mktemp("ranks"))) as launched:
+        assert all(link.poll(PATIENCE) for link in launched.links)
+        return [link.recv() for link in launched.links]
 
 
 @pytest.mark.parametrize("mode", MODES)

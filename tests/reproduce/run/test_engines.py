@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,18 +35,11 @@ UNET = next(row for row in EXPERIMENTS["unet-speed"].scale("small").rows if row.
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Start them as on a machine whose own name nobody can resolve."""
-    folder = tmp_path_factory.mktemp("named")
-    names = "import socket; socket.gethostname = socket.getfqdn = lambda *name: 'a-name.invalid'"
-    (folder / "sitecustomize.py").write_text(names)
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(folder))
-            processes = stack.enter_context(closing(Processes(2)))
+def processes() -> Iterator[Processes]:
+    with closing(Processes(2)) as processes:
         yield processes
         started = ids(processes)
-    assert len(started) == 3
+    assert len(started) == 2
     gone(started)
 
 
@@ -83,8 +74,8 @@ def test_ranks_draw_what_threads_draw(processes: Processes) -> None:
 @pytest.mark.parametrize(
     ("make", "engine", "said"),
     [
-        (failing, "ranks", r"^ValueError: no such luck \(works.py, line \d+\)$"),
-        (failing, "Schedule1F1B", r"^ValueError: no such luck \(works.py, line \d+\)$"),
+        (failing, "ranks", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
+        (failing, "Schedule1F1B", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
         pytest.param(killed, "ranks", "^a rank's process has ended by SIGKILL$", marks=pytest.mark.slow),
     ],
 )
@@ -107,14 +98,11 @@ def gone(ids: list[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_processes_end_with_the_one_that_asks(sent: signal.Signals) -> None:
-    asking = subprocess.Popen(
-        [sys.executable, "-m", "tests.reproduce.run.works"], cwd=Path(__file__).parents[3],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+def test_processes_end_with_the_one_that_asks(sent: signal.Signals, start: Any) -> None:
+    asking = start("-m", "tests.reproduce.run.works")
     assert asking.stdout is not None
     started = [int(each) for each in asking.stdout.readline().split()]
-    assert len(started) == 3 and all(Path(f"/proc/{each}").exists() for each in started)
+    assert len(started) == 2 and all(Path(f"/proc/{each}").exists() for each in started)
     os.kill(asking.pid, sent)
     asking.communicate()
     gone(started)

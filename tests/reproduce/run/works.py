@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from reproduce.run.engines import Work
 from reproduce.run.processes import Processes
 from torchgpipe.checkpoint import Mode
+
+from ...parts import Fails
 
 
 def _sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -36,18 +37,6 @@ class Joined(nn.Module):
         return (pair[0] * pair[1]).tanh()
 
 
-class Failing(nn.Module):
-    """Fails in the second step."""
-
-    steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        if self.steps > 2:
-            raise ValueError("no such luck")
-        return x
-
-
 def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
     torch.manual_seed(0)
     first = nn.Sequential(nn.Dropout(dropout), Split(4, 4))
@@ -58,22 +47,23 @@ def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
 
 
 def failing() -> Work:
-    return replace(work(), layers=nn.Sequential(nn.Linear(4, 4), Failing()))
+    """Fail in the second step."""
+    fails = Fails()
+    fails.fail("forward", ValueError("no such luck"), calls_before=2)
+    return replace(work(), layers=nn.Sequential(nn.Linear(4, 4), fails))
 
 
 def killed() -> Work:
-    """Die on the last rank; torchrun then terminates the other."""
-    if os.environ["RANK"] == "1":
+    """Die on the last rank, while the other one waits."""
+    if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
     return work()
 
 
 def ids(processes: Processes) -> list[int]:
-    """Return torchrun's process id and those of the ranks that it has started."""
-    torchrun = processes._torchrun.pid
-    listed = subprocess.run(["ps", "--ppid", str(torchrun), "-o", "pid="], capture_output=True, text=True, check=True)
-    return [torchrun, *map(int, listed.stdout.split())]
+    """Return the process ids of the ranks."""
+    return [each.pid for each in processes._ranks.processes]
 
 
 if __name__ == "__main__":  # start processes, say so, and wait to be killed
@@ -82,4 +72,4 @@ if __name__ == "__main__":  # start processes, say so, and wait to be killed
     with closing(Processes(2)) as processes:
         processes.make("ranks", works.work)
         print(*ids(processes), flush=True)
-        sys.stdin.read()
+        signal.pause()

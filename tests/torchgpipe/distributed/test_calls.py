@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -153,16 +151,6 @@ def test_errors_between_calls() -> None:
         plain_checkpoint.checkpoint(ours, X, use_reentrant=False).sum().backward()
     ours.close()
 
-    # As if rank 1 had been killed.
-    ours._connected()
-    dist.barrier()
-    if rank == 1:
-        ours._connected().close()
-    else:
-        with pytest.raises(RankFailed, match="rank 1 has closed its connections and given no reason"):
-            loss_of(ours)
-    ours.close()
-
     wrong: dict[str, tuple[str, Any]] = {
         "chunks must be a whole number of at least 1, but got 0": ("chunks", 0),
         "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
@@ -246,19 +234,3 @@ def test_silence_is_of_a_connection() -> None:
     model.close()
     loss_of(model).backward()
     model.close()
-
-
-def test_a_process_forks_after_connections_were_closed() -> None:
-    gc.collect()  # groups of other tests: PyTorch cannot end these in a fork
-    model, _ = small()
-    for _ in range(2):
-        loss_of(model).backward()
-        model.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
-        child = os.fork()
-    if not child:
-        del model
-        gc.collect()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0

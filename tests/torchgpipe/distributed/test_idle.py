@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -102,31 +101,15 @@ def test_what_other_threads_may_take(besides: float, seconds: float, clocks: Sim
     assert found == seconds
 
 
-BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
-WAIT = "print(flush=True)\ninput()\n"
-CHILD = [sys.executable, "-c", BURN + WAIT]
-GRANDCHILD = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN + WAIT!r}])"]
+BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()\n"
+GRANDCHILD = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"]
 
 
-@contextmanager
-def process(command: list[str]) -> Iterator[None]:
-    """Run a process until it waits, and then within this."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None:
+    before = cpu_time_of_descendants()
+    with subprocess.Popen(GRANDCHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        yield
-
-
-WORK: dict[str, Callable[[], Any]] = {
-    "a child": lambda: process(CHILD),
-    "a grandchild": lambda: process(GRANDCHILD),
-}
-
-
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
-def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended(work: Callable[[], Any]) -> None:
-    before = cpu_time_of_descendants()
-    with work():
         meanwhile = cpu_time_of_descendants()
         assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths
     assert cpu_time_of_descendants() > meanwhile - 0.005  # hundredths, which sum up to another last bit

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchgpipe import GPipe
@@ -113,7 +109,7 @@ def test_on_other_ranks() -> None:
 
 
 def test_failures() -> None:
-    """If a rank does not see the folder, or cannot write, all ranks raise; what was saved before stays."""
+    """If a rank does not see the folder, or gives something else, all ranks raise."""
     rank = dist.get_rank()
     folder = shared_folder()
     model = DistributedGPipe(layers(3, draws=False), [2, 2, 2, 2])
@@ -126,20 +122,6 @@ def test_failures() -> None:
     assert not [*folder.glob("*-step-*")]
     saves = Saves(folder)
     saves.save(0, model, optimizer)
-    before = {path: path.read_bytes() for path in folder.glob("*-step-*/*")}
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 2:
-            patch.setattr(FileSystemWriter, "write_data", full)
-        error = OSError if rank == 2 else RankFailed
-        with pytest.raises(error, match="No space left on device"):
-            saves.save(1, model, optimizer)
-    model.close()
-    dist.barrier()
-    assert {path: path.read_bytes() for path in folder.glob("*-step-*/*")} == before
     with pytest.raises((ValueError, RankFailed), match="different values of data to save"):
         saves.save(1, model, optimizer, data=torch.tensor([rank]), epoch=float("nan"))
     model.close()

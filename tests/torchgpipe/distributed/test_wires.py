@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from reproduce.run.launch import python
 from torchgpipe.distributed import wires
 
 
@@ -23,8 +22,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_rank_says_what_it_waits_for_and_ends() -> None:
-    waits = "from torchgpipe.distributed import patience; patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
-    waits += "with patience.waiting_for('others'): input()"
-    with subprocess.Popen([sys.executable, "-c", waits], stdin=-1, stderr=-1, text=True) as process:
-        assert process.wait(60) == 1 and process.stderr is not None
-        assert process.stderr.read() == "waited 0.1 s for others\ngave up after 0.2 s of waiting for others\n"
+    waits = "import time; from torchgpipe.distributed import patience; patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
+    process = python("-c", f"{waits}with patience.waiting_for('others'): time.sleep(60)")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said == "waited 0.1 s for others\ngave up after 0.2 s of waiting for others\n"

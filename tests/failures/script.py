@@ -1,6 +1,6 @@
 """Runs a script as ranks that fail: what each start of torchrun does is said in JSON.
 
-    torchrun ... -m tests.failing '[[1, "killed", 2], [0, "killed while saving", 6], null]' SCRIPT ...
+    torchrun ... -m tests.failures.script '[[1, "dies", 2], [0, "dies while it saves", 6], null]' SCRIPT ...
 
 At the first start, this machine's rank 1 is killed when it clips gradients for the second time; at the second, rank 0
 when it flushes a file for the sixth time; the third goes well. A rank may also be one that `raises`, or whose whole
@@ -21,25 +21,18 @@ from torch import nn
 
 from torchgpipe.partitioned import Partitioned
 
-
-def fail(what: str) -> None:
-    """Let this rank fail."""
-    if what == "raises":
-        raise RuntimeError("no such luck")
-    if what == "node":
-        os.kill(os.getppid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+from . import faults
 
 
-def at(when: int, what: str, called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that fails when it is called for that time."""
+def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does something when it is called for that time."""
     calls = 0
 
     def counted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == when:
-            fail(what)
+            act()
         return called(*args)
 
     return counted
@@ -51,11 +44,13 @@ def main() -> None:
     fault = json.loads(starts)[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
     if fault is not None and fault[0] == int(os.environ["LOCAL_RANK"]):
         _, what, when = fault
-        if what == "killed while saving":
-            os.fsync = at(when, what, os.fsync)
+        if what == "dies while it saves":
+            os.fsync = at(when, faults.dies, os.fsync)
         else:
             pipeline: Any = Partitioned
-            pipeline.clip_grad_norm_ = at(when, what, pipeline.clip_grad_norm_)
+            node = lambda: os.kill(os.getppid(), signal.SIGKILL)  # noqa: E731
+            act = {"raises": faults.raises, "dies": faults.dies, "node": node}[what]
+            pipeline.clip_grad_norm_ = at(when, act, pipeline.clip_grad_norm_)
     if "DROPOUT" in os.environ:  # whose masks depend on the balance
         made: Any = nn.TransformerEncoderLayer.__init__
         chosen = float(os.environ["DROPOUT"])

@@ -1,4 +1,4 @@
-"""Errors while the pipeline runs: in any task, they reach the caller once, promptly, and leave the pipeline usable.
+"""Errors in tasks reach the caller once, promptly, and leave the pipeline as good as new, and nothing beyond its life.
 
 Misuse that is refused before anything runs is tested with the module that refuses it.
 """
@@ -6,10 +6,14 @@ Misuse that is refused before anything runs is tested with the module that refus
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from traceback import extract_tb
+from math import inf
+from traceback import extract_tb, walk_stack
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,45 +21,56 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from torchgpipe import GPipe
 from torchgpipe.checkpoint import checkpointed
 from torchgpipe.observe import Kind, Task
 from torchgpipe.relay import Relay
 
-from .journal import PATIENCE, Boom, Journal, Layer
-from .ledger import assert_no_thread_more
-from .parts import Fails, Pop, Stash
-from .plain import piped
-
-M, N = 4, 3
+from ..ledger import Ledger, assert_eventually, assert_no_thread_more
+from ..parts import Fails, Pop, Stash
+from ..plain import piped
+from .journal import PATIENCE, Journal, M, N, needs, pipeline
 
 
-def pipeline(journal: Journal, way: dict[str, Any], n: int = N) -> GPipe:
-    return piped(nn.Sequential(*(Layer(journal, j) for j in range(n))), [1] * n, M, **way)
+class Boom(Exception):
+    """An error that cannot be made from its message alone, as many a library's."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "an error of a library": lambda: Boom(7, reason="out of luck"),
+    "an error of PyTorch": lambda: torch.OutOfMemoryError("tried to allocate too much"),
+    "Ctrl-C": KeyboardInterrupt,
+    "exit": lambda: SystemExit(3),
+    "the end of a generator": GeneratorExit,
+    "the end of an iterator": lambda: StopIteration("data"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_thread_stays() -> Iterator[None]:
-    """Of all the pipelines here that failed."""
+def only_what_the_tests_make() -> Iterator[None]:
+    """Set aside what is there already, so that a collection takes milliseconds; of all that failed no thread stays."""
     threads = {*threading.enumerate()}
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     gc.collect()
     assert_no_thread_more(threads)
 
 
 @pytest.fixture
-def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Iterator[Journal]:
+def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
     """A journal that is told when workers have been stopped."""
-    journal, stop = Journal(M, checkpoint), Relay.stop
+    journal, stop = Journal(checkpoint), Relay.stop
 
     def stop_and_tell(self: Relay, error: BaseException) -> None:
         stop(self, error)
         journal.known.set()
 
     monkeypatch.setattr(Relay, "stop", stop_and_tell)
-    yield journal
-    # Its traceback holds the graph, whose layers hold the journal.
-    del journal.error
+    return journal
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -65,55 +80,60 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("j", range(N))
 @pytest.mark.parametrize("moment", ["first", "middle", "last"])
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
-def test_an_error_in_any_task(kind: Kind, moment: str, j: int, way: dict[str, Any], journal: Journal) -> None:
+def test_an_error_in_any_task(
+    kind: Kind, moment: str, j: int, make: Callable[[], BaseException], way: dict[str, Any], journal: Journal
+) -> None:
     count = checkpointed(way["checkpoint"], M) if kind == "recompute" else M
     place = Task(kind, {"first": 0, "middle": count // 2, "last": max(0, count - 1)}[moment], j)
-    model, x = pipeline(journal, way), torch.rand(M, 3)
+    model, x, ledger = pipeline(journal, way), torch.rand(M, 3), Ledger()
+    model.observer = ledger if j else None  # without one, all tasks may be in one graph
     expected = gradients(model, x)
     every_task = set(journal.started)
     assert (place in every_task) == (count > 0)
     if not count:
         return
-    journal.clear()
 
-    journal.fail_at, journal.error = place, Boom(7, reason="out of luck")
-    with pytest.raises(Boom, match=r"out of luck \(7\)") as caught:
+    error = make()
+    journal.begin(place, error)
+    with pytest.raises(type(error)) as caught:
         gradients(model, x)
 
     # Once, as it is.
-    assert caught.value is journal.error
+    assert caught.value is error
     assert caught.value.__cause__ is caught.value.__context__ is None
     # With its own traceback, down to the layer.
-    own = "backward" if kind == "backward" else "forward"
-    assert [frame.name for frame in extract_tb(caught.tb)][-3:] == [own, "task", "explode"]
+    own = "<lambda>" if kind == "backward" else "forward"
+    assert [frame.name for frame in extract_tb(caught.tb)][-3:] == [own, "reached", "explode"]
     # Promptly: of the tasks that had not started, each other worker was about to start one at most.
     assert set(journal.started) <= every_task
     assert len(journal.started) == len(set(journal.started))
     late = [task.partition for task in journal.late]
     assert late == [] if way["engine"] == "graph" else place.partition not in late and len(late) == len({*late})
     # And none that needs what has failed.
-    assert [task for task in journal.started if _needs(task, place)] == []
+    assert [task for task in journal.started if needs(task, place)] == []
 
     # As good as new.
-    journal.clear()
-    journal.fail_at = None
+    journal.begin()
+    assert torch.is_grad_enabled()
     assert_close(gradients(model, x), expected, rtol=0, atol=0)
     assert set(journal.started) == every_task
 
+    # And gone with all that it has, but for what the error has come through.
+    error.__traceback__ = None
+    refs = [weakref.ref(each) for each in (model, *model.modules(), *model.parameters(), model._engine)]
+    del model, caught
+    # After an exception PyTorch's own queue keeps nodes that have not run, until the thread's next backward.
+    torch.ones((), requires_grad=True).mul(2).backward()
 
-def _needs(task: Task, failed: Task) -> bool:
-    """Return whether `task` comes after `failed` by the rules of the schedule."""
-    (kind, i, j), (failed_kind, failed_i, failed_j) = task, failed
-    if task == failed or (kind == "forward" and failed_kind != "forward"):
-        return False
-    if failed_kind == "forward":
-        return kind != "forward" or (i >= failed_i and j >= failed_j)
-    if kind == "recompute":
-        return failed_kind == "recompute" and i < failed_i and j == failed_j
-    return i <= failed_i and j <= failed_j
+    def gone() -> bool:
+        gc.collect()
+        return not any(ref() is not None for ref in refs) and ledger.alive == 0
+
+    assert_eventually(gone, lambda: [ref() for ref in refs])
 
 
 # What is under way, what fails meanwhile, and all that the partition of the former has started in the end.
@@ -155,28 +175,35 @@ def test_what_is_under_way_is_the_last_task_of_its_partition(
     assert [(kind, i) for kind, i, j in started if j == under_way.partition] == expected
 
 
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "an error of PyTorch": lambda: torch.OutOfMemoryError("tried to allocate too much"),
-    "Ctrl-C": KeyboardInterrupt,
-    "exit": lambda: SystemExit(3),
-    "the end of a generator": GeneratorExit,
-    "the end of an iterator": lambda: StopIteration("data"),
-}
+@pytest.mark.parametrize("engine, checkpoint", [("graph", "always"), ("workers", "always")])
+def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
+    """As if it came right before a line of this library, in the thread that called; of all lines, some."""
+    model, x = piped(nn.Sequential(*(nn.Linear(3, 3) for _ in range(N))), [1] * N, 2, **way), torch.rand(2, 3)
+    expected = gradients(model, x)
+    lines = 0
 
+    def interrupted(at: float) -> None:
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            if lines >= at and not any(each.f_code.co_name == "__del__" for each, _ in walk_stack(frame)):
+                raise KeyboardInterrupt
+            return trace if frame.f_globals["__name__"].startswith("torchgpipe.") else None
 
-@pytest.mark.parametrize("checkpoint", ["always"])
-@pytest.mark.parametrize("j", range(2))
-@pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
-@pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS)
-def test_any_type_of_error(make: Callable[[], BaseException], kind: str, j: int, way: dict[str, Any]) -> None:
-    layers = [Fails(), Fails()]
-    model = piped(nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), layer) for layer in layers)), [1, 1], M, **way)
-    error = make()
-    layers[j].fail(kind, error, calls_before=1)
-    with pytest.raises(type(error)) as caught:
-        gradients(model, torch.rand(M, 3))
-    assert caught.value is error
-    assert len(gradients(model, torch.rand(M, 3))) == 1 + 4
+        nonlocal lines
+        lines = 0
+        sys.settrace(trace)
+        try:
+            gradients(model, x)
+        finally:
+            sys.settrace(None)
+
+    interrupted(inf)
+    for at in range(1, lines, 47):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(at)
+        assert torch.is_grad_enabled()
+        assert_close(gradients(model, x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])

@@ -1,0 +1,144 @@
+"""What may go wrong with a process, or only take long; each is called where it happens."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+SILENCE = 2.0  # seconds
+PATIENCE = 20.0  # seconds; only a hang takes as long
+FOR_EVER = 10 * PATIENCE
+
+
+def raises() -> None:
+    raise ValueError("on purpose")
+
+
+def ends() -> None:
+    raise SystemExit
+
+
+def forks_and_ends() -> None:
+    """End, but leave a process that was forked from this one, such as a worker of a data loader, for some seconds."""
+    if not os.fork():
+        time.sleep(1.5 * SILENCE)
+        os._exit(0)
+    ends()
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stops() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hangs() -> None:
+    time.sleep(FOR_EVER)
+
+
+def sleeps() -> None:
+    time.sleep(1.5 * SILENCE)
+
+
+def computes() -> None:
+    end = time.monotonic() + 1.5 * SILENCE
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def all_stop() -> None:
+    """Wait until the test has stopped all ranks for a while."""
+    time.sleep(0.5)
+
+
+def fills_the_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fills_memory() -> None:
+    """Take what there is, 64 MB more than now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
+    filled = []
+    while True:
+        filled.append(torch.zeros(2**20))
+
+
+def cuts_links(where: Path) -> None:
+    """Cut the links of this rank, and tell others in a file by which of its ports they know them."""
+    sockets = [*_sockets()]
+    for each in sockets:
+        _cut(each)
+    where.with_suffix(".part").write_text(" ".join(str(each.getsockname()[1]) for each in sockets))
+    where.with_suffix(".part").rename(where)
+
+
+def cut_off(where: Path) -> None:
+    """Cut the links to the rank that `cuts_links` is called on, as soon as that has happened."""
+    while not where.exists():
+        time.sleep(0.01)
+    ports = [*map(int, where.read_text().split())]
+    for each in _sockets():
+        with suppress(OSError):  # it does not listen to one other
+            if each.getpeername()[1] in ports:
+                _cut(each)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it is none
+            found = socket.socket(fileno=os.dup(int(number)))
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                yield found
+
+
+def _cut(link: socket.socket) -> None:
+    """Let a socket hear nothing any more, not even that the other one has closed it: a filter keeps no byte."""
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    so_attach_filter = 26
+    link.setsockopt(socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(nothing)))
+
+
+class Keyboard:
+    """Press Ctrl-C in a task, which lasts for half a second, or for ever; it counts as often as `times` says.
+
+    It is pressed again and again, since what comes when a thread is just about to wait does not wake it.
+    """
+
+    def __init__(self, times: int = 1, lasts: float = 0.5) -> None:
+        self.times, self.lasts = times, lasts
+        self.over, self._latest = False, 0.0
+
+    def listen(self) -> None:
+        """Make ready, in the main thread."""
+        signal.signal(signal.SIGINT, self._hear)
+
+    def __call__(self) -> None:
+        threading.Thread(target=self._press, daemon=True).start()
+        time.sleep(self.lasts)
+        self.over = True
+
+    def _press(self) -> None:
+        while self.times:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    def _hear(self, *_: object) -> None:
+        now = time.monotonic()
+        if self.times and now - self._latest > 0.2:  # the second time when the first one has had its effect
+            self.times, self._latest = self.times - 1, now
+            raise KeyboardInterrupt

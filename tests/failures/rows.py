@@ -1,0 +1,105 @@
+"""What goes wrong where, on which engine; what others see, and what the process itself sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .faults import (
+    FOR_EVER,
+    Keyboard,
+    all_stop,
+    computes,
+    cuts_links,
+    dies,
+    ends,
+    fills_memory,
+    fills_the_disk,
+    forks_and_ends,
+    hangs,
+    raises,
+    sleeps,
+    stops,
+)
+
+
+@dataclass
+class Row:
+    """Something goes wrong at a place, in step 2.
+
+    Attributes:
+        does: what; `None` leaves out the backward.
+        place: forward, recompute or backward, of the second partition's first task; criterion, saving, or outside.
+        others: what other ranks raise within the silence and 2 s, a pattern; nothing if they go on.
+        own: what the rank itself raises, if it can.
+        engine: ranks are three processes, others one.
+        rank: where it happens.
+    """
+
+    does: Callable[..., object] | None
+    place: str = "outside"
+    others: str = ""
+    own: str = ""
+    engine: str = "ranks"
+    rank: int = 1
+
+
+SILENT = (
+    r"rank 1 has given no sign of life for 2 s: is its process stopped, or is the network cut\? "
+    "When last heard of, rank 1 was "
+)
+ALONE = r"RankFailed: ranks 0, 2 have given no sign of life for 2 s: are their processes stopped, or is the network cut"
+WOKEN = r"RankFailed: rank 1 did not run for \d+\.\d s \(was its process stopped\?\), so others have ended"
+DIED = r"rank 1 has closed its connections and given no reason: has its process ended\? \d.\d s before, it was "
+IN_FORWARD = "in forward of micro-batch 0 of mini-batch 2"
+IN_BACKWARD = "in backward of micro-batch 1 of mini-batch 2"
+OUTSIDE = "outside of the pipeline, after mini-batch 1"
+CIRCLE = (
+    "all ranks wait for each other, and none has got any further for 2 s: rank 0 was waiting for other ranks in "
+    "backward of micro-batch 1 of mini-batch 2; rank 1 was waiting for other ranks in the call of mini-batch 3; rank 2 "
+    r"was .*\. Has a rank left out a call of the pipeline, or a backward\(\)\?"
+)
+ENDED = r"rank 1 has ended, or called close\(\), but rank \d needs more from it: every rank has to call"
+NO_SPACE = r"OSError: \[Errno 28\] step 2 cannot be saved in .*: No space left on device; what was saved before stays"
+NO_MEMORY = "RuntimeError: .*can't allocate memory"
+INTERRUPTED = "KeyboardInterrupt: "
+
+
+def hanging(task: str, rank: int = 1) -> str:
+    """Return the error of the others."""
+    return f"rank {rank} hangs in {task} of mini-batch 2: for 2 s it has neither ended nor used the CPU, in hangs, "
+
+
+ROWS = {
+    "stopped in forward": Row(stops, "forward", SILENT + IN_FORWARD, WOKEN),
+    "stopped in backward": Row(stops, "backward", SILENT + IN_BACKWARD, WOKEN),
+    "stopped outside": Row(stops, "outside", SILENT + OUTSIDE, WOKEN),
+    "cut off in forward": Row(cuts_links, "forward", SILENT + IN_FORWARD, ALONE),
+    "killed in backward": Row(dies, "backward", DIED + IN_BACKWARD),
+    "killed outside": Row(dies, "outside", DIED + OUTSIDE),
+    "killed while it saves": Row(dies, "saving", f"{DIED}in save of mini-batch 2"),
+    "raises outside": Row(
+        raises, "outside", f"rank 1 failed {OUTSIDE}: ValueError: on purpose", "ValueError: on purpose"
+    ),
+    "a full disk": Row(fills_the_disk, "saving", f"rank 1 failed in save: {NO_SPACE}", NO_SPACE),
+    "full memory": Row(fills_memory, "forward", f"rank 1 failed in forward of micro-batch 0: {NO_MEMORY}", NO_MEMORY),
+    "ends early": Row(ends, "outside", ENDED, "SystemExit: "),
+    "ends early, and a fork does not": Row(forks_and_ends, "outside", ENDED, "SystemExit: "),
+    "hangs in forward": Row(hangs, "forward", hanging("forward of micro-batch 0")),
+    "hangs in recomputation": Row(hangs, "recompute", hanging("recomputation of micro-batch 1")),
+    "hangs in backward": Row(hangs, "backward", hanging("backward of micro-batch 1")),
+    "hangs in the criterion": Row(hangs, "criterion", hanging("the criterion", 2), rank=2),
+    "leaves out a backward": Row(None, others=CIRCLE, own=f"RankFailed: {CIRCLE}"),
+    "sleeps outside": Row(sleeps, "outside"),
+    "computes in forward": Row(computes, "forward"),
+    "stopped together, outside": Row(all_stop, "outside"),
+    "stopped together, in forward": Row(all_stop, "forward"),
+    "Ctrl-C in forward": Row(
+        Keyboard(), "forward", "rank 1 failed in forward of micro-batch 0: KeyboardInterrupt", INTERRUPTED
+    ),
+    "Ctrl-C in forward of a worker": Row(Keyboard(), "forward", own=INTERRUPTED, engine="workers"),
+    "Ctrl-C in recomputation of a worker": Row(Keyboard(), "recompute", own=INTERRUPTED, engine="workers"),
+    "Ctrl-C in backward of a worker": Row(Keyboard(), "backward", own=INTERRUPTED, engine="workers"),
+    "Ctrl-C where a worker hangs": Row(Keyboard(2, FOR_EVER), "forward", own=INTERRUPTED, engine="workers"),
+    "Ctrl-C where one graph hangs": Row(Keyboard(1, FOR_EVER), "forward", own=INTERRUPTED, engine="graph"),
+}

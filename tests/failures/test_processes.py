@@ -1,0 +1,80 @@
+"""Each row of the table, in processes that are forked from one that has imported torch: what all see, and how soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from contextlib import closing
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reproduce.run.launch import Launched
+from torchgpipe.saves import Saves
+
+from . import program
+from .faults import PATIENCE, SILENCE, all_stop, dies, hangs, stops
+from .rows import ROWS, Row
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals to processes")
+
+
+def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
+    """Train in this process, or, on the rank where it happens, in one that it starts by another method.
+
+    It can be forked, since it has not used autograd, which has threads.
+    """
+    if method == "forkserver" or k != row.rank:
+        return program.train(k, link, row, folder)
+    context: Any = get_context(method)
+    process = context.Process(target=program.train, args=(k, link, row, folder))
+    process.start()
+    process.join()
+
+
+@pytest.mark.parametrize(
+    "name, method", [*product(ROWS, ["forkserver"]), ("raises outside", "fork"), ("raises outside", "spawn")]
+)
+def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
+    """Processes of `multiprocessing` say why they end, however they were started."""
+    row = ROWS[name]
+    count, own = (program.WORLD, row.rank) if row.engine == "ranks" else (1, 0)
+    get_context("forkserver").set_forkserver_preload([program.__name__])
+    launched = Launched("forkserver", count, started, method, row, tmp_path, daemon=method == "forkserver")
+    links = launched.links
+
+    def ended(k: int, expected: str) -> float:
+        assert links[k].poll(PATIENCE), "it does not end"
+        error, at = links[k].recv()
+        assert re.match(expected or "$", error), error
+        launched.processes[k].join(PATIENCE)
+        printed = (tmp_path / f"{k}.errors").read_text()
+        causes = printed.count("The above exception was the direct cause")
+        assert printed.count("Traceback") - causes == bool(error) - error.startswith("SystemExit"), printed
+        return float(at)
+
+    def send(number: int) -> None:
+        for process in launched.processes if row.does is all_stop else [launched.processes[own]]:
+            os.kill(process.pid, number)
+
+    with closing(launched):
+        assert links[own].poll(5 * PATIENCE)  # it may import torch first
+        _, begin = links[own].recv()
+        if row.does is all_stop:
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                send(number)
+                time.sleep(1.5 * SILENCE)
+        for k in {*range(count)} - {own}:
+            end = ended(k, row.others and f"RankFailed: {row.others}")
+            assert end - begin < SILENCE + 2 or not row.others
+        if row.does is stops:
+            send(signal.SIGCONT)
+        if row.does not in (dies, hangs):
+            ended(own, row.own)
+    if row.place == "saving":
+        assert Saves(tmp_path / "saves").load(program.pipeline("graph"), None) == {"step": 1}
