@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.checkpoint import Mode
 from torchgpipe.distributed import DistributedGPipe, RankFailed, cuda
-from torchgpipe.distributed.cuda import Transfer
+from torchgpipe.distributed.cuda import Departure, Transfer
 from torchgpipe.distributed.layout import dense
-from torchgpipe.distributed.wire import Departure, Message, Route, Sender
+from torchgpipe.distributed.wire import Message, Route, Sender
 from torchgpipe.plan.replay import Event, replay
 from torchgpipe.relay import Stopped
 from torchgpipe.skip import Namespace
