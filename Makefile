@@ -26,8 +26,8 @@ help:
 	@echo "make benchmark            time balancer, micro-batches, portals, the planner, the replay"
 	@echo "make suites               run each of these once, untimed, to see that they work"
 	@echo "make regression BASE=REV  is the working tree slower than that revision?"
-	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.counts"
-	@echo "                          what a task costs beside it: $(BIN)/python -m benchmarks.machinery --against REV"
+	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.gates.counts"
+	@echo "                          what a task costs beside it: $(BIN)/python -m benchmarks.gates.machinery --against REV"
 	@echo "make clean                remove the virtual environment and caches"
 
 setup: $(READY)

@@ -1,20 +1,19 @@
-"""What all benchmarks share: options, turns, and a record that is rewritten as results come.
+"""What all benchmarks share: options, and a record that is rewritten as results come.
 
 A benchmark has cases, and in each of them several *ways* to do the same work take turns: engines, versions, a plain
-loop. Its record has a result for each: the case is the result's experiment, the way its row. Of its samples the record
-has a summary.
+loop (`reproduce.regression.interleave`). Its record has a result for each: the case is the result's experiment, the way
+its row. Of its samples the record has a summary.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -27,19 +26,19 @@ from reproduce.records.record import FREED_MEMORY, Record, Result, save
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_run, now, prepare_folder
 from reproduce.tables.layout import grid
+from reproduce.tables.render import module_of
 
 render = grid
-T = TypeVar("T")
 Found = Generator[Sequence[Result], None, None]
 """Results with their samples, as they come: those that are new, or have more samples."""
 
 
 def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
-    """Return the parser of `python -m benchmarks.NAME`.
+    """Return the parser of the benchmark of that name.
 
     Of the common options it takes `--json`, and `--rounds` and `--steps` where they have a default.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {module_of(name)}", description=doc.splitlines()[0])
     for option, default in defaults.items():
         what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
         parser.add_argument(f"--{option}", type=positive, default=default, help=f"{what} (default {default})")
@@ -68,7 +67,7 @@ def start(
     run = new_run(
         Devices(device, devices, 1 if device == "cpu" else None),
         seed=0,
-        command=["python", "-m", f"benchmarks.{name}"],  # without the paths of a machine; the rest is in the settings
+        command=["python", "-m", module_of(name)],  # without the paths of a machine; the rest is in the settings
         settings={**given, FREED_MEMORY: "kept" if kept() else "as the C library does"},
     )
     torch.set_num_threads(1)
@@ -83,19 +82,6 @@ def continued(record: Record, before: Record) -> Record:
         notes.append(f"what was found before {record.run.started} is of revision {git.revision}")
     software = {**(before.software or {}), **(record.software or {})}
     return replace(record, results=before.results, notes=notes, software=software)
-
-
-def turns(steps: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> Generator[dict[str, list[T]]]:
-    """Run a step of each way per round, in an order that is drawn anew; yield all samples after each round."""
-    order = random.Random(0)
-    samples: dict[str, list[T]] = {way: [] for way in steps}
-    for k in range(-warm_up, rounds):
-        for way in order.sample(list(steps), len(steps)):
-            sample = steps[way]()
-            if k >= 0:
-                samples[way].append(sample)
-        if k >= 0:
-            yield samples
 
 
 def by_case(record: Record) -> dict[str, dict[str, Result]]:

@@ -1,4 +1,4 @@
-"""Whole training steps and the bare machinery, as data, for `python -m reproduce regression`.
+"""Whole training steps and the bare machinery, as data, and their clocks, for `python -m reproduce regression`.
 
 Nothing of torchgpipe, nor the models that use it, is imported before a case is prepared: whoever does that says first
 where torchgpipe comes from. Every case is one step of one mini-batch, on CPU devices of one thread each.
@@ -6,6 +6,8 @@ where torchgpipe comes from. Every case is one step of one mini-batch, on CPU de
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 Model = Literal["linear", "AmoebaNet-D", "U-Net"]
 Clock = Literal["cpu", "wall"]
 Step = Callable[[], Tensor]
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}  # of all of a process's threads, or of the machine
+WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,30 @@ def _build(case: Case) -> tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor
     mask = torch.randint(2, (case.batch, 1, 32, 32)).float()
     images = torch.rand(case.batch, 3, 32, 32)
     return unet(3, 1, 8), images, lambda y: F.binary_cross_entropy_with_logits(y, mask)
+
+
+class Timed:
+    """Time the case of a name. With `slow_down`, each sample is followed by a delay of that share of the usual one."""
+
+    def __init__(self, name: str, clock: Clock, slow_down: float) -> None:
+        self.case = next(case for case in CASES if case.name == name)
+        self.now = CLOCKS[clock]
+        self.step = prepare(self.case)
+        self.slow_down = slow_down
+        self.own: list[float] = []  # seconds of each sample, without the delay
+        for _ in range(WARM_UP):
+            self()
+        self.own.clear()
+
+    def __call__(self) -> float:
+        """Return the seconds per step of a sample."""
+        began = self.now()
+        for _ in range(self.case.steps):
+            self.step()
+        ran = self.now()
+        self.own.append(ran - began)
+        if self.slow_down:
+            until = ran + self.slow_down * statistics.median_low(self.own)
+            while self.now() < until:  # to sleep takes no CPU time, and longer than was asked for
+                pass
+        return (self.now() - began) / self.case.steps

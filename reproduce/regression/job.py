@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,33 +54,42 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
     Raises:
         Error: it ended before it was done.
     """
-    cases = list(settings.cases)
+    cases = {
+        case: {"base": (0, (case, settings.clock, 0.0)), "head": (1, (case, settings.clock, settings.slow_down))}
+        for case in settings.cases
+    }
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
         if not cases:
             return
         job = {
-            **vars(settings),
             "folders": [str(base.folder), str(head.folder)],
+            "maker": "reproduce.regression.cases:Timed",
             "cases": cases,
-            "first": first,
             "restarts": min(RESTARTS_OF_A_PARENT, settings.restarts - first),
+            "rounds": settings.rounds,
+            "seed": settings.seed,
+            "first": first,
+            "one_core": settings.clock == "cpu",
         }
-        with contextlib.closing(_of_a_parent(job)) as lines:
+        with contextlib.closing(in_turn(job, KEEP_FREED)) as lines:
             for line in lines:
                 if "unable" in line:
-                    cases.remove(line["case"])
+                    del cases[line["case"]]
                 yield line
 
 
-def _of_a_parent(job: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-    """Yield the lines of the restarts that are forked off one process."""
+def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Generator[dict[str, Any], None, None]:
+    """Yield the lines of a job of `interleave.main`, whose restarts are forked off one process.
+
+    Raises:
+        Error: it ended before it was done.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "reproduce.regression.interleave", json.dumps(job)]
-    environment = {**os.environ, **ONE_THREAD, **KEEP_FREED, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, **ONE_THREAD, **environment, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -119,7 +128,7 @@ def collect(
         if "unable" in line:
             samples.unable = line["unable"]
             continue
-        samples.base.append(line["base"])
-        samples.head.append(line["head"])
+        samples.base.append(line["samples"]["base"])
+        samples.head.append(line["samples"]["head"])
         progress(line["restart"] + 1)
     return found

@@ -1,8 +1,8 @@
 """Run a speed experiment: measure the rows that there are devices for, and emulate all.
 
-A round is one step of every row of a group, measured and emulated, in an order drawn anew for each round, so that a
-machine's drift hits all alike. A measured step is timed from a moment when every device is idle to the next such
-moment. Every time is kept: rows are compared within rounds.
+A round is one step of every row of a group, measured and emulated, in turn, so that a machine's drift hits all alike.
+A measured step is timed from a moment when every device is idle to the next such moment. Every time is kept: rows are
+compared within rounds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from reproduce.run.progress import duration
 from reproduce.run.session import Session
 from reproduce.run.timed import EmulatedSteps, MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
+from reproduce.run.turns import turns
 
 Steps = MeasuredSteps | EmulatedSteps
 LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
@@ -223,22 +224,22 @@ class _Timing:
         session, rounds = self.session, _rounds(self.session)
         limit = _limit(session, self.group)
         session.progress.begin(f"{session.experiment.name} {self.group} ")
-        started, order = time.monotonic(), random.Random(session.seed)
+        started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
         try:
-            for done in range(rounds):
-                for task in order.sample(list(self.running), len(self.running)):
-                    self.step(task, done, rounds)
+            for done, _ in enumerate(turns(steps, rounds, random.Random(session.seed)), 1):
                 session.rounds += 1
                 self.put_all()
-                if done + 1 >= session.scale.least_steps and time.monotonic() - started > (limit or math.inf):
+                if done >= session.scale.least_steps and time.monotonic() - started > (limit or math.inf):
                     break
         finally:
             self.put_all()
             session.progress.stop()
 
-    def step(self, task: Task, done: int, rounds: int) -> None:
+    def step(self, task: Task, rounds: int) -> None:
         """Run one step of a row; a row that fails is left out from then on."""
-        self.start(f"round {done + 1} of {rounds},", task)
+        if task not in self.running:
+            return
+        self.start(f"round {len(self.rounds[task]) + 1} of {rounds},", task)
         try:
             self.run_one(task, self.running[task])
         except Exception as error:

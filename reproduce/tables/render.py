@@ -80,7 +80,7 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     path = folder / f"{name}.json"
     try:
         # By name, for benchmarks are in the checkout only, and import this package.
-        benchmark = importlib.import_module(f"benchmarks.{name.partition('-')[0]}")
+        benchmark = importlib.import_module(module_of(name.partition("-")[0]))
         if not path.exists():
             return NOTHING
         record = load(path)
@@ -89,6 +89,12 @@ def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
     return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({_link(page, path)})\n\n"
+
+
+def module_of(benchmark: str) -> str:
+    """Return the name of a benchmark's module, which may be in any folder of `benchmarks`."""
+    found = next((ROOT / "benchmarks").rglob(f"{benchmark}.py"), ROOT / "benchmarks" / benchmark)
+    return ".".join(found.relative_to(ROOT).with_suffix("").parts)
 
 
 def emulated_block(records: Sequence[Record]) -> str:

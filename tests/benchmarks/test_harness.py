@@ -1,18 +1,16 @@
-"""The harness: options, turns, and that nothing finished is lost, whatever ends a benchmark."""
+"""The harness: options, and that nothing finished is lost, whatever ends a benchmark."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.child import Child
-from benchmarks.harness import Found, command, keep, start, turns
+from benchmarks.harness import Found, command, keep, start
 from reproduce.error import Error
 from reproduce.records.record import Record, Result, load
 
@@ -33,27 +31,14 @@ def _threads() -> Iterator[None]:
 )
 def test_what_every_benchmark_refuses(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        command("one", "A question.", rounds=2, steps=3).parse_args(line.split())
+        command("overlap", "A question.", rounds=2, steps=3).parse_args(line.split())
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_ways_take_turns_and_warm_up() -> None:
-    order: list[str] = []
-
-    def step(way: str) -> Callable[[], int]:
-        return lambda: order.append(way) or len(order)  # type: ignore[func-returns-value]
-
-    *_, samples = turns({way: step(way) for way in "abc"}, rounds=20, warm_up=1)
-    rounds = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert len(rounds) == 21 and all(sorted(each) == ["a", "b", "c"] for each in rounds)
-    assert len(set(rounds)) > 1, "the order is drawn anew"
-    assert sorted(chain(*samples.values())) == list(range(4, 64))
-
-
 def begun(path: Path | None, **more: Any) -> Record:
-    options = command("one", "A question.").parse_args([] if path is None else ["--json", str(path)])
+    options = command("overlap", "A question.").parse_args([] if path is None else ["--json", str(path)])
     vars(options).update(more)
-    return start(options, "one", "a title", {"time": "s"}, devices=2)
+    return start(options, "overlap", "a title", {"time": "s"}, devices=2)
 
 
 def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
@@ -117,18 +102,3 @@ def test_without_a_result_no_file_is_touched(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         keep(begun(tmp_path / "one.json"), tmp_path / "one.json", found(), 1, str)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_child_says_why_it_has_no_answer_and_goes_on() -> None:
-    child = Child("machinery_child.py")
-    try:
-        assert child.version.startswith("torchgpipe ")
-        with pytest.raises(Error, match=r"TypeError: .*argument"):
-            child.ask("too few")
-        assert len(child.ask(2, "linear", 1, 1, "never", "cpu", "plain")) == 2
-        child._process.kill()
-        for _ in range(2):
-            with pytest.raises(Error, match="the measuring process ended with exit code -9"):
-                child.ask("more")
-    finally:
-        child.close()

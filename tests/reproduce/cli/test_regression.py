@@ -31,7 +31,7 @@ CASE = "U-Net GPipe"
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Replace copies and job: cases slower by a factor, cases that a side cannot run, and an error after a restart."""
+    """Replace copies, job and search: cases slower by a factor, or that a side cannot run; an error after a restart."""
 
     def make(slower: dict[str, float] | None = None, ends: BaseException | None = None, **unable: list[str]) -> None:
         @contextlib.contextmanager
@@ -48,12 +48,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
                 for i in range(settings.restarts):
                     steady = [0.01 * (1 + k / 1000) for k in range(settings.rounds)]
                     noise = 1 + (-1) ** i * (i + 1) / 2000
-                    yield {"case": case, "restart": i, "base": steady, "head": [factor * noise * x for x in steady]}
+                    samples = {"base": steady, "head": [factor * noise * x for x in steady]}
+                    yield {"case": case, "restart": i, "samples": samples}
                     if ends is not None:
                         raise ends
 
         monkeypatch.setattr(asked, "trees", trees)
         monkeypatch.setattr(asked, "interleaved", interleaved)
+        monkeypatch.setattr(bisect, "bisected", lambda *asked: "12ab it")
 
     return make
 
@@ -72,60 +74,40 @@ def test_an_unchanged_tree_passes(made_up: Callable[..., None], capsys: pytest.C
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("made", "options", "code", "verdict", "said"),
-    [
-        ({"slower": {CASE: 1.1}}, "", 1, "worse", f"slower than v1: {CASE}"),
-        ({"slower": {CASE: 1.015}}, "", 0, "~", ""),
-        ({"slower": {CASE: 1.015}}, "--threshold 0.01", 1, "worse", f"slower than v1: {CASE}"),
-        ({"slower": {CASE: 0.8}}, "", 0, "better", ""),
-        ({"slower": dict.fromkeys(NAMES, 1.2)}, "", 1, "worse", f"{NAMES[0]}, {NAMES[1]}, "),
-        ({"slower": {CASE: 1.1}}, "--head v2 --case naive --case MACHINERY", 0, None, ""),
-        ({"slower": {"machinery always": 1.1}}, "--restarts 8 --case always", 1, None, "slower than v1: machinery alw"),
-        (
-            {},
-            "--restarts 8 --case gpipe --case x",
-            2,
-            None,
-            "--case x: no case's name contains it; there are machinery",
-        ),
-        ({}, "--restarts 5", 2, None, "with 8 cases and --alpha 0.01, nothing could be called significant; give at"),
-        ({"base": ["machinery never"]}, "", 0, "~", ""),
-        ({"head": [CASE]}, "", 1, "missing", f"1 case cannot run in the working tree: {CASE}: ImportError: gone"),
-        ({"base": NAMES}, "", 1, "missing", "no case runs in v1, so nothing shows that there is no regression"),
-        ({"ends": Error("it broke")}, "", 1, None, "it broke"),
-        ({"ends": Error("it broke", USAGE)}, "", 2, None, "it broke"),
-        ({"ends": KeyboardInterrupt()}, "", 130, None, "interrupted"),
-    ],
-)
+# What is made up, what is asked, the exit code, the verdict on a case, and what is said.
+ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
+    ({"slower": {CASE: 1.1}}, "--base v1", 1, "worse", f"slower than v1: {CASE}"),
+    ({"slower": {CASE: 1.015}}, "--base v1", 0, "~", ""),
+    ({"slower": {CASE: 1.015}}, "--base v1 --threshold 0.01", 1, "worse", f"slower than v1: {CASE}"),
+    ({"slower": {CASE: 0.8}}, "--base v1", 0, "better", ""),
+    ({"slower": dict.fromkeys(NAMES, 1.2)}, "--base v1", 1, "worse", f"{NAMES[0]}, {NAMES[1]}, "),
+    ({"slower": {CASE: 1.1}}, "--base v1 --head v2 --case naive --case MACHINERY", 0, None, ""),
+    ({"slower": {NAMES[1]: 1.1}}, "--base v1 --restarts 8 --case always", 1, None, f"slower than v1: {NAMES[1]}"),
+    ({}, "--base v1 --case gpipe --case x", 2, None, "--case x: no case's name contains it; there are machinery"),
+    ({}, "--base v1 --restarts 5", 2, None, "with 8 cases and --alpha 0.01, nothing could be called significant"),
+    ({"base": ["machinery never"]}, "--base v1", 0, "~", ""),
+    ({"head": [CASE]}, "--base v1", 1, "missing", f"1 case cannot run in the working tree: {CASE}: ImportError: gone"),
+    ({"base": NAMES}, "--base v1", 1, "missing", "no case runs in v1, so nothing shows that there is no regression"),
+    ({"ends": Error("it broke")}, "--base v1", 1, None, "it broke"),
+    ({"ends": Error("it broke", USAGE)}, "--base v1", 2, None, "it broke"),
+    ({"ends": KeyboardInterrupt()}, "--base v1", 130, None, "interrupted"),
+    ({}, "--bisect v1 v2", 0, None, "the first commit that is slower than v1: 12ab it"),
+    *(({}, wrong, 2, None, "give --base REV, or --bisect GOOD BAD, which takes no --head")
+      for wrong in ("", *(f"--bisect v1 v2 {more}" for more in ("--base v1", "--head v1", "--markdown FILE")))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "options", "code", "verdict", "said"), ASKED)
 def test_exit_code_and_verdict(
-    made: dict[str, object], options: str, code: int, verdict: str | None, said: str, made_up: Callable[..., None],
+    made: dict[str, Any], options: str, code: int, verdict: str | None, said: str, made_up: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     made_up(**made)
-    assert main(["regression", "--base", "v1", *options.split()]) == code
+    assert main(["regression", *options.split()]) == code
     out, err = capsys.readouterr()
     complaints = [line for line in err.splitlines() if line.startswith("reproduce: ")]
-    assert len(complaints) == (code != 0) and said in "".join(complaints)
+    assert len(complaints) == (code != 0) and said in "".join(complaints or [out])
     assert [line.split()[-1] for line in out.splitlines() if line.startswith(CASE)] == ([verdict] if verdict else [])
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "out"),
-    [
-        ("--bisect v1 v2", 0, "the first commit that is slower than v1: 12ab it"),
-        ("--bisect v1 v2 --base v1", 2, ""),
-        ("--bisect v1 v2 --head v1", 2, ""),
-        ("--bisect v1 v2 --markdown FILE", 2, ""),
-        ("", 2, ""),
-    ],
-)
-def test_bisect_or_base(
-    options: str, code: int, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bisect, "bisected", lambda *asked: "12ab it")
-    assert main(["regression", *options.split()]) == code
-    assert capsys.readouterr().out.strip() == out
 
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
@@ -164,29 +146,42 @@ def test_defaults_stand_in_one_place() -> None:
 
 @pytest.fixture
 def begun(tmp_path: Path, start: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a repository of this tree, with two commits and an edit, to compare; copies go to `tmp_path/tmp`."""
+    """Make a repository of this tree, with three commits and an edit, to compare; copies go to `tmp_path/tmp`.
+
+    The first commit is from before there was a GPipe, and prints.
+    """
     root = tmp_path / "repository"
-    for package in ("torchgpipe", "reproduce"):
-        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "init", "--quiet"], cwd=root, check=True)
-    for command in ("add .", "commit --quiet -m all", "commit --quiet -a -m change"):
-        identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-        subprocess.run(["git", *identity, *command.split()], cwd=root, check=True)
-        if command.startswith("commit"):
-            with (root / "torchgpipe" / "__init__.py").open("a") as file:
-                file.write("\n# a change\n")
+    shutil.copytree(ROOT / "reproduce", root / "reproduce", ignore=shutil.ignore_patterns("__pycache__"))
+    file = root / "torchgpipe" / "__init__.py"
+    file.parent.mkdir()
+    file.write_text("print('hello')\n")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com"]
+    subprocess.run([*git, "init", "--quiet"], cwd=root, check=True)
+    for number in range(3):
+        subprocess.run([*git, "add", "."], cwd=root, check=True)
+        subprocess.run([*git, "commit", "--quiet", "-m", str(number)], cwd=root, check=True)
+        shutil.copytree(
+            ROOT / "torchgpipe", file.parent, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+        )
+        file.write_text(f"{file.read_text()}\n# change {number}\n")
     (tmp_path / "tmp").mkdir()
     arguments = ["-m", "reproduce", "regression", "--case", "machinery never"]
     return lambda *options: start(*arguments, *options, root=root, TMPDIR=str(tmp_path / "tmp"))
 
 
 @pytest.mark.slow
-def test_for_real(begun: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("base", "code", "found"),
+    [("HEAD", 0, "B: the working tree ("),
+     ("HEAD~2", 1, "not in base (A): machinery never: ImportError: cannot import name 'GPipe' from 'torchgpipe'")],
+)  # fmt: skip
+def test_for_real(base: str, code: int, found: str, begun: Callable[..., Any], tmp_path: Path) -> None:
     """No difference can be larger than this threshold, so that the machine's noise is no part of the test."""
-    process = begun("--base", "HEAD", "--threshold", "1000", "--restarts", "8", "--rounds", "1")
+    process = begun("--base", base, "--threshold", "1000", "--restarts", "8", "--rounds", "1")
     out, err = process.communicate()
-    assert process.returncode == 0 and "reproduce:" not in err, err
-    assert "machinery never" in out and "8 restarts of both sides" in out and "B: the working tree (" in out
+    said = " ".join(out.split())
+    assert process.returncode == code and ("reproduce: no case runs in HEAD~2" in err) == bool(code), err
+    assert "machinery never" in said and "8 restarts of both sides" in said and found in said
     assert not list((tmp_path / "tmp").glob("regression-*"))
 
 

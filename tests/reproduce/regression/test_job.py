@@ -1,4 +1,4 @@
-"""The job: which torchgpipe each side runs, a new parent now and then, and how it ends."""
+"""The job: what each side is asked, a new parent now and then, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,31 +12,10 @@ import pytest
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.regression import job
-from reproduce.regression.cases import MACHINERY
 from reproduce.regression.job import Settings, interleaved
 from reproduce.regression.trees import Tree
 
-NAME = MACHINERY[0].name
-HERE = Tree(ROOT, "here", None)
-
-
-@pytest.mark.slow
-def test_for_real_each_side_runs_the_torchgpipe_that_it_was_given(tmp_path: Path) -> None:
-    """A base from before there was a GPipe, which prints, beside this one."""
-    package = tmp_path / "torchgpipe"
-    package.mkdir()
-    (package / "__init__.py").write_text("print('hello')\n")
-    (line,) = interleaved(Tree(tmp_path, "old", None), HERE, Settings([NAME], restarts=2, rounds=1))
-    assert line["case"] == NAME and list(line["unable"]) == ["base"]
-    assert line["unable"]["base"].startswith("ImportError: cannot import name 'GPipe' from 'torchgpipe'")
-
-
-@pytest.mark.slow
-def test_real_samples() -> None:
-    lines = list(interleaved(HERE, HERE, Settings([NAME], restarts=2, rounds=3)))
-    assert [line["restart"] for line in lines] == [0, 1]
-    for line in lines:
-        assert len(line["base"]) == len(line["head"]) == 3 and min(line["base"] + line["head"]) > 0
+HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 
 @pytest.fixture
@@ -61,15 +40,21 @@ def test_a_new_parent_for_every_few_restarts(cases: list[str], stand_in: Callabl
 for case in list(job["cases"]):
     if case == "b":
         print(json.dumps({"case": "b", "unable": {"base": "gone"}}))
-        job["cases"].remove("b")
+        del job["cases"]["b"]
 for i in range(job["first"], job["first"] + job["restarts"]):
     for case in job["cases"]:
-        print(json.dumps({"case": case, "restart": i, "parent": os.getpid()}))
+        print(json.dumps({"case": case, "restart": i, "parent": os.getpid(), "job": job}))
 """)
-    lines = list(interleaved(HERE, HERE, Settings(cases, restarts=12)))
+    settings = Settings(cases, restarts=12, rounds=3, clock="wall", slow_down=0.5, seed=4)
+    lines = list(interleaved(OTHER, HERE, settings))
     assert [line["case"] for line in lines if "unable" in line] == ["b"]
-    assert [line["restart"] for line in lines if "restart" in line] == (list(range(12)) if "a" in cases else [])
-    assert len({line["parent"] for line in lines if "restart" in line}) == (2 if "a" in cases else 0)
+    samples = [line for line in lines if "restart" in line]
+    assert [line["restart"] for line in samples] == (list(range(12)) if "a" in cases else [])
+    assert len({line["parent"] for line in samples}) == (2 if "a" in cases else 0)
+    for line in samples:
+        assert line["job"]["folders"] == [str(OTHER.folder), str(HERE.folder)]
+        assert line["job"]["cases"] == {"a": {"base": [0, ["a", "wall", 0.0]], "head": [1, ["a", "wall", 0.5]]}}
+        assert (line["job"]["rounds"], line["job"]["seed"], line["job"]["one_core"]) == (3, 4, False)
 
 
 def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None:

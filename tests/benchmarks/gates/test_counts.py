@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import benchmarks.counts
+import benchmarks.gates.counts
 import torchgpipe.relay
-from benchmarks.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
+from benchmarks.gates.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
 from torchgpipe import randomness
 from torchgpipe.task_graph import TaskGraph
 
@@ -54,9 +54,9 @@ def test_differences(file: dict[str, dict[str, int]], lines: list[str]) -> None:
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of its own for the command, which counts one configuration that needs no time."""
-    monkeypatch.setattr(benchmarks.counts, "FILE", tmp_path / "counts.json")
-    monkeypatch.setattr(benchmarks.counts, "CONFIGURATIONS", {HERE: ()})
-    monkeypatch.setattr(benchmarks.counts, "count", lambda: FOUND)
+    monkeypatch.setattr(benchmarks.gates.counts, "FILE", tmp_path / "counts.json")
+    monkeypatch.setattr(benchmarks.gates.counts, "CONFIGURATIONS", {HERE: ()})
+    monkeypatch.setattr(benchmarks.gates.counts, "count", lambda: FOUND)
     return tmp_path / "counts.json"
 
 
@@ -75,7 +75,7 @@ def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:
         file.write_text(content)
-    with pytest.raises(SystemExit, match=f"^counts: {file}.*; write it by python -m benchmarks.counts --update$"):
+    with pytest.raises(SystemExit, match=f"^counts: {file}.*; write it by python -m benchmarks.gates.counts --update$"):
         main([])
 
 

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.machinery import WAYS, main, table
-from benchmarks.machinery_child import MODES, Subject
+import torchgpipe
+from benchmarks.gates.machinery import WAYS, main, table
+from benchmarks.gates.machinery_child import MODES, Subject
 from reproduce.records.record import load
+
+HERE = f"torchgpipe {torchgpipe.__version__}"
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -41,6 +44,7 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [*cases[1]] == ["plain", "graph", "graph, other"] and set(cases[16]) == {*WAYS} - {"other"}
     measured = [cases[16].pop("plain"), *cases[1].values()]
     assert [each.values["spread"]["both"][-1] for each in measured] == [2 * 3] * 4
+    assert [each.config["version"] for each in cases[1].values()] == [HERE, HERE, "torchgpipe HEAD"]
     assert {each.status for each in cases[16].values()} == {"failed"}
     said = table(kept)
     assert said in capsys.readouterr().out and f"- graph, HEAD: {cases[16]['graph'].reason}" in said

@@ -1,10 +1,10 @@
-"""What a training step does, counted, and whether it has come to do more than `benchmarks/counts.json` says.
+"""What a training step does, counted, and whether it has come to do more than `benchmarks/gates/counts.json` says.
 
-    python -m benchmarks.counts             # exit with 1 where a count differs from the file's
-    python -m benchmarks.counts --update    # write the file, where that is meant
+    python -m benchmarks.gates.counts             # exit with 1 where a count differs from the file's
+    python -m benchmarks.gates.counts --update    # write the file, where that is meant
 
-A count has no noise. `Counts` says what is counted, `benchmarks.tally` how. A count that fell has to be written down
-as well, or it could grow back unseen.
+A count has no noise. `Counts` says what is counted, `tally` how. A count that fell has to be written down as well, or
+it could grow back unseen.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gates.tally import Tally, tallied
 from benchmarks.harness import command
 from benchmarks.pipelines import ENGINES, evenly, on_cpu
-from benchmarks.tally import Tally, tallied
 from reproduce.error import Error
 from reproduce.models import unet
 from reproduce.records.places import decode, read_json
@@ -29,7 +29,7 @@ from torchgpipe.checkpoint import MODES, Mode, checkpointed
 
 FILE = Path(__file__).with_name("counts.json")
 
-ADVICE = f"If this is meant, run python -m benchmarks.counts --update, and commit benchmarks/{FILE.name}."
+ADVICE = f"If this is meant, run python -m benchmarks.gates.counts --update, and commit benchmarks/gates/{FILE.name}."
 
 
 def _four_times(*layers: Callable[[], nn.Module]) -> nn.Sequential:
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         file = {} if options.update else decode(dict[str, dict[str, int]], read_json(FILE), str(FILE))
     except Error as error:
-        raise SystemExit(f"counts: {error}; write it by python -m benchmarks.counts --update") from None
+        raise SystemExit(f"counts: {error}; write it by python -m benchmarks.gates.counts --update") from None
     counted = {name: count(*configuration) for name, configuration in CONFIGURATIONS.items()}
     rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(counts.totals())}" for name, counts in counted.items())
     print(rows)

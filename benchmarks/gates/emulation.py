@@ -1,6 +1,6 @@
 """How far emulated steps can be trusted: emulated on one core, beside the same steps measured on two.
 
-    python -m benchmarks.emulation                      # five models, m = 1 to 32, all checkpoint modes, n = 2
+    python -m benchmarks.gates.emulation                      # five models, m = 1 to 32, all checkpoint modes, n = 2
 
 An emulated step leaves out what two partitions at work do to each other: they share the machine's memory bandwidth and
 the interpreter's lock, and hand tensors over. So every step is emulated twice: alone, as `python -m reproduce run` does
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import Found, by_case, command, keep, render, start, turns
+from benchmarks.harness import Found, by_case, command, keep, start
 from reproduce.experiments import Optimizer, Row
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.machine.devices import Devices
@@ -31,6 +31,8 @@ from reproduce.records.record import Record, Result
 from reproduce.run.emulation import Emulation, Executed
 from reproduce.run.timed import time_step
 from reproduce.run.training import Balancer, FakeData, Training
+from reproduce.run.turns import turns
+from reproduce.tables.layout import grid
 from torchgpipe.checkpoint import Mode
 from torchgpipe.plan.count import count
 from torchgpipe.plan.here import hand_over
@@ -265,7 +267,7 @@ def table(record: Record, style: str = "simple") -> str:
     rounds = min(each.values["spread"]["measured"][-1] for each in record.results)
     hand_over = record.results[0].values["hand_over"]
     head = f"{len(found)} configurations of n=2, {rounds} rounds; a hand-over takes {hand_over * 1e6:.0f} us"
-    return f"{head}\n\n{render(['configuration', 'measured ms', *ways], rows, style)}"
+    return f"{head}\n\n{grid(['configuration', 'measured ms', *ways], rows, style)}"
 
 
 if __name__ == "__main__":

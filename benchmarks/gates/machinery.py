@@ -1,9 +1,9 @@
 """What the machinery costs: steps of pipelines beside a plain loop over the same layers, and beside another torchgpipe.
 
-    python -m benchmarks.machinery                                        # layers that do next to nothing, on the CPU
-    python -m benchmarks.machinery --against 414bf55                      # and that revision, in the same run
-    python -m benchmarks.machinery --against DIR                          # or a torchgpipe in a folder
-    python -m benchmarks.machinery --model AmoebaNet-D --device cuda      # layers that do something, on a GPU
+    python -m benchmarks.gates.machinery                                  # layers that do next to nothing, on the CPU
+    python -m benchmarks.gates.machinery --against 414bf55                # and that revision, in the same run
+    python -m benchmarks.gates.machinery --against DIR                    # or a torchgpipe in a folder
+    python -m benchmarks.gates.machinery --model AmoebaNet-D --device cuda      # layers that do something, on a GPU
 
 Into the folder, another version is installed by pip install --no-deps --target DIR torchgpipe==0.0.7
 
@@ -17,23 +17,29 @@ engine if it has that, or else to those of the plain loop. On CUDA all partition
 from __future__ import annotations
 
 import argparse
+import runpy
 from collections.abc import Sequence
-from functools import partial
+from contextlib import closing
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.child import ROOT, Child, children
-from benchmarks.harness import Found, by_case, command, keep, positive, render, start, turns
-from benchmarks.machinery_child import MODELS, MODES
+from benchmarks.gates.machinery_child import MODELS, MODES
+from benchmarks.harness import Found, by_case, command, keep, positive, start
 from benchmarks.pipelines import ENGINES
 from reproduce.error import Error
+from reproduce.machine.description import ROOT
 from reproduce.machine.git import commit_of
 from reproduce.records.record import Record, Result
+from reproduce.regression.job import in_turn
+from reproduce.regression.trees import committed
+from reproduce.tables.layout import grid
 
 DIRECTIONS = ("forward", "backward")
 BOTH = "both"
+VERSION = "torchgpipe/__version__.py"
 OTHER = "other"
 WAYS = ("plain", OTHER, *(way for engine in ENGINES for way in (f"{engine}, {OTHER}", engine)))
 
@@ -59,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def other_torchgpipe(text: str) -> Path | str:
     """Read a folder with a torchgpipe, or a revision of this one, from a command line."""
-    if (Path(text) / "torchgpipe").is_dir():
-        return Path(text)
+    if (Path(text) / VERSION).is_file():
+        return Path(text).absolute()
     try:
         commit_of(ROOT, text)
     except Error as error:
@@ -71,32 +77,44 @@ def other_torchgpipe(text: str) -> Path | str:
 
 def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, int]]) -> Found:
     """Yield the results of one case after another."""
-    with children("machinery_child.py", options.against) as (here, other):
-        for model, checkpoint, n, m in cases:
+    other = options.against
+    with TemporaryDirectory() as temporary:
+        sides = [(ROOT, version(ROOT))]
+        if isinstance(other, Path):
+            sides.append((other, version(other)))
+        elif other is not None:
+            sides.append((committed(ROOT, other, Path(temporary) / "other").folder, f"torchgpipe {other}"))
+        for number, (model, checkpoint, n, m) in enumerate(cases):
             engines = ENGINES if n > 1 and options.device == "cpu" else ENGINES[:1]
-            ways: dict[str, tuple[Child, str | None]] = {"plain": (here, "plain")}
-            ways |= {engine: (here, engine) for engine in engines}
-            if other is not None and other.version.startswith("torchgpipe 0.0."):  # which had no choice of engines
-                ways[OTHER] = other, None
+            ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain"), **{each: (0, each) for each in engines}}
+            if other is not None and sides[1][1].startswith("torchgpipe 0.0."):  # which had no choice of engines
+                ways[OTHER] = 1, None
             elif other is not None:
-                ways |= {f"{engine}, {OTHER}": (other, engine) for engine in engines}
-            asked = (model, n, m, checkpoint, options.device)
-            unable: dict[str, str] = {}
-            for way, (child, how) in ways.items():
-                try:
-                    child.ask(1, *asked, how)
-                except Error as why:
-                    unable[way] = str(why)
-            turn = {
-                way: partial(child.ask, options.steps, *asked, how)
-                for way, (child, how) in ways.items()
-                if way not in unable
-            }
-            *_, found = turns(turn, options.rounds)
+                ways |= {f"{engine}, {OTHER}": (1, engine) for engine in engines}
+            asked = options.steps, model, n, m, checkpoint, options.device
             case = f"{'' if model == 'linear' else f'{model} '}n={n} m={m} {checkpoint}"
+            job = {
+                "folders": [str(folder) for folder, _ in sides],
+                "maker": "benchmarks.gates.machinery_child:ready",
+                "cases": {case: {way: (side, (*asked, how)) for way, (side, how) in ways.items()}},
+                "rounds": options.rounds,
+                "seed": number,
+                "least": 1,
+            }
+            unable: dict[str, str] = {}
+            found: dict[str, list[list[tuple[float, float]]]] = {}
+            with closing(in_turn(job, {})) as lines:
+                for line in lines:
+                    unable |= line.get("unable", {})
+                    found |= line.get("samples", {})
             yield [
-                _result(case, way, child.version, found.get(way), unable.get(way)) for way, (child, _) in ways.items()
+                _result(case, way, sides[side][1], found.get(way), unable.get(way)) for way, (side, _) in ways.items()
             ]
+
+
+def version(folder: Path) -> str:
+    """Say which torchgpipe is in a folder."""
+    return f"torchgpipe {runpy.run_path(str(folder / VERSION))['__version__']}"
 
 
 def _result(
@@ -131,7 +149,7 @@ def table(record: Record, style: str = "simple") -> str:
                 base = next(found[each] for each in (f"{way}, {OTHER}", OTHER, "plain") if each in found).values
                 row.append(f"{values[BOTH] / base[BOTH]:.2f}" if BOTH in values and BOTH in base else "")
         rows.append(row)
-    return "\n".join([render(headers, rows, style), *(["", *reasons] if reasons else [])])
+    return "\n".join([grid(headers, rows, style), *(["", *reasons] if reasons else [])])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import regression as experiment
-from benchmarks.regression import ALARM, DELAYS, prove, resampled, table
+from benchmarks.gates import regression as experiment
+from benchmarks.gates.regression import ALARM, DELAYS, prove, resampled, table
 from reproduce.error import Error
 from reproduce.machine.git import Git
 from reproduce.numbers.significance import Rule

@@ -1,7 +1,7 @@
 """How much pipelining gains on CPU: naive model parallelism, this pipeline, and the replay.
 
-    python -m benchmarks.overlap                        # AmoebaNet-D (6, 64), batch 32, n = 2, one core per device
-    python -m benchmarks.overlap --keep-freed-memory    # without taking memory from the system anew in every step
+    python -m benchmarks.gates.overlap                       # AmoebaNet-D (6, 64), batch 32, n = 2, one core per device
+    python -m benchmarks.gates.overlap --keep-freed-memory   # without taking memory from the system anew in every step
 
 All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
 of them. A speed-up is the median over rounds of naive's time by the configuration's. The replay is what the schedule
@@ -23,11 +23,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Found, by_case, command, keep, positive, render, start, turns
+from benchmarks.harness import Found, by_case, command, keep, positive, start
 from benchmarks.pipelines import on_cpu
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.models import amoebanetd
 from reproduce.records.record import Record, Result
+from reproduce.run.turns import turns
 from reproduce.tables import layout
 from reproduce.tables.layout import Column
 from torchgpipe import GPipe
@@ -114,7 +115,7 @@ def measure(options: Namespace) -> Found:
     turn = {way: partial(step, piped, x, target) for way, piped in models.items()}
     turn |= {f"{way}, each task alone": partial(step, one.model, x, target) for way, one in alone.items()}
     case = f"AmoebaNet-D {tuple(options.size)}, batch {options.batch}, balance {balance}, {options.checkpoint}"
-    for samples in turns(turn, options.rounds, WARM_UP):
+    for samples in turns(turn, options.rounds, warm_up=WARM_UP):
         bounds = {way: _bounds(one.costs(), options.checkpoint) for way, one in alone.items()}
         gains = {way: [a / b for a, b in zip(samples["naive"], samples[way], strict=True)] for way in models}
         yield [
@@ -146,7 +147,7 @@ def table(record: Record, style: str = "simple") -> str:
     """Render medians, quartiles, and medians of the rounds' ratios; of the replay, how much is reached."""
     ((case, ways),) = by_case(record).items()
     made = layout.table(f"{case}, {ways['naive'].values['spread']['time'][-1]} rounds", COLUMNS, ways.values())
-    return f"{made.title}\n\n{render(made.headings, made.rows, style)}"
+    return f"{made.title}\n\n{layout.grid(made.headings, made.rows, style)}"
 
 
 if __name__ == "__main__":

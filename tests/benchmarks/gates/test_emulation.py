@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import emulation
-from benchmarks.emulation import OwnRow, Subject, errors, main, settled, table, watched
+from benchmarks.gates import emulation
+from benchmarks.gates.emulation import OwnRow, Subject, errors, main, settled, table, watched
 from benchmarks.harness import summarized
 from reproduce.experiments import Optimizer
 from reproduce.records.record import Record, Result, load

@@ -1,12 +1,12 @@
 """Does the regression tell apart what it should? Runs on an unchanged tree, and runs with a planted delay.
 
-    python -m benchmarks.regression                  # 16 runs: without a delay, with 3 %, without, with 5 %, and so on
-    python -m benchmarks.regression --runs 4 --json trial.json
+    python -m benchmarks.gates.regression             # 16 runs: without a delay, with 3 %, without, with 5 %, and so on
+    python -m benchmarks.gates.regression --runs 4 --json trial.json
 
 As in `make regression`, the working tree is compared with a revision beside it: HEAD, from which the tree does not
 differ. An alarm is a run in which anything is called worse. Every finished run is kept beside the result at once, with
-every sample, and an experiment that was broken off goes on there, to more runs or fewer; the result's own file is
-replaced when all runs are done, by their ratios without samples. A run during which the tree was changed is not kept.
+the ratio of every restart, and an experiment that was broken off goes on there, to more runs or fewer; the result's own
+file is replaced when all runs are done. A run during which the tree was changed is not kept.
 
 What so few runs cannot tell is resampled at the end: restarts of all runs with the same delay are drawn at random, as
 many as a run has, and judged as a run is. This takes restarts for independent, also those of one run.
@@ -22,23 +22,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from msgspec import structs
-
-from benchmarks.harness import Found, command, keep, positive, render, start
+from benchmarks.harness import Found, command, keep, positive, start
 from reproduce.error import USAGE, Error
 from reproduce.machine.git import Git, checkout
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.records.record import Record, Result, load, save
 from reproduce.regression.cases import CASES
-from reproduce.regression.job import Samples, Settings
-from reproduce.regression.judge import RULE, TOGETHER, Judgement, judge
+from reproduce.regression.job import Settings
+from reproduce.regression.judge import RULE, Judgement, judge_ratios, ratios
 from reproduce.regression.main import measure
 from reproduce.regression.trees import trees
+from reproduce.tables.layout import grid
 from reproduce.tables.render import BENCHMARKS
 
 DELAYS = (0.0, 0.03, 0.0, 0.05)  # of the runs in turn: a drift of the machine meets all kinds
 DRAWS = 200  # resampled runs of each kind
 ALARM = "any of these: an alarm"
+RATIOS = "ratios"  # of the restarts of each case, until all runs are done
 Measure = Callable[[Settings], Judgement]
 
 
@@ -49,14 +49,11 @@ def prove(measured: Measure, settings: Settings, rule: Rule, finished: Sequence[
         delay = DELAYS[number % len(DELAYS)]
         began = time.perf_counter()
         judged = measured(replace(settings, slow_down=delay, seed=number))
-        cases = {
-            case: {**_judged(judged.decisions[case]), "base": _digits(samples.base), "head": _digits(samples.head)}
-            for case, samples in judged.samples.items()
-        }
         values = {
             "seconds": round(time.perf_counter() - began, 1),
             "worse": judged.worse,
-            "cases": {**cases, TOGETHER: _judged(judged.decisions[TOGETHER])},
+            "cases": {case: _judged(decision) for case, decision in judged.decisions.items()},
+            RATIOS: {case: [round(x, 6) for x in ratios(samples)] for case, samples in judged.samples.items()},
         }
         done.append(Result("regression", f"run {number + 1}", "measured", config={"planted": delay}, values=values))
         yield done[-1:]
@@ -68,36 +65,20 @@ def prove(measured: Measure, settings: Settings, rule: Rule, finished: Sequence[
 def resampled(runs: Sequence[Result], rule: Rule) -> Counter[str]:
     """Count in how many of `DRAWS` runs, made of restarts drawn from these runs, each case is called worse."""
     draw = random.Random(0)
-    restarts = [(run.values["cases"], i) for run in runs for i in range(len(_any_case(run)["base"]))]
+    of_cases = {case: [x for run in runs for x in run.values[RATIOS][case]] for case in runs[0].values[RATIOS]}
+    restarts = len(next(iter(of_cases.values())))
     worse: Counter[str] = Counter()
     for _ in range(DRAWS):
-        drawn = draw.sample(restarts, len(_any_case(runs[0])["base"]))
-        samples = {
-            case: Samples(
-                [cases[case]["base"][i] for cases, i in drawn], [cases[case]["head"][i] for cases, i in drawn]
-            )
-            for case in runs[0].values["cases"]
-            if case != TOGETHER
-        }
-        found = judge(samples, rule).worse
+        drawn = draw.sample(range(restarts), restarts // len(runs))
+        found = judge_ratios({case: [of[i] for i in drawn] for case, of in of_cases.items()}, rule, {}).worse
         worse.update([*found, ALARM] if found else [])
     return worse
-
-
-def _any_case(run: Result) -> dict[str, list[list[float]]]:
-    case: dict[str, list[list[float]]] = next(iter(run.values["cases"].values()))
-    return case
 
 
 def _judged(decision: Decision) -> dict[str, float]:
     assert decision.low is not None and decision.high is not None and decision.p is not None
     numbers = {"ratio": decision.ratio, "low": decision.low, "high": decision.high}
     return {**{name: round(x, 4) for name, x in numbers.items()}, "p": decision.p}
-
-
-def _digits(restarts: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the seconds with five digits, which is more than a clock's noise, and half a file of them all."""
-    return [[float(f"{seconds:.5g}") for seconds in restart] for restart in restarts]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -132,14 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finished = [one for one in record.results if one.experiment == "regression"]
     found = prove(partial(_measured, revision, RULE), settings, RULE, finished, total)
     record = keep(record, unfinished, found, max(total - len(finished), 0) + len({*DELAYS}), table)
-    save(structs.replace(record, results=[_without_samples(one) for one in record.results]), options.json)
+    for one in record.results:
+        one.values.pop(RATIOS, None)
+    save(record, options.json)
     unfinished.unlink()
-
-
-def _without_samples(one: Result) -> Result:
-    cases = {case: {name: x for name, x in found.items() if name not in ("base", "head")}
-             for case, found in one.values.get("cases", {}).items()}  # fmt: skip
-    return structs.replace(one, values={**one.values, **({"cases": cases} if cases else {})})
 
 
 def _measured(revision: Git, rule: Rule, settings: Settings) -> Judgement:
@@ -170,10 +147,10 @@ def table(record: Record, style: str = "simple") -> str:
     for case in [*runs[0].values["cases"], ALARM]:
         row = [case]
         for delay, kind in kinds.items():
-            ratios = [one.values["cases"][case]["ratio"] for one in kind] if case != ALARM else []
+            found = [one.values["cases"][case]["ratio"] for one in kind] if case != ALARM else []
             worse = sum(case in one.values["worse"] or (case == ALARM and bool(one.values["worse"])) for one in kind)
             drawn = f", {resampled[delay].get(case, 0)} of {settings['draws']}" if delay in resampled else ""
-            row += [f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})" if ratios else "",
+            row += [f"{statistics.median(found):.3f} ({min(found):.3f}-{max(found):.3f})" if found else "",
                     f"{worse} of {len(kind)}{drawn}"]  # fmt: skip
         rows.append(row)
     headers = [
@@ -187,7 +164,7 @@ def table(record: Record, style: str = "simple") -> str:
         f"{len(runs)} runs, {counts}; {took}: {settings['restarts']} restarts of {settings['rounds']} pairs; threshold "
         f"{settings['threshold']:.0%}, alpha {settings['alpha']:g}. Ratios: head by base, median of the runs "
         "(least-greatest). Worse: first of the runs, then of runs resampled from their restarts\n\n"
-        + render(["case", *headers], rows, style)
+        + grid(["case", *headers], rows, style)
     )
 
 

@@ -1,16 +1,17 @@
-"""Measure one torchgpipe, whichever is first on the path, for `benchmarks.machinery`."""
+"""Measure one torchgpipe, whichever is first on the path, for `benchmarks.gates.machinery`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
-from benchmarks.child import serve
 from benchmarks.pipelines import on_cpu
 from reproduce.models import amoebanetd
 from torchgpipe import GPipe
@@ -58,6 +59,12 @@ def _plain(layers: nn.Sequential, balance: list[int], m: int, checkpointed: int)
     return run
 
 
+def ready(steps: int, *how: Any) -> Callable[[], list[tuple[float, float]]]:
+    """Return what `measure`s so many steps; `how` is as for `Subject`, and one that cannot run is refused."""
+    measure(1, *how)
+    return partial(measure, steps, *how)
+
+
 def measure(
     steps: int, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None
 ) -> list[tuple[float, float]]:
@@ -81,7 +88,3 @@ def measure(
         if step >= 0:
             samples.append(((ran - began) / (n * m), (ended - summed) / (n * m)))
     return samples
-
-
-if __name__ == "__main__":
-    serve(measure)

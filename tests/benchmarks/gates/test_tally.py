@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from benchmarks.tally import tallied
+from benchmarks.gates.tally import tallied
 
 
 def test_nothing_of_other_threads_or_modules_and_nothing_afterwards() -> None:
