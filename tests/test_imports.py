@@ -1,4 +1,4 @@
-"""Imports go one way, also those within functions: a reader may start at the bottom."""
+"""Imports go one way, also those within functions and for types: a reader may start at the bottom."""
 
 from __future__ import annotations
 
@@ -32,17 +32,8 @@ MODULES = {
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports when it runs; imports for type checkers alone do not count."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
+    """Yield the modules that a file imports, also within functions and for type checkers alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from datetime import timedelta
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,26 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchgpipe.copy import Dock, new_stream, using
 from torchgpipe.distributed.layout import dense, row
-from torchgpipe.distributed.wire import NEVER, Departure
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
 from torchgpipe.skip.layout import Crossing
+
+NEVER = timedelta(days=365)
+"""The timeout of an operation between ranks. A rank may wait as long as another one computes."""
 
 _NO_GPU, _UNFIT = b"0" * 36, b"-" * 36
 """In place of a GPU's UUID: on a CPU, and where NCCL cannot serve the rank."""
 
 _BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 """Variables that make the host wait for an operation of NCCL, and so for other ranks."""
+
+
+class Departure(NamedTuple):
+    """What goes over gloo for a message's tensors, and what to wait for before that is sent, and after."""
+
+    tensors: Flat
+    before: torch.cuda.Event | None = None
+    after: torch.cuda.Event | None = None
 
 
 class Transfer:

@@ -29,17 +29,13 @@ _looking = 0.0  # CPU seconds of all threads that look
 
 
 class Idle:
-    """Find out for how long a task has been idle, by looking at it from a thread of its own, every `interval` seconds.
+    """Find out for how long a task has been idle, by looks from a thread of its own, several in `silence` seconds.
 
     Other threads that are no part of the task may take `besides` CPU seconds per second.
-
-    Attributes:
-        interval: short enough to notice `silence` seconds of idleness a second later.
     """
 
     def __init__(self, silence: float, besides: float = 0.0) -> None:
         self._silence, self._hardly = silence, HARDLY + besides
-        self.interval = min(0.5, silence / 8)
         self._late = silence / 2
         self._task: Hashable = None
         self._since = self._looked = self._cpu = self._own = 0.0

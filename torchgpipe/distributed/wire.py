@@ -27,22 +27,17 @@ from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe.distributed.cuda import NEVER, Departure, Transfer
 from torchgpipe.distributed.layout import SLOT, Layout, Memory, dense, disjoint, layout_of, once, placed, places, row
 from torchgpipe.item import versions
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped
-
-if TYPE_CHECKING:
-    from torchgpipe.distributed.cuda import Transfer
-
-NEVER = timedelta(days=365)
-"""The timeout of an operation between ranks. A rank may wait as long as another one computes."""
 
 _HEAD = struct.Struct("<qqq")
 
@@ -56,14 +51,6 @@ class Message(NamedTuple):
 
 
 _Description = tuple[Hashable, tuple[Layout | None, ...]]
-
-
-class Departure(NamedTuple):
-    """What goes over gloo for a message's tensors, and what to wait for before that is sent, and after."""
-
-    tensors: Flat
-    before: torch.cuda.Event | None = None
-    after: torch.cuda.Event | None = None
 
 
 class Route(NamedTuple):

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from torchgpipe.distributed.cuda import Transfer, connect
+from torchgpipe.distributed.cuda import NEVER, Transfer, connect
 from torchgpipe.distributed.ending import at_end
 from torchgpipe.distributed.patience import NOTICE, say
-from torchgpipe.distributed.wire import NEVER, Message, Receiver, Route, Sender
+from torchgpipe.distributed.wire import Message, Receiver, Route, Sender
 from torchgpipe.distributed.words import GRACE, Broken, RankFailed, Words, gist
 from torchgpipe.microbatch import Flat
 from torchgpipe.relay import Stopped

@@ -2,7 +2,7 @@
 
 | module | what it is |
 | --- | --- |
-| `record`, `watch`, `calls` | what a module calls, recorded on fake tensors |
+| `record`, `recorder`, `watch`, `calls` | what a module calls, recorded on fake tensors |
 | `generalise` | one list of calls for all batch sizes |
 | `cut` | where layers begin, and the way of each tensor |
 | `layer` | a layer that makes some of the calls, and the sequence of them |

@@ -12,7 +12,7 @@ from torchgpipe.trace.calls import Recording
 from torchgpipe.trace.generalise import SIZES
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
-from torchgpipe.trace.record import hooks_of
+from torchgpipe.trace.recorder import hooks_of
 from torchgpipe.trace.refuse import Untraceable, refused, where
 from torchgpipe.trace.signature import Signature
 from torchgpipe.trace.watch import as_it_was

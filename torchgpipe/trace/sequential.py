@@ -15,7 +15,8 @@ from torchgpipe.trace.check import check_batch, check_outputs, check_root, check
 from torchgpipe.trace.cut import Plan, cut, held_in, parts
 from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
 from torchgpipe.trace.layer import Batch, Layer, Layers
-from torchgpipe.trace.record import Heeds, record
+from torchgpipe.trace.record import record
+from torchgpipe.trace.recorder import Heeds
 from torchgpipe.trace.refuse import Untraceable, refused
 from torchgpipe.trace.signature import Signature
 

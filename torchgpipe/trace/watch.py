@@ -7,13 +7,12 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from torchgpipe.trace.record import Recorder
+from torchgpipe.trace.recorder import Recorder
 
 
 class _Function:

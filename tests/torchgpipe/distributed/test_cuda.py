@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed, cuda
-from torchgpipe.distributed.cuda import Transfer
+from torchgpipe.distributed.cuda import Departure, Transfer
 from torchgpipe.distributed.layout import dense
-from torchgpipe.distributed.wire import Departure, Message, Route, Sender
+from torchgpipe.distributed.wire import Message, Route, Sender
 from torchgpipe.relay import Stopped
 
 from ...parts import Fails

@@ -1,0 +1,66 @@
+"""How large each folder may be. Growth is a decision: it changes a line here, and the diff shows it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDE_BY_SIDE = 15  # files of Python in a folder, beside its `__init__`
+STATEMENTS = 26_000  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
+
+# Lines of Python. A folder's limit holds for the folders within it together; "." is all.
+LIMITS = {
+    ".": 45_000,
+    "torchgpipe": 13_500,
+    "torchgpipe/tensors": 600,
+    "torchgpipe/task": 1_700,
+    "torchgpipe/engine": 1_000,
+    "torchgpipe/skip": 310,
+    "torchgpipe/trace": 1_550,
+    "torchgpipe/balance": 480,
+    "torchgpipe/distributed": 2_080,
+    "torchgpipe/state": 620,
+    "torchgpipe/plan": 4_000,
+    "torchgpipe/timeline": 380,
+    "reproduce": 10_000,
+    "benchmarks": 2_300,
+    "tests": 18_900,
+    "examples": 300,
+}
+
+
+def files(folder: str) -> list[Path]:
+    """Return a folder's files of Python, without those of environments and builds beside the packages."""
+    tops = ["."] if folder != "." else ["torchgpipe", "reproduce", "benchmarks", "tests", "examples"]
+    found = [path for top in tops for path in (ROOT / folder / top).rglob("*.py")]
+    return found + ([ROOT / "setup.py"] if folder == "." else [])
+
+
+def statements(path: Path) -> int:
+    """Count the statements of a file, without docstrings."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = sum(isinstance(node, scopes) and ast.get_docstring(node, clean=False) is not None for node in nodes)
+    return sum(isinstance(node, ast.stmt) for node in nodes) - documented
+
+
+@pytest.mark.parametrize("folder", LIMITS)
+def test_lines(folder: str) -> None:
+    lines = sum(path.read_text().count("\n") for path in files(folder))
+    assert 0 < lines <= LIMITS[folder], f"{folder} has {lines:,} lines of Python, and may have {LIMITS[folder]:,}"
+
+
+def test_statements() -> None:
+    count = sum(map(statements, files(".")))
+    assert 0 < count <= STATEMENTS, f"there are {count:,} statements, and may be {STATEMENTS:,}"
+
+
+def test_files_side_by_side() -> None:
+    folders = {path.parent for path in files(".")}
+    many = {
+        folder: n for folder in folders if (n := len({*folder.glob("*.py")} - {folder / "__init__.py"})) > SIDE_BY_SIDE
+    }
+    assert folders and not many

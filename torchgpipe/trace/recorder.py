@@ -1,0 +1,237 @@
+"""The recorder of a module's calls: it sees each function of PyTorch, and is told of submodules (watch.py)."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe._autograd import storage_of
+from torchgpipe.trace.calls import CONSTANTS, Call, Device, Held, Value
+from torchgpipe.trace.parts import Slots, tensors_in
+from torchgpipe.trace.refuse import Untraceable, refused, where
+
+Heeds = dict[nn.Module, tuple[str, tuple[str, int]]]
+"""Modules whose forward looks at the mode: what it looks at, and the file and line."""
+
+
+class Recorder(TorchFunctionMode):
+    """See the functions that a module calls, and be told of its submodules (`watched`); keep a call for each."""
+
+    def __init__(self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, heeds: Heeds) -> None:
+        super().__init__()
+        self._root = root
+        self._whole = whole
+        self._fake = fake
+        self._paths = {m: path for path, m in root.named_modules()}
+        held = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+        self._names = {id(x): name for name, x in reversed(held)}
+        tensors = (*root.parameters(), *root.buffers())
+        self._device_type = next((x.device.type for x in tensors), "cpu")
+        self._thread = threading.get_ident()
+        self._real: dict[int, Tensor] = {}  # id of a fake tensor of the module -> its own
+        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
+        self._alive: list[object] = []  # so that ids stay theirs
+        self._made: dict[int, int] = {}  # storage -> the call that made it
+        self._within = 0  # calls under way
+        self._opened = [root]
+        self._failed: list[nn.Module] = []
+        self.calls: list[Call] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.extra: dict[str, Tensor] = {}
+        self._heeds = heeds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **kwargs) if self.within() else self.call(func, func, args, kwargs)
+
+    def enter(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module: record the call if the module stays whole, or else what its forward calls."""
+        if self.within():
+            return run(module, *args, **kwargs)
+        if module in self._paths and module is not self._root and self._stays_whole(module):
+            path = self._paths[module]
+            return self.call(partial(self._run_whole, module, partial(run, module)), path, args, kwargs)
+        self._opened.append(module)
+        try:
+            return run(module, *args, **kwargs)
+        except BaseException:
+            self._failed = self._failed or [*self._opened]
+            raise
+        finally:
+            self._opened.pop()
+
+    def pretend(self) -> None:
+        """Put fake tensors in the place of the module's own."""
+        for module in self._root.modules():
+            holders: Any = (module._parameters, module._buffers)
+            for holder in holders:
+                for name, x in holder.items():
+                    if x is not None:
+                        holder[name] = y = self._fake.from_tensor(x)  # one for a tensor that has two places
+                        self._names[id(y)] = self._names[id(x)]
+                        self._real[id(y)] = x
+
+    def within(self) -> bool:
+        """Return whether what happens now is part of a call that is recorded already, or of another thread."""
+        return self._within > 0 or threading.get_ident() != self._thread
+
+    def heed(self, what: str) -> None:
+        """Note that the forward in progress looks at the mode."""
+        if not self.within():
+            self._heeds.setdefault(self._opened[-1], (what, where()))
+
+    def assign(self, module: nn.Module, name: str, value: object) -> None:
+        """Refuse a buffer that is replaced in a forward whose calls are recorded: only calls are repeated."""
+        if not self.within() and module in self._paths and module._buffers.get(name, value) is not value:
+            raise self.refusal(
+                where(),
+                f"a forward replaces the buffer {name!r} of {type(module).__name__}; change it in place: "
+                f"self.{name}.copy_(…)",
+            )
+
+    def add(self, x: Tensor, call: int) -> int:
+        """Give a new tensor its number."""
+        self._alive.append(x)
+        self._numbers[id(x)] = len(self.shapes)
+        self.shapes.append(tuple(x.shape))
+        self._made.setdefault(storage_of(x), call)
+        return len(self.shapes) - 1
+
+    def number(self, x: Tensor) -> int:
+        """Return the number of a tensor that the module returns."""
+        if id(x) not in self._numbers:
+            raise Untraceable(
+                f"{type(self._root).__name__} returns a tensor that no call has made, such as a parameter; "
+                "leave it out, or return a copy (x.clone())"
+            )
+        return self._numbers[id(x)]
+
+    def call(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call and record it, unless it neither makes nor changes a tensor."""
+        self._within += 1
+        try:
+            given = [*tensors_in((args, kwargs))]
+            before = [x._version for x in given]
+            result = run(*args, **kwargs)
+            made = [*tensors_in(result)]
+            changed = [x for x, version in zip(given, before, strict=True) if x._version != version]
+            if not made and not changed:
+                if target in _EFFECTS:
+                    raise self.refusal(where(), f"{target.__name__} would not be called for every micro-batch")
+                return result
+            kept = self._template(args), self._template(kwargs)
+            index = len(self.calls)
+            since = min((self._made.get(storage_of(x), index) for x in changed), default=index)
+            # A call may return what it was given, for this batch or mode; another time it may be a tensor of its own.
+            known = {id(x): x for x in made if id(x) in self._numbers or id(x) in self._names}
+            others = {i: x.view_as(x) for i, x in known.items() if not any(x is y for y in changed)}
+            if others:
+                result = copy.deepcopy(result, {**{id(x): x for x in made}, **others})
+                self._alive.append(result)
+            outputs = tuple(
+                self._numbers[id(x)] if id(x) in self._numbers and id(x) not in others
+                else self.add(others.get(id(x), x), index)
+                for x in made
+            )  # fmt: skip
+            caller = self._paths.get(self._opened[-1], "")
+            self.calls.append(Call(target, *kept, outputs, caller, since, torch.is_grad_enabled(), where()))
+            return result
+        finally:
+            self._within -= 1
+
+    def refusal(self, at: tuple[str, int], why: str) -> Untraceable:
+        """Return the error that says at which line, and what to do."""
+        modules = [m for m in (self._failed or self._opened) if m is not self._root]
+        kind = type(modules[-1]).__name__ if modules else "ThatClass"
+        what = f"keep its {kind} as one layer: " if modules else "put that part into a submodule, and keep it whole: "
+        return Untraceable(refused(self._root, at, why, f"{what}whole=[{kind}]"))
+
+    def _stays_whole(self, module: nn.Module) -> bool:
+        own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
+        compiled = module._compiled_call_impl is not None
+        childless = not any(child is not None for child in module._modules.values())
+        return module in self._whole or own or hooks_of(module) or compiled or childless
+
+    def _run_whole(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a module on fake tensors; where it needs their contents, run a copy of it on real ones."""
+        try:
+            return run(*args, **kwargs)
+        except Exception:
+            if module not in self._whole:
+                raise
+        slots = Slots()
+        template = slots.taken((args, kwargs))
+        with unset_fake_temporarily(), torch.random.fork_rng(), torch.no_grad():
+            real = [_filled(x) for x in slots.tensors]
+            args, kwargs = slots.put_back(template, real)
+            memo = {id(y): self._real[id(y)].detach().clone() for y in (*module.parameters(), *module.buffers())}
+            result = copy.deepcopy(module, memo)(*args, **kwargs)
+        slots = Slots()
+        template = slots.taken(result)
+        return slots.put_back(template, [self._fake.from_tensor(x) for x in slots.tensors])
+
+    def _template(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) in self._numbers:
+                return Value(self._numbers[id(value)])
+            if id(value) not in self._names:
+                if isinstance(value, FakeTensor):
+                    raise self.refusal(where(), "it uses a tensor that was made in a way that is not recorded")
+                if value.requires_grad:
+                    raise self.refusal(where(), "it uses a parameter that is not registered")
+                self._alive.append(value)
+                name = f"{CONSTANTS}.{len(self.extra)}"
+                self.extra[name] = value
+                self._names[id(value)] = name
+            return Held(self._names[id(value)])
+        if isinstance(value, torch.device):
+            return Device() if value.type == self._device_type else value
+        if type(value) in (tuple, list, torch.Size):
+            kind = list if type(value) is list else tuple
+            return kind(map(self._template, value))
+        if isinstance(value, slice):
+            return slice(*map(self._template, (value.start, value.stop, value.step)))
+        if type(value) is dict:
+            return {key: self._template(x) for key, x in value.items()}
+        if not isinstance(value, _PLAIN):
+            slots = Slots()
+            value = slots.taken(value)
+            closed = isinstance(value, FunctionType) and value.__closure__
+            if slots.tensors or closed:
+                raise self.refusal(
+                    where(),
+                    f"it passes on a {type(value).__name__} that holds tensors or a closure; if it is a cache, have "
+                    "none made (use_cache=False)",
+                )
+        return value
+
+
+_PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.layout, torch.memory_format,
+          BuiltinFunctionType, type)  # fmt: skip
+_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_EFFECTS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> bool:
+    """Return whether a module has hooks that run when it is called."""
+    return any(value for name, value in vars(module).items() if name in _HOOKS)
+
+
+def _filled(x: Tensor) -> Tensor:
+    """Return a real tensor like a fake one, with contents."""
+    real = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return real.normal_() if x.is_floating_point() else real
