@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Generator
@@ -24,6 +25,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # it looks at the clock, and a busy machine would fail it
 )
 settings.load_profile("suite")
+
+# To ask how many GPUs there are must not start CUDA, which does not work in processes that are forked after that.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # A shell lets what it starts in the background ignore it; programs started by tests would, too, and go on for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

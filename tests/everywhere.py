@@ -33,12 +33,15 @@ class Everywhere(nn.Module):
     _rank: Rank
     _pipeline: DistributedGPipe
 
-    def __init__(self, layers: nn.Sequential, balance: Sequence[int], *, portals: bool = True, **options: Any) -> None:
+    def __init__(
+        self, layers: nn.Sequential, balance: Sequence[int], devices: Sequence[str], *, portals: bool = True,
+        **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         assert portals, "skips go straight from rank to rank"
         rank = current()
         rank.join(len(balance))
-        pipeline = DistributedGPipe(layers, balance, **options)
+        pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
         # Past `__setattr__`: the pipeline's layers are this module's own children already.
         self.__dict__.update(_rank=rank, _pipeline=pipeline, training=pipeline.training)
         self._modules.update({**layers._modules, **pipeline._modules})

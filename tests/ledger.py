@@ -7,56 +7,32 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
+from reproduce.run.live_bytes import LiveBytes, Watch
 from torchgpipe.observe import Task
+from torchgpipe.plan.operators import tensors_in
 
 
-class Ledger:
-    """Count the bytes of those tensors alive that operators of tasks made."""
+class Ledger(LiveBytes):
+    """Count the bytes of those tensors alive that operators of tasks made, apart from those that they were given."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: dict[StorageWeakRef, int] = {}
-        self.peak = 0
+        super().__init__(2)
 
-    def __call__(self, task: Task) -> TorchDispatchMode:
-        return _Recording(self)
-
-    def record(self, given: object, made: object) -> None:
-        """Count what an operator has made, but not what it was given."""
-        before = _storages(given)
-        with self._lock:
-            self._made.update({ref: n for ref, n in _storages(made).items() if ref not in before})
-        self.peak = max(self.peak, self.alive)
+    def __call__(self, task: Task) -> Watch:
+        return _Made(self, 0)
 
     @property
     def alive(self) -> int:
-        with self._lock:
-            self._made = {ref: n for ref, n in self._made.items() if not ref.expired()}
-            return sum(self._made.values())
+        return self.live[0]
 
     def assert_comes_to(self, expected: int) -> None:
         assert_eventually(lambda: self.alive == expected, lambda: f"{self.alive} bytes are alive, not {expected}")
 
 
-class _Recording(TorchDispatchMode):
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self.ledger = ledger
-
+class _Made(Watch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.ledger.record((args, kwargs), result)
-        return result
-
-
-def _storages(value: object) -> dict[StorageWeakRef, int]:
-    storages = [x.untyped_storage() for x in tree_leaves(value) if isinstance(x, Tensor)]
-    return {StorageWeakRef(s): s.nbytes() for s in storages}
+        self.counter.add(tensors_in((args, kwargs)), 1)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def assert_eventually(condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120) -> None:

@@ -1,4 +1,4 @@
-"""`Plain`, the definition of what a pipeline computes, and `piped`, a pipeline of the same layers on the CPU."""
+"""`Plain`, the definition of what a pipeline computes, and `piped`, a pipeline of the same layers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ class Plain(nn.Sequential):
         return list(zip(*(self.split(x) for x in value), strict=True))
 
 
-def piped(layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, **options: Any) -> Any:
-    """Return a pipeline on the CPU; with `engine="ranks"` one over the processes that run the test (ranks.py)."""
+def piped(
+    layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, devices: Sequence[str] = ("cpu",), **options: Any
+) -> Any:
+    """Return a pipeline on these devices in turn; with `engine="ranks"` over the processes that run the test."""
+    places = [devices[j % len(devices)] for j in range(len(balance))]
     if options.get("engine") == "ranks":
-        return Everywhere(layers, balance, chunks=chunks, **{k: x for k, x in options.items() if k != "engine"})
-    return GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=chunks, **options)
+        options = {k: x for k, x in options.items() if k != "engine"}
+        return Everywhere(layers, balance, places, chunks=chunks, **options)
+    return GPipe(layers, balance, devices=places, chunks=chunks, **options)

@@ -1,9 +1,10 @@
-"""On CUDA: one device with several partitions, or several devices: results, random numbers, errors, memory."""
+"""On CUDA: behaviours in one process and over ranks. Streams wait for what they need, and for nothing else."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,133 +13,226 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 
-from .cuda import DEVICES, balance, everywhere, layers, needs_cuda
-from .parts import Fails
-from .transparency.compare import state
+from .parts import Fails, Pop, Stash
+from .plain import piped
+from .transparency.compare import assert_transparent
 from .transparency.draw import Draw
 
-pytestmark = needs_cuda
+DEVICES = torch.cuda.device_count()
 
 
-def placed(devices: list[str]) -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
-    """Return the layers on these devices, and what runs them there one after another."""
-    module = layers()
-    places = [device for device, count in zip(devices, balance(devices), strict=True) for _ in range(count)]
-    for layer, place in zip(module, places, strict=True):
-        layer.to(place)
-
-    def run(x: Tensor) -> Tensor:
-        for layer, place in zip(module, places, strict=True):
-            x = layer(x.to(place))
-        return x
-
-    return module, run
+def needs(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(count > DEVICES, reason=f"needs {count} CUDA devices, but there are {DEVICES}")
 
 
-@everywhere
-@pytest.mark.parametrize("chunks", [1, 3, 8])
-@pytest.mark.parametrize("origin", ["cpu", "cuda:0"])
-@pytest.mark.parametrize("streams", [True, False], ids=["copy streams", "no copy streams"])
-def test_equals_plain(devices: list[str], checkpoint: Any, chunks: int, origin: str, streams: bool) -> None:
-    plain, run = placed(devices)
-    model = GPipe(
-        layers(), balance(devices), devices=devices, chunks=chunks, checkpoint=checkpoint, copy_streams=streams
+pytestmark = needs(1)
+
+
+def on(*devices: str) -> Any:
+    """Return the devices of a pipeline's partitions, with the mark that skips a test where there are fewer."""
+    count = max((int(device[5:]) + 1 for device in devices if device != "cpu"), default=0)
+    return pytest.param(list(devices), id=" ".join(devices), marks=needs(count))
+
+
+ON_GPUS = [
+    on("cuda:0"),
+    on("cuda:0", "cuda:0"),
+    on(*["cuda:0"] * 4),
+    on("cuda:0", "cuda:1"),
+    on("cuda:0", "cuda:1", "cuda:0", "cuda:1"),
+]
+# With the host as a second device, so that tensors cross, and streams wait, also where there is one GPU.
+WITH_HOST = [on("cpu", "cuda:0"), on("cuda:0", "cpu"), on("cuda:0", "cpu", "cuda:0", "cpu")]
+# Ranks that share a GPU send through pinned memory; those that have one each, by NCCL.
+RANKS = [on(*["cuda:0"] * 4), on(*(f"cuda:{rank}" for rank in range(4)))]
+
+
+def ways(*places: Any) -> pytest.MarkDecorator:
+    """Run a test on these devices in one process, and over ranks."""
+    # Ranks start where a test needs them, so not where it is skipped.
+    over = [pytest.mark.ranks] if DEVICES else []
+    cases = [("graph", place, []) for place in places] + [("ranks", place, over) for place in RANKS]
+    return pytest.mark.parametrize(
+        ("engine", "devices"),
+        [
+            pytest.param(engine, *place.values, id=f"{engine} {place.id}", marks=[*place.marks, *marks])
+            for engine, place, marks in cases
+        ],
     )
-    x = torch.randn(13, 16, device=origin)
-    x_plain, x_model = x.clone().requires_grad_(), x.clone().requires_grad_()
-    for _ in range(3):
-        expected = torch.cat([run(part) for part in x_plain.to(devices[0]).chunk(chunks)])
-        found = model(x_model)
-        assert found.device == model.devices[-1]
-        assert torch.equal(found, expected)
-        expected.square().sum().backward()
-        found.square().sum().backward()
-    torch.testing.assert_close(state(model), state(plain))
-    torch.testing.assert_close(x_model.grad, x_plain.grad)
 
 
-@everywhere
-def test_autocast(devices: list[str]) -> None:
-    plain, run = placed(devices)
-    model = GPipe(layers(), balance(devices), devices=devices, chunks=4, checkpoint="always")
-    x = torch.randn(8, 16, device="cuda:0")
-    with torch.autocast("cuda", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = torch.cat([run(part) for part in x.chunk(4)])
-        found = model(x)
-    assert found.dtype == expected.dtype
-    expected.float().sum().backward()
-    found.float().sum().backward()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        # Sums of four bfloat16 gradients in another order: eight bits of mantissa.
-        torch.testing.assert_close(q.grad, p.grad, rtol=2**-6, atol=2**-6)
+def layers(last: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, 32), Stash(), nn.Linear(32, 32), Fails(), nn.LayerNorm(32), Pop(), nn.Linear(32, 32), last()
+    )
 
 
-def random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def balance(devices: Sequence[str]) -> list[int]:
+    return [8 // len(devices)] * len(devices)
 
 
-@everywhere
-def test_recomputation_drops_the_same(devices: list[str]) -> None:
+BFLOAT16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
+# The last layer, what is around forward, and the tolerance: PyTorch's own, as kernels may add in another order on
+# other streams; in bfloat16, with eight bits of mantissa, another order of sums shows.
+BEHAVIOURS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, float]]] = {
+    "usual": (nn.ReLU, contextlib.nullcontext, {}),
+    "batch norm": (lambda: nn.BatchNorm1d(32), contextlib.nullcontext, {}),
+    "autocast": (nn.ReLU, BFLOAT16, {"rtol": 2**-6, "atol": 2**-6}),
+}
+
+
+@ways(*ON_GPUS)
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_behaviours(behaviour: str, chunks: int, engine: str, devices: list[str], checkpoint: Any) -> None:
+    last, within, tolerance = BEHAVIOURS[behaviour]
+    options = {"chunks": chunks, "engine": engine, "devices": devices, "checkpoint": checkpoint}
+    with torch.device(devices[0]):
+        x = torch.randn(14, 16).requires_grad_()
+        assert_transparent(layers(last), x, balance(devices), tolerance=tolerance, within=within, steps=3, **options)
+
+
+@ways(*ON_GPUS, *WITH_HOST)
+def test_a_recomputation_drops_the_same(engine: str, devices: list[str]) -> None:
     draw = Draw(lambda x: nn.functional.dropout(torch.ones_like(x), 0.5))
-    model = GPipe(nn.Sequential(*layers()[:7], draw), balance(devices), devices=devices, chunks=4, checkpoint="always")
-    x = torch.randn(8, 16)
-    before = random_state(model.devices[-1])
-    model(x).sum().backward()
+    options = {"engine": engine, "devices": devices, "checkpoint": "always"}
+    model = piped(layers(lambda: draw), balance(devices), 4, **options)
+    y = model(torch.randn(8, 16))
+    before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    y.sum().backward()
     assert len(draw.first) == 4
     assert torch.equal(torch.stack(draw.first), torch.stack(draw.second[::-1]))
-    assert not torch.equal(random_state(model.devices[-1]), before)
-    y = model(x).sum()
-    before = random_state(model.devices[-1])
-    y.backward()
-    assert torch.equal(random_state(model.devices[-1]), before), "backward took numbers of the caller's"
+    after = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    assert all(map(torch.equal, before, after)), "backward took numbers of the caller's"
 
 
-@everywhere
-def test_dropping_frees_the_device(devices: list[str]) -> None:
-    gc.collect()
-    used = [torch.cuda.memory_allocated(d) for d in range(DEVICES)]
-    model = GPipe(layers(), balance(devices), devices=devices, chunks=4)
-    for _ in range(3):
-        model(torch.randn(8, 16)).sum().backward()
-    del model
-    gc.collect()
-    torch.cuda.synchronize()
-    # cuBLAS keeps a workspace per stream that it has run on.
-    torch._C._cuda_clearCublasWorkspaces()
-    assert all(torch.cuda.memory_allocated(d) <= used[d] for d in range(DEVICES))
-
-
-def test_by_default_all_cuda_devices_are_taken() -> None:
-    model = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(DEVICES))), [1] * DEVICES)
-    assert model.devices == [torch.device("cuda", index) for index in range(DEVICES)]
-    assert [next(partition.parameters()).device for partition in model.partitions] == model.devices
-
-
-@everywhere
+@ways(*ON_GPUS, *WITH_HOST)
 @pytest.mark.parametrize("when", ["forward", "recompute", "backward"])
-def test_an_error_arrives_and_the_next_call_works(devices: list[str], when: str) -> None:
-    module, fails = layers(), Fails()
-    module[3] = fails
-    model = GPipe(module, balance(devices), devices=devices, chunks=4, checkpoint="always")
-    fails.fail(when, ZeroDivisionError("trouble"))
+def test_an_error_arrives_and_the_next_call_works(engine: str, devices: list[str], when: str) -> None:
+    model = piped(layers(), balance(devices), 4, engine=engine, devices=devices, checkpoint="always")
     x = torch.randn(8, 16)
-    with pytest.raises(ZeroDivisionError, match="trouble") as caught:
+    for calls_before in range(3):
+        model[3].fail(when, ZeroDivisionError("trouble"), calls_before=calls_before)
+        with pytest.raises(ZeroDivisionError, match="trouble"):
+            model(x).sum().backward()
+        torch.cuda.synchronize()  # nothing is left that waits for the rank that failed
+        model.zero_grad()
         model(x).sum().backward()
-    assert caught.traceback[-1].name == "reach", "the traceback does not go down to the layer"
-
-    model.zero_grad()
-    model(x).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@everywhere
-def test_deferred_batch_norm(devices: list[str]) -> None:
-    n = len(devices)
-    module = nn.Sequential(*(nn.BatchNorm1d(16) for _ in range(n)))
-    model = GPipe(module, [1] * n, devices=devices, chunks=4, checkpoint="always", deferred_batch_norm=True)
-    plain = nn.BatchNorm1d(16).to(devices[0])
-    x = torch.randn(14, 16, device=devices[0]) * 3 + 5
+class Late(nn.Module):
+    """Make the device busy before the result is there, in forward and backward; who does not wait reads too early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Late.apply(x * self.scale)
+
+
+class _Late(torch.autograd.Function):
+    CYCLES = 2_000_000  # about a millisecond
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.cuda._sleep(_Late.CYCLES)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        torch.cuda._sleep(_Late.CYCLES)
+        return grads[0] * 2
+
+
+@ways(*ON_GPUS, *WITH_HOST)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("streams", [True, False], ids=["copy streams", "no copy streams"])
+def test_nothing_is_read_before_it_is_there(engine: str, devices: list[str], checkpoint: Any, streams: bool) -> None:
+    n, options = len(devices), {"copy_streams": streams} if engine == "graph" else {}
+    module = nn.Sequential(*(Late() for _ in range(n)))
+    model = piped(module, [1] * n, engine=engine, devices=devices, checkpoint=checkpoint, **options)
+    # Large enough that a copy takes a while; small whole numbers, so that every sum is exact.
+    x = torch.randint(3, (6, 1 << 18)).float().to(devices[0]).requires_grad_()
+    for step in range(1, 4):
+        y = model(x)
+        y.sum().backward()
+        assert torch.equal(y.detach().to(devices[0]), x.detach() * 2**n)
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, float(2**n * step)))
+
+
+class Noted(nn.Module):
+    """Mark the end of each forward by an event; let the one of micro-batch `slow` take about a second."""
+
+    def __init__(self, slow: int | None = None) -> None:
+        super().__init__()
+        self.slow = slow
+        self.done: list[torch.cuda.Event] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.done) == self.slow:
+            torch.cuda._sleep(1000 * _Late.CYCLES)
+        y = x + 1
+        self.done.append(torch.cuda.current_stream(x.device).record_event())
+        return y
+
+
+@needs(2)
+def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch() -> None:
+    first, second = Noted(), Noted()
+    model = GPipe(nn.Sequential(first, second), [1, 1], devices=["cuda:0", "cuda:1"], chunks=2)
+    x = torch.zeros(2, 16, device="cuda:0")
+    for slow in (None, 1):  # what CUDA does once, on first use, may wait for everything
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        first.slow = slow
+        first.done.clear()
+        second.done.clear()
+        with torch.no_grad():
+            y = model(x)
+    second.done[0].synchronize()
+    assert not first.done[1].query()
+    assert torch.equal(y.cpu(), torch.full((2, 16), 2.0))
+
+
+@pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_stream_of_the_callers_own(devices: list[str], checkpoint: Any) -> None:
+    """The pipeline computes on the streams that are current when it is called; backward may be called on others."""
+    model = GPipe(layers(), balance(devices), devices=devices, chunks=3, checkpoint=checkpoint)
+    x = torch.randn(13, 16, device=devices[0])
+    y = model(x)
+    y.square().sum().backward()
+    expected = [y.detach(), *(p.grad for p in model.parameters())]
+    model.zero_grad()
+
+    streams = [torch.cuda.Stream(d) for d in range(DEVICES)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        y = model(x)
+        loss = y.square().sum()
+    for stream in streams:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+    loss.backward()
+    torch.cuda.synchronize()
+    torch.testing.assert_close([y.detach(), *(p.grad for p in model.parameters())], expected)
+
+
+@pytest.mark.parametrize("devices", ON_GPUS)  # a copy to the host waits for it
+def test_no_host_synchronization_within_a_step(devices: list[str], checkpoint: Any) -> None:
+    model = GPipe(layers(), balance(devices), devices=devices, chunks=4, checkpoint=checkpoint)
+    x = torch.randn(8, 16, device=model.devices[0])
     model(x).sum().backward()
-    plain(x)
-    torch.testing.assert_close(model[0].running_mean, plain.running_mean)
-    torch.testing.assert_close(model[0].running_var, plain.running_var)
+    torch.cuda.synchronize()
+    model.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")  # of PyTorch: whoever makes the host wait raises an error
+    try:
+        model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,58 +1,82 @@
-"""On CUDA: the peaks that are predicted are those of the allocator, but for what libraries hold."""
+"""On CUDA: memory is given back, and the peaks that are predicted are those of the allocator; events time tasks."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from reproduce.experiments import EXPERIMENTS
+from reproduce.machine.devices import Devices
+from reproduce.run.emulation import Emulation
+from reproduce.run.training import Balancer, FakeData
 from torchgpipe import GPipe
 from torchgpipe.plan.count import count
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.predict import Setup
 
-from .cuda import needs_cuda, needs_two
+from .plain import piped
+from .test_cuda import DEVICES, ON_GPUS, WITH_HOST, balance, layers, needs, ways
 
 WIDTH = 2048
-pytestmark = needs_cuda
+pytestmark = needs(1)
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=needs_two)])
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_predicted_memory_is_what_is_allocated(n: int, chunks: int, checkpoint: Any) -> None:
+@pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])
+def test_dropping_frees_the_device(devices: list[str]) -> None:
+    gc.collect()
+    used = [torch.cuda.memory_allocated(d) for d in range(DEVICES)]
+    model = GPipe(layers(), balance(devices), devices=devices, chunks=4)
+    for _ in range(3):
+        model(torch.randn(8, 16)).sum().backward()
+    del model
+    gc.collect()
+    torch.cuda.synchronize()
+    # cuBLAS keeps a workspace per stream that it has run on.
+    torch._C._cuda_clearCublasWorkspaces()
+    assert all(torch.cuda.memory_allocated(d) <= used[d] for d in range(DEVICES))
+
+
+@ways()
+def test_pinned_memory_is_used_again(engine: str, devices: list[str]) -> None:
+    model, pinned = piped(layers(), balance(devices), 4, engine=engine, devices=devices), []
+    for _ in range(20):
+        model(torch.randn(8, 16)).sum().backward()
+        pinned.append(torch.cuda.host_memory_stats().get("num_host_alloc", 0))
+    assert pinned[-1] <= 2 * pinned[2], pinned  # which blocks are free is a matter of time
+    assert pinned[-1] > 0 or len({*devices}) > 1
+
+
+SETUPS = [("", 32768, chunks, checkpoint) for chunks, checkpoint in product((1, 4), ("always", "except_last", "never"))]
+# With few activations the optimizer's step is the peak: by default, all parameters are updated at once.
+SETUPS += [(name, 64, 2, "always") for name in ("momentum", "rmsprop", "adagrad", "adam", "adamw")]
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=needs(2))])
+@pytest.mark.parametrize(("optimizer", "batch", "chunks", "checkpoint"), SETUPS)
+def test_predicted_memory_is_what_is_allocated(
+    n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any
+) -> None:
     """Within 5 %, of gigabytes: the allocator rounds sizes up, and products may take workspaces for a moment."""
-    setup = Setup(32768, (8 // n,) * n, chunks, checkpoint)
-    assert allocated(module(), setup) == pytest.approx(predicted(module(), setup), rel=0.05)
 
+    def module() -> nn.Sequential:
+        return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=needs_two)])
-@pytest.mark.parametrize("name", ["momentum", "rmsprop", "adagrad", "adam", "adamw"])
-def test_predicted_memory_of_the_optimizers_step(n: int, name: str) -> None:
-    """With few activations it is the peak: by default, all parameters are updated at once."""
-    setup = Setup(64, (8 // n,) * n, 2, "always", optimizer_named(name, foreach=True))
-    make = OPTIMIZERS[name]
-    assert make is not None
-    assert allocated(module(), setup, make) == pytest.approx(predicted(module(), setup), rel=0.05)
-
-
-def module() -> nn.Sequential:
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-
-
-def predicted(module: nn.Sequential, setup: Setup) -> list[float]:
+    options = {"optimizer": optimizer_named(optimizer, foreach=True)} if optimizer else {}
+    setup = Setup(batch, (8 // n,) * n, chunks, checkpoint, **options)
     with torch.device("meta"):
-        counts = count(module.to("meta"), torch.empty(1, WIDTH))
-    return [device.peak for device in setup_memory(counts, setup)]
+        counts = count(module(), torch.empty(1, WIDTH))
+    predicted = [device.peak for device in setup_memory(counts, setup)]
+    assert allocated(module(), setup, OPTIMIZERS.get(optimizer)) == pytest.approx(predicted, rel=0.05)
 
 
-def allocated(
-    module: nn.Sequential, setup: Setup, make: Callable[..., torch.optim.Optimizer] | None = None
-) -> list[int]:
+def allocated(module: nn.Sequential, setup: Setup, make: Callable[..., torch.optim.Optimizer] | None) -> list[int]:
     """Return each device's peak in the second step, beside workspaces."""
     devices = [torch.device("cuda", j) for j in range(len(setup.balance))]
     gc.collect()
@@ -80,3 +104,19 @@ def allocated(
     torch._C._cuda_clearCublasWorkspaces()
     workspaces = [w - torch.cuda.memory_allocated(d) for w, d in zip(with_workspaces, devices, strict=True)]
     return [peak - w - h for peak, w, h in zip(peaks, workspaces, held, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["n2m1", "n2m4", "n8m32", "checkpoint-only m4"])
+def test_one_gpu_plays_all_devices_and_its_events_time_the_tasks(name: str) -> None:
+    row = next(row for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows if row.name == name)
+    gpu = Devices("cuda", 1)
+    emulation = Emulation(row, gpu, FakeData([row], 0), Balancer(gpu), 0)
+    emulation.run()
+    runs = [emulation.run() for _ in range(3)]
+    for run in runs:
+        assert all(seconds > 0 for seconds in run.tasks.values())
+        # What lies between tasks belongs to none: a few launches.
+        assert 0.7 * run.work < sum(run.tasks.values()) + run.loss + sum(run.updates) < 1.001 * run.work
+    step = emulation.step(runs)
+    assert step.seconds == pytest.approx(step.work, rel=0.1) if row.devices == 1 else step.seconds < step.work
+    assert {device.type for device in emulation.training.devices} == {"cuda"}

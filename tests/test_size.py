@@ -60,5 +60,7 @@ def test_statements() -> None:
 
 def test_files_side_by_side() -> None:
     folders = {path.parent for path in files(".")}
-    many = {folder: n for folder in folders if (n := len({*folder.glob("*.py")} - {folder / "__init__.py"})) > SIDE_BY_SIDE}
+    many = {
+        folder: n for folder in folders if (n := len({*folder.glob("*.py")} - {folder / "__init__.py"})) > SIDE_BY_SIDE
+    }
     assert folders and not many

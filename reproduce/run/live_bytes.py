@@ -1,7 +1,6 @@
 """Count the bytes of all tensors alive, where no allocator does.
 
-Storages are noticed as operators return them, in whatever thread, and forgotten when they die. Benchmarks count the
-live bytes of other versions of torchgpipe, too, so nothing of it is imported here.
+Storages are noticed as operators return them, in whatever thread, and forgotten when they die.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from torchgpipe.plan.operators import tensors_in
 
 
 class LiveBytes:
@@ -78,11 +78,6 @@ class Watch(TorchDispatchMode):
         finally:
             inner.device = before
         if device is None:
-            device = self.counter.device_of(_tensors((args, kwargs)))
-        self.counter.add(_tensors(result), device)
+            device = self.counter.device_of(tensors_in((args, kwargs)))
+        self.counter.add(tensors_in(result), device)
         return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """Find the tensors in what an operator takes or returns."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.skip import Namespace, pop, skippable, stash
 
 
 def same(x: Any) -> Any:
@@ -48,3 +48,15 @@ class Pop(nn.Module):
     def forward(self, x: Any) -> Any:
         skip = yield pop("skip")
         return self.join(x, skip)
+
+
+def partitions(
+    layers: Sequence[nn.Module], skips: Iterable[tuple[int, int]], stashed: Callable[[Any], Any] = same
+) -> tuple[nn.Sequential, list[int]]:
+    """Return layers for a partition each, with skips from one to another, of what a function makes; and the balance."""
+    found = [[layer] for layer in layers]
+    for source, target in skips:
+        namespace = Namespace()
+        found[source].append(Stash(stashed).isolate(namespace))  # type: ignore[operator]
+        found[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
+    return nn.Sequential(*(layer for partition in found for layer in partition)), [*map(len, found)]

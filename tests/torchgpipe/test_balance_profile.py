@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
 
-from .clock import CLOCK, Clock, spend
 from .layers import Lambda, Pop, Stash
+from .simulated import CLOCK, Clock, spend
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 KiB = 256  # numbers of float32

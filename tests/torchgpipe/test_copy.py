@@ -1,6 +1,6 @@
-"""Copies between devices: what waits for what, in both directions. In whole steps: test_graph_overlap.py.
+"""Copies between devices: what waits for what, in both directions. In whole steps: test_simulated.py.
 
-There may be no CUDA device here, so streams are stand-ins that write down what is asked of them (conftest.py), and two
+There may be no CUDA device here, so streams are stand-ins that write down what is asked of them (simulated.py), and two
 names of the CPU are the two devices. tests/test_cuda.py runs the real ones.
 """
 
@@ -78,12 +78,6 @@ def test_waits(streams: Any, enabled: bool) -> None:
         passage.backward(y, x)
         assert streams.log == WAITS[enabled][1]
         assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]
-
-
-def test_nothing_is_done_within_a_device(streams: Any) -> None:
-    x = torch.rand(3, requires_grad=True)
-    assert Passage(SOURCE, SOURCE).forward(x)[0] is x
-    assert streams.log == []
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])

@@ -1,4 +1,4 @@
-"""The graph engine: the graph that it makes, and the order of its tasks. On CUDA, see test_graph_overlap.py."""
+"""The graph engine: the graph that it makes, and the order of its tasks. On CUDA, see test_simulated.py."""
 
 from __future__ import annotations
 

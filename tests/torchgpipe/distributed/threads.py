@@ -1,17 +1,16 @@
 """Ranks that are threads of this process, with stand-ins for what needs processes or GPUs.
 
-Gloo is played by boxes in memory, and NCCL by operations that take their time on simulated streams (../conftest.py).
+Gloo is played by boxes in memory, and NCCL by operations that take their time on simulated streams (../simulated.py).
 The pipeline, its links, its wires and their threads are real. What NCCL does in truth, only GPUs can tell.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, UserDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +22,7 @@ from torchgpipe.distributed import cuda, wires
 from torchgpipe.seeds import Seeds
 
 PATIENCE = 30.0
+GPUS = ["one", "two", "three", "four"]
 
 
 @dataclass(eq=False)
@@ -134,7 +134,7 @@ class Pair:
             self.latest = move = box.popleft()
         start = max(move.ready, move.before.end if move.before else 0.0, stream.clock)
         low, high = sorted((self.source, self.target))
-        stream.clock = move.end = start + (world.seconds.get((low, high), 0.0) if move.before else 0.0)
+        stream.clock = move.end = start + (world.streams.seconds.get((low, high), 0.0) if move.before else 0.0)
         tensors[0].copy_(move.tensor)
         with world.changed:
             move.taken = True
@@ -161,13 +161,12 @@ class Waited:
 class World:
     """All ranks.
 
-    `seconds` says how long NCCL takes between two of them, `issued` what each rank's program has given it, and `sent`
+    `streams` say how long NCCL takes between two of them, `issued` what each rank's program has given it, and `sent`
     how often gloo has sent by each wire.
     """
 
     n: int
     streams: Any
-    seconds: Mapping[tuple[int, int], float]
     boxes: dict[Any, deque[Any]] = field(default_factory=dict)
     closed: set[Any] = field(default_factory=set)
     sent: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -208,27 +207,16 @@ class World:
         return results
 
 
-class OfEach(threading.local):
+class OfEach(threading.local, UserDict[Any, int]):
     """How often a rank, which is a thread, has met the others."""
 
-    def __init__(self) -> None:
-        self.counts: dict[Any, int] = defaultdict(int)
-
-    def __getitem__(self, key: Any) -> int:
-        return self.counts[key]
-
-    def __setitem__(self, key: Any, value: int) -> None:
-        self.counts[key] = value
+    def __missing__(self, key: Any) -> int:
+        return 0
 
 
-def play(
-    monkeypatch: pytest.MonkeyPatch,
-    streams: Any,
-    gpus: Sequence[str],
-    seconds: Mapping[tuple[int, int], float] = MappingProxyType({}),
-) -> World:
+def play(monkeypatch: pytest.MonkeyPatch, streams: Any, gpus: Sequence[str]) -> World:
     """Let threads be ranks, whose GPUs have these names."""
-    world = World(len(gpus), streams, seconds)
+    world = World(len(gpus), streams)
     for name, value in {
         "is_initialized": lambda: True,
         "get_rank": lambda: world.here.rank,

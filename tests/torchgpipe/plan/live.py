@@ -3,56 +3,45 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.partitioned
+from reproduce.run.live_bytes import LiveBytes, Watch
 from torchgpipe import GPipe
 from torchgpipe.microbatch import mapped
 from torchgpipe.plan.count import Counts, count
-from torchgpipe.plan.operators import tensors_in
 
 
-class Live(TorchDispatchMode):
-    """A tensor belongs where it was copied to, or where the first tensor lives that it was made from."""
+class Live(LiveBytes):
+    """Count what is on `meta`: an optimizer's counters of steps are on the host."""
 
-    def __init__(self, devices: int) -> None:
-        super().__init__()
-        self.owner: dict[int, int] = {}
-        self.live = [0] * devices
-        self.peak = [0] * devices
-        self.last = 0
+    last = 0
+    """The device of the latest tensor."""
 
-    def note(self, x: Tensor, device: int) -> None:
-        storage = x.untyped_storage()
-        if x.is_meta and id(storage) not in self.owner:  # an optimizer's counters of steps are on the host
-            self.owner[id(storage)] = device
-            weakref.finalize(storage, self.forget, id(storage), storage.nbytes(), device).atexit = False
-            self.live[device] += storage.nbytes()
-            self.peak[device] = max(self.peak[device], self.live[device])
+    def add(self, tensors: Iterable[Tensor], device: int) -> None:
+        super().add([x for x in tensors if x.is_meta], device)
 
-    def forget(self, key: int, nbytes: int, device: int) -> None:
-        del self.owner[key]
-        self.live[device] -= nbytes
+    def device_of(self, tensors: Iterable[Tensor]) -> int:
+        known = (self._known.get(id(x.untyped_storage())) for x in tensors if x.numel())
+        self.last = next((found[0] for found in known if found is not None), self.last)
+        return self.last
+
+
+class Copies(Watch):
+    """A copy belongs to the device that it goes to."""
+
+    counter: Live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        device: int | None = None
-        if "_to_copy" in str(func) and kwargs and kwargs.get("device") is not None:
-            device = kwargs["device"].index or 0
-        else:
-            known = (self.owner.get(id(x.untyped_storage())) for x in tensors_in((args, kwargs)) if x.numel())
-            device = next((owner for owner in known if owner is not None), None)
-        self.last = self.last if device is None else device
-        for x in tensors_in(result):
-            self.note(x, self.last)
-        return result
+        target = (kwargs or {}).get("device") if "_to_copy" in str(func) else None
+        self.device = None if target is None else target.index or 0
+        self.counter.last = self.counter.last if self.device is None else self.device
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @functools.cache
@@ -90,14 +79,12 @@ def real_peaks(
         optimizer = make([{"params": parameters} for parameters in trained if parameters])
         live = Live(len(balance))
         for j, partition in enumerate(pipeline.partitions):
-            for tensor in (*partition.parameters(), *partition.buffers()):
-                live.note(tensor, j)
+            live.add([*partition.parameters(), *partition.buffers()], j)
             for parameter in partition.parameters():  # some optimizers begin with their state
-                for tensor in filter(torch.is_tensor, optimizer.state.get(parameter, {}).values()):
-                    live.note(tensor, j)
+                live.add(filter(torch.is_tensor, optimizer.state.get(parameter, {}).values()), j)
         x = x.to("meta")
-        live.note(x, 0)
-        with live:
+        live.add([x], 0)
+        with Copies(live, None):
             for _ in range(2):
                 live.peak = list(live.live)
                 output = pipeline(x)

@@ -15,7 +15,7 @@ from torchgpipe.plan.count import count
 from torchgpipe.plan.here import describe_here
 from torchgpipe.plan.profiled import Curve, predictor_here, profile_layers
 
-from ..clock import Clock, spend
+from ..simulated import Clock, spend
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torchgpipe.plan import timing
 from torchgpipe.plan.timing import time_alone, time_step
 from torchgpipe.skip import pop, skippable, stash
 
-from ..clock import CLOCK, spend
+from ..simulated import CLOCK, spend
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("clock")
