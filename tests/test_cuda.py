@@ -51,7 +51,7 @@ def ways(*places: Any) -> pytest.MarkDecorator:
     """Run a test on these devices in one process, and over ranks."""
     # Ranks start where a test needs them, so not where it is skipped.
     over = [pytest.mark.ranks] if DEVICES else []
-    cases = [("graph", place, []) for place in places] + [("ranks", place, over) for place in RANKS]
+    cases: list[Any] = [("graph", place, []) for place in places] + [("ranks", place, over) for place in RANKS]
     return pytest.mark.parametrize(
         ("engine", "devices"),
         [

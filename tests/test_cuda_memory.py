@@ -68,7 +68,7 @@ def test_predicted_memory_is_what_is_allocated(
     def module() -> nn.Sequential:
         return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
-    options = {"optimizer": optimizer_named(optimizer, foreach=True)} if optimizer else {}
+    options: dict[str, Any] = {"optimizer": optimizer_named(optimizer, foreach=True)} if optimizer else {}
     setup = Setup(batch, (8 // n,) * n, chunks, checkpoint, **options)
     with torch.device("meta"):
         counts = count(module(), torch.empty(1, WIDTH))

@@ -60,7 +60,10 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
 
 def throughput_errors(record: Record) -> dict[str, float]:
     """Return by how much each predicted throughput differs from the published one, as a share of that."""
-    ours, theirs = ({r.row: r.values.get("throughput") for r in rows} for rows in (_predicted(record), _papers(record)))
+    ours, theirs = (
+        {r.row: float(r.values["throughput"]) for r in rows if "throughput" in r.values}
+        for rows in (_predicted(record), _papers(record))
+    )
     return errors(ours, theirs)
 
 
