@@ -124,7 +124,7 @@ def from_torchvision(model: ResNet) -> nn.Sequential:
 
 
 def resnet(
-    blocks: Sequence[int] = RESNET101, *, width: int = 64, expansion: int = 4, num_classes: int = 1000
+    blocks: Sequence[int] = RESNET101, width: int = 64, expansion: int = 4, num_classes: int = 1000
 ) -> nn.Sequential:
     """Build a ResNet of bottlenecks with random weights, by torchvision; by default ResNet-101.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -118,6 +118,17 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
         return None
     ratios = over(ours, theirs)
     return ratios if ratios.rounds and result is not base else Reading(ours.middle / theirs.middle)
+
+
+def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
+    """Return how many times as fast as the first each row is that was timed, by what its name is up to a slash."""
+    found = {result.row.partition("/")[0]: speed_up(result, first) for result in results}
+    return {row: reading.middle for row, reading in found.items() if reading is not None}
+
+
+def errors(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each number differs from the other one of its name, as a share of that."""
+    return {name: value / theirs[name] - 1 for name, value in ours.items()}
 
 
 def over(reading: Reading, base: Reading) -> Reading:

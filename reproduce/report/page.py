@@ -14,8 +14,7 @@ from reproduce.machine.description import Gpu
 from reproduce.numbers.metrics import BYTES
 from reproduce.records.places import Json
 from reproduce.records.record import FREED_MEMORY, Record, Run
-from reproduce.report.bars import ablation_figures, memory_figures
-from reproduce.report.curves import speed_up_figures
+from reproduce.report.figures import ablation_figures, memory_figures, speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
 from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
 from reproduce.tables.all import tables

@@ -9,9 +9,9 @@ from statistics import median
 from typing import NamedTuple
 
 from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED, PUBLISHED_BALANCE
-from reproduce.numbers.metrics import speed_up
+from reproduce.numbers.metrics import errors, speed_ups
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result
+from reproduce.records.record import Record
 from reproduce.tables.layout import Column, Table, table
 
 APART = 1.1  # the ratio from which on two published speed-ups differ
@@ -58,26 +58,19 @@ def distance(record: Record, experiment: str) -> Distance | None:
     name = EXPERIMENTS[experiment].table
     if name is None or record.run is None:
         return None
-
-    def over_first(rows: Sequence[Result], first: Result) -> dict[str, float]:
-        """Return speed-ups by the name of the published row."""
-        found = {row.row.partition("/")[0]: speed_up(row, first) for row in rows}
-        return {row: reading.middle for row, reading in found.items() if reading is not None}
-
     papers = published(name).results
     emulated = [each for each in record.results if each.experiment == experiment and each.status == "emulated"]
     like = [each for each in emulated if each.config["configuration"] == LIKE_PUBLISHED]
     if [each.row for each in like] != [paper.row for paper in papers]:
         return None
     again = [each for each in emulated if each.config["configuration"] == PUBLISHED_BALANCE]
-    theirs = over_first(papers, papers[0])
-    ours, in_theirs = over_first(like, like[0]), over_first(again, like[0])
+    theirs = speed_ups(papers, papers[0])
+    ours, in_theirs = speed_ups(like, like[0]), speed_ups(again, like[0])
     pairs = [(a, b) for a, b in combinations(theirs, 2) if abs(math.log(theirs[a] / theirs[b])) > math.log(APART)]
     order = sum((ours[a] > ours[b]) == (theirs[a] > theirs[b]) for a, b in pairs)
-    errors, again_errors = (
-        {row: times / theirs[row] - 1 for row, times in of.items() if row != papers[0].row} for of in (ours, in_theirs)
-    )
-    return Distance(experiment, record.run.started, errors, again_errors, order, len(pairs))
+    off = errors(ours, theirs)
+    del off[papers[0].row]
+    return Distance(experiment, record.run.started, off, errors(in_theirs, theirs), order, len(pairs))
 
 
 def distances(records: Sequence[Record]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from reproduce.numbers.measured_rows import MeasuredRow
-from reproduce.numbers.metrics import read, throughput
+from reproduce.numbers.metrics import errors, read, speed_ups, throughput
 from reproduce.numbers.sources import Entry
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.published import published
@@ -60,8 +60,11 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
 
 def throughput_errors(record: Record) -> dict[str, float]:
     """Return by how much each predicted throughput differs from the published one, as a share of that."""
-    papers = _papers(record)
-    return {r.row: float(r.values["throughput"] / papers[r.row].values["throughput"] - 1) for r in _predicted(record)}
+    ours, theirs = (
+        {result.row: speed.middle for result in results if (speed := throughput(result)) is not None}
+        for results in (_predicted(record), _papers(record))
+    )
+    return errors(ours, theirs)
 
 
 def speed_up_errors(record: Record) -> dict[str, float]:
@@ -69,17 +72,16 @@ def speed_up_errors(record: Record) -> dict[str, float]:
 
     As a share of the published one; the row that they are over is left out.
     """
-    papers = _papers(record)
     first, *others = _predicted(record)
-    return {r.row: _speed_up(r, first) / _speed_up(papers[r.row], papers[first.row]) - 1 for r in others}
+    return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
 
 
 def errors_table(records: Sequence[Record]) -> Table:
     """Return how far predictions of speed are from what was published of the same hardware."""
     chosen = [each for each in records if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)]
     speeds, ratios = (
-        [abs(error) for record in chosen for error in errors(record).values()]
-        for errors in (throughput_errors, speed_up_errors)
+        [abs(error) for record in chosen for error in off(record).values()]
+        for off in (throughput_errors, speed_up_errors)
     )
     columns: list[Column[str]] = [
         Column("rows of", str, left=True),
@@ -94,8 +96,9 @@ def errors_table(records: Sequence[Record]) -> Table:
 
 
 def _speed(record: Record, measured: Measured) -> Table:
-    papers, same = _papers(record), _same_hardware(record)
+    papers, same = {paper.row: paper for paper in _papers(record)}, _same_hardware(record)
     first, *_ = predicted = _predicted(record)
+    theirs = _published_speed_ups(record, first.row)
     off, off_speed_up = throughput_errors(record), speed_up_errors(record)
     run = {name: row for name, row in measured.items() if row.throughput is not None}
     machines = by_value({name: row.machine for name, row in run.items()})
@@ -104,14 +107,12 @@ def _speed(record: Record, measured: Measured) -> Table:
         Column("samples/s\npublished", lambda each: papers[each.row].values["throughput"], "{:.1f}"),
         Column("predicted", lambda each: each.values["throughput"] if each.row in off else each.status, "{:.1f}"),
         by_row("error", off if same else {}, "{:+.0%}"),  # what differs between two kinds of hardware is none
-        by_row(
-            "speed-up\npublished", {r.row: _speed_up(papers[r.row], papers[first.row]) for r in predicted}, "{:.2f}"
-        ),
-        by_row("predicted", {r.row: _speed_up(r, first) for r in predicted}, "{:.2f}"),
+        by_row("speed-up\npublished", {r.row: theirs[r.row] for r in predicted}, "{:.2f}"),
+        by_row("predicted", speed_ups(predicted, first), "{:.2f}"),
         by_row("error", off_speed_up if same else {}, "{:+.1%}"),
         by_row("measured", {name: row.throughput for name, row in run.items()}, "{:.1f}", "not run"),
     ]
-    far, apart = ([abs(x) for x in errors.values()] for errors in (off, off_speed_up))
+    far, apart = ([abs(x) for x in each.values()] for each in (off, off_speed_up))
     epochs = any("last_batch_size" in result.config for result in record.results)
     notes = [
         f"predicted, not measured, from the hardware description {_hardware(record)}",
@@ -179,8 +180,9 @@ def _within(errors: Sequence[float]) -> str:
     return f"{sum(error <= 0.1 for error in errors)} of {len(errors)}"
 
 
-def _speed_up(result: Result, over: Result) -> float:
-    return float(result.values["throughput"] / over.values["throughput"])
+def _published_speed_ups(record: Record, first: str) -> dict[str, float]:
+    papers = _papers(record)
+    return speed_ups(papers, next(paper for paper in papers if paper.row == first))
 
 
 def _predicted(record: Record) -> list[Result]:
@@ -201,8 +203,8 @@ def _published(record: Record) -> Record:
     return published((record.results[0].published or "").partition("/")[0])
 
 
-def _papers(record: Record) -> dict[str, Result]:
-    return {result.row: result for result in _published(record).results}
+def _papers(record: Record) -> list[Result]:
+    return _published(record).results
 
 
 def _hardware(record: Record) -> str:

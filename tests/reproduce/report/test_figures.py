@@ -8,9 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from reproduce.records.record import Record
-from reproduce.report.bars import ablation_figures, memory_figures
-from reproduce.report.curves import ideal, speed_up_figures
 from reproduce.report.figure import VARIABLES
+from reproduce.report.figures import ablation_figures, ideal, memory_figures, speed_up_figures
 from reproduce.report.gantt import costs, schedule_figures
 from torchgpipe.plan.replay import replay
 
