@@ -11,14 +11,13 @@ import jinja2
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu
-from reproduce.numbers.metrics import BYTES
 from reproduce.records.places import Json
-from reproduce.records.record import FREED_MEMORY, Record, Run
+from reproduce.records.record import Record
 from reproduce.report.figures import ablation_figures, memory_figures, speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
 from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
-from reproduce.tables.all import tables
-from reproduce.tables.layout import Table, many
+from reproduce.tables.all import about_run, tables
+from reproduce.tables.layout import GiB, Table, many
 from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.replay import Timeline
 
@@ -100,13 +99,15 @@ def _value(value: object) -> str:
     return "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-GiB = BYTES["GiB"]
-
-
 def provenance(record: Record) -> dict[str, str]:
     """Return what is behind a record's numbers, by name: machine, software and run; publication; hardware."""
-    if record.run is not None:
-        about = {**_run(record.run), "record": f"{record.name}.json"}
+    if (run := record.run) is not None:
+        gpus = Counter(map(_gpu, run.machine.gpus))
+        about = {
+            **{name: line.removeprefix(f"{name}: ").replace("`", "") for name, line in about_run(record, run).items()},
+            "cores installed": str(run.machine.cores_installed),
+            "GPUs": "; ".join(f"{count} x {gpu}" for gpu, count in gpus.items()),
+        }
     else:
         about = {
             "source": _listed(record.source),
@@ -116,24 +117,6 @@ def provenance(record: Record) -> dict[str, str]:
             "disagreements": "; ".join(f"{each.row}: {each.values.get('verdict')}" for each in record.discrepancies),
         }
     return {name: text for name, text in about.items() if text}
-
-
-def _run(run: Run) -> dict[str, str]:
-    machine, git = run.machine, run.git
-    threads = f" of {many(run.threads_per_device, 'thread')}" if run.threads_per_device else ""
-    memory = f", {machine.memory / GiB:.0f} GiB of memory" if machine.memory else ""
-    return {
-        "devices": f"{run.devices} {run.device.upper()}{threads}",
-        "machine": f"{machine.cpu}, {many(machine.cores, 'core')} of {machine.cores_installed}{memory}",
-        "system": machine.system,
-        "GPUs": "; ".join(f"{count} x {gpu}" for gpu, count in Counter(map(_gpu, machine.gpus)).items()),
-        "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items() if version),
-        "git revision": git.revision[:12] + (", with changes" if git.dirty else "") if git else "",
-        "freed memory": str(run.settings.get(FREED_MEMORY, "")),
-        "load at start": ", ".join(f"{value:.2f}" for value in run.load or []),
-        "run": f"{run.started} to {run.ended or 'unknown'}, {run.state}; seed {run.seed}",
-        "command": " ".join(run.command),
-    }
 
 
 def _gpu(gpu: Gpu) -> str:

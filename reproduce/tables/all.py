@@ -62,13 +62,13 @@ def document(record: Record) -> str:
     """Return the record as a Markdown page: its tables, and the circumstances they were made under."""
     parts = [f"# {record.title}"]
     if record.run is not None:
-        parts.append(bullets(about_run(record, record.run), wrap=False))
+        parts.append(bullets(list(about_run(record, record.run).values()), wrap=False))
     parts.extend(table.markdown() for table in tables(record))
     return "\n\n".join(parts) + "\n"
 
 
-def about_run(record: Record, run: Run) -> list[str]:
-    """Return what there is to know about a record's run, a line each: first the devices, then the machine."""
+def about_run(record: Record, run: Run) -> dict[str, str]:
+    """Return what there is to know about a record's run, a line each, by name."""
     machine = run.machine
     threads = "" if run.threads_per_device is None else f" of {many(run.threads_per_device, 'thread')} each"
     gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
@@ -77,11 +77,11 @@ def about_run(record: Record, run: Run) -> list[str]:
     revision = "none" if run.git is None else run.git.revision[:12] + (" with changes" if run.git.dirty else "")
     programs = ", ".join(f"{program} {version}" for program, version in run.versions.items() if version)
     load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
-    return [
-        f"scale `{record.scale}`, on {many(run.devices, f'{run.device.upper()} device')}{threads}",
-        f"machine: {machine.cpu}, {many(machine.cores, 'core')}{memory}{gpus}; {machine.system}{freed}",
-        f"versions: {programs}; git revision {revision}",
-        f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
-        f"command: `{shlex.join(run.command)}`",
-        f"record: `{record.name}.json`",
-    ]
+    return {
+        "devices": f"scale `{record.scale}`, on {many(run.devices, f'{run.device.upper()} device')}{threads}",
+        "machine": f"machine: {machine.cpu}, {many(machine.cores, 'core')}{memory}{gpus}; {machine.system}{freed}",
+        "versions": f"versions: {programs}; git revision {revision}",
+        "run": f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
+        "command": f"command: `{shlex.join(run.command)}`",
+        "record": f"record: `{record.name}.json`",
+    }

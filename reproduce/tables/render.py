@@ -115,8 +115,8 @@ def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Pat
         parts = [replace(each, notes=()).markdown(level=3).strip() for each in chosen]
     else:
         parts = [table.markdown(level=3) for table in tables(record, experiment)]
-    devices, machine = about_run(record, run)[:2]
-    under = f"Run on {run.started[:10]} with torch {run.versions.get('torch')}, {devices}; {machine}"
+    about = about_run(record, run)
+    under = f"Run on {run.started[:10]} with torch {run.versions.get('torch')}, {about['devices']}; {about['machine']}"
     return "\n\n".join([*parts, f"{under}; [more of this run]({_link(page, path.with_suffix('.md'))})"]) + "\n\n"
 
 
