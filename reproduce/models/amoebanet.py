@@ -88,21 +88,12 @@ class FactorizedReduction(nn.Module):
         return output
 
 
-def conv_3x3(channels: int, stride: int) -> nn.Module:
+def narrow_convs(channels: int, *convs: tuple[tuple[int, int], tuple[int, int]]) -> nn.Module:
+    """Build convolutions of a fourth of the channels, each with its kernel and stride, between ones of 1 x 1."""
     narrow = channels // 4
     return nn.Sequential(
         relu_conv_bn(channels, narrow),
-        relu_conv_bn(narrow, narrow, (3, 3), (stride, stride)),
-        relu_conv_bn(narrow, channels),
-    )
-
-
-def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    narrow = channels // 4
-    return nn.Sequential(
-        relu_conv_bn(channels, narrow),
-        relu_conv_bn(narrow, narrow, (1, 7), (1, stride)),
-        relu_conv_bn(narrow, narrow, (7, 1), (stride, 1)),
+        *(relu_conv_bn(narrow, narrow, kernel, stride) for kernel, stride in convs),
         relu_conv_bn(narrow, channels),
     )
 
@@ -114,8 +105,8 @@ def avg_pool_3x3(channels: int, stride: int) -> nn.Module:
 OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "none": lambda channels, stride: nn.Identity() if stride == 1 else FactorizedReduction(channels, channels),
     "conv 1x1": lambda channels, stride: relu_conv_bn(channels, channels, (1, 1), (stride, stride)),
-    "conv 3x3": conv_3x3,
-    "conv 1x7-7x1": conv_1x7_7x1,
+    "conv 3x3": lambda channels, stride: narrow_convs(channels, ((3, 3), (stride, stride))),
+    "conv 1x7-7x1": lambda channels, stride: narrow_convs(channels, ((1, 7), (1, stride)), ((7, 1), (stride, 1))),
     "avg pool 3x3": avg_pool_3x3,
     # The search calls this one a max pool, but the published numbers were taken with an average pool.
     "pool 3x3": avg_pool_3x3,

@@ -59,16 +59,12 @@ def bottleneck_layers(block: Bottleneck) -> Layers:
     """Yield a bottleneck's eleven layers with their names."""
     identity = Namespace()
     yield "identity", Stash().isolate(identity)
-    yield "conv1", block.conv1
-    yield "bn1", block.bn1
-    yield "relu1", nn.ReLU()
-    yield "conv2", block.conv2
-    yield "bn2", block.bn2
-    yield "relu2", nn.ReLU()
-    yield "conv3", block.conv3
-    yield "bn3", block.bn3
-    yield "add", AddIdentity(block.downsample).isolate(identity)
-    yield "relu3", nn.ReLU()
+    for i in (1, 2, 3):
+        yield f"conv{i}", block.get_submodule(f"conv{i}")
+        yield f"bn{i}", block.get_submodule(f"bn{i}")
+        if i == 3:
+            yield "add", AddIdentity(block.downsample).isolate(identity)
+        yield f"relu{i}", nn.ReLU()
 
 
 def layers(model: ResNet) -> Layers:
