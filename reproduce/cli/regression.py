@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from reproduce.cli.shared import COUNT, FILE, alpha, style, threshold
 from reproduce.records.places import need_checkout
-
-if TYPE_CHECKING:
-    from reproduce.regression.cases import Clock
 
 
 @click.command()
@@ -39,14 +36,11 @@ def regression(
     head: str | None,
     bisect: tuple[str, str] | None,
     wanted: Sequence[str],
-    restarts: int,
-    rounds: int,
-    clock: Clock,
     threshold: float,
     alpha: float,
     style: str,
     markdown: Path | None,
-    slow_down: float,
+    **measured: Any,
 ) -> None:
     """Say whether a change slowed training down.
 
@@ -66,11 +60,11 @@ def regression(
 
     if markdown is not None:
         prepare_folder(markdown.absolute().parent, "--markdown")
-    settings, rule = Settings(choose_cases(wanted), restarts, rounds, clock, slow_down), Rule(alpha, threshold)
+    settings, rule = Settings(choose_cases(wanted), **measured), Rule(alpha, threshold)
     progress = Progress()
 
     def done(restart: int) -> None:
-        progress.show(f"restart {restart} of {restarts} done")
+        progress.show(f"restart {restart} of {settings.restarts} done")
 
     try:
         if bisect is not None:
