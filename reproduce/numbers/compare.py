@@ -151,15 +151,14 @@ def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> 
 
     Where there is none, it is the first line of which all sides have a number: of the same scale and kind, if possible.
     """
-    result = line.first.result
-    complete = [(other, readings) for other, readings in lines if own.keys() <= readings.keys()]
-    kind = result.emulated, result.engine
-    complete = [
-        (o, r) for o, r in complete if (o.first.result.emulated, o.first.result.engine) == kind
-    ]  # the line, too
-    alike = [pair for pair in complete if pair[0].first.result.scale == result.scale]
-    named = [pair for pair in alike if pair[0].first.result.row == result.over]
-    return [*named, *alike, *complete][0]
+    ours = line.first.result
+
+    def likeness(pair: tuple[Line, Readings]) -> tuple[bool, ...]:
+        theirs = pair[0].first.result
+        alike = (theirs.emulated, theirs.engine) == (ours.emulated, ours.engine)
+        return alike, theirs.scale == ours.scale, theirs.row == ours.over
+
+    return max((pair for pair in lines if own.keys() <= pair[1].keys()), key=likeness)
 
 
 # --- notes below the table ------------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import importlib.util
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from reproduce.error import Error
@@ -47,13 +46,9 @@ class _Span(Struct, tag_field="ph", tag="X"):
     args: _Place
 
 
-class _Other(Struct):
-    step_seconds: list[float] = []
-
-
 class _Trace(Struct, rename="camel"):
     trace_events: list[_Name | _Span | _Start | _End]
-    other_data: _Other = msgspec.field(default_factory=_Other)
+    other_data: dict[str, Any] = {}
 
 
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:
@@ -73,7 +68,7 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
     if not any(event.kind != "copy" for events in steps.values() for event in events):
         raise Error(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
     partitions = 1 + max(event.partition for events in steps.values() for event in events)
-    seconds = dict(enumerate(trace.other_data.step_seconds))
+    seconds = dict(enumerate(trace.other_data.get("step_seconds", [])))
     found = []
     for number, events in sorted(steps.items()):
         events.sort(key=lambda event: event.start)
