@@ -61,8 +61,8 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
 def throughput_errors(record: Record) -> dict[str, float]:
     """Return by how much each predicted throughput differs from the published one, as a share of that."""
     ours, theirs = (
-        {r.row: float(r.values["throughput"]) for r in rows if "throughput" in r.values}
-        for rows in (_predicted(record), _papers(record))
+        {result.row: speed.middle for result in results if (speed := throughput(result)) is not None}
+        for results in (_predicted(record), _papers(record))
     )
     return errors(ours, theirs)
 
