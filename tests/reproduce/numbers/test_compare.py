@@ -106,11 +106,21 @@ TWO_MACHINES = [
 LACKING = row("z", status="needs devices", reason="needs 8 devices")
 PEAKS = [record(row("x", values={"peak_allocated": peak}), cpu=cpu) for cpu, peak in (("a", [1, 3]), ("b", [4, 4]))]
 OVER_X = "each side's throughput is divided by its own x"
+OTHER = [OVER_X, "absolute numbers are not compared: the sides ran on different machines"]
+# What the second side's run has of its own, whether that makes its machine another, and what follows.
+MACHINES: list[tuple[dict[str, Any], bool, Any, list[str]]] = [
+    ({"cpu": "another CPU"}, True, None, OTHER),
+    ({"device": "cuda"}, True, None, OTHER),
+    ({"threads_per_device": 2}, True, None, OTHER),
+    ({"machine": Machine("Linux", "a CPU", 2, 2, 64 << 30)}, True, None, OTHER),
+    ({"torch": "2.12.0"}, False, (1.0, "~"), ["torch differs: 2.11.0 / 2.12.0"]),
+    ({"devices": 8, "seed": 4}, False, (1.0, "~"), []),
+    ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False, (1.0, "~"), []),
+]
 # The sides, options, each row's ratio and verdict, whether ratios are compared, and the notes.
 COMPARED: dict[str, tuple[list[Record], dict[str, Any], dict[str, Any], bool, list[str]]] = {
     "absolute times of different machines": (
-        TWO_MACHINES, {}, {"x": None, "y": (0.667, "worse")}, True,
-        [OVER_X, "absolute numbers are not compared: the sides ran on different machines"],
+        TWO_MACHINES, {}, {"x": None, "y": (0.667, "worse")}, True, OTHER,
     ),
     "by force": (
         TWO_MACHINES, {"force": True}, {"x": (2.0, "better"), "y": (1.333, "better")}, False,
@@ -131,15 +141,7 @@ COMPARED: dict[str, tuple[list[Record], dict[str, Any], dict[str, Any], bool, li
     ),
     **{
         str(change): ([record(row("x", 1.0)), record(row("x", 1.0), **change)], {}, {"x": expected}, relative, notes)
-        for change, relative, expected, notes in (
-            *(({name: value}, True, None, [OVER_X, "absolute numbers are not compared: the sides ran on different "
-                                           "machines"])
-              for name, value in (("cpu", "another CPU"), ("device", "cuda"), ("threads_per_device", 2),
-                                  ("machine", Machine("Linux", "a CPU", 2, 2, 64 << 30)))),
-            ({"torch": "2.12.0"}, False, (1.0, "~"), ["torch differs: 2.11.0 / 2.12.0"]),
-            ({"devices": 8, "seed": 4}, False, (1.0, "~"), []),
-            ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False, (1.0, "~"), []),
-        )
+        for change, relative, expected, notes in MACHINES
     },
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -34,7 +35,12 @@ def measured_from(table: Record, experiment: str) -> Record:
     results = []
     for k, each in enumerate(table.results):
         config = {**each.config, **ours.get(each.row, {}), "configuration": "as published", "L": 3}
-        own = {"experiment": experiment, "device": "cuda", "config": config, "published": f"{table.name}/{each.row}"}
+        own: dict[str, Any] = {
+            "experiment": experiment,
+            "device": "cuda",
+            "config": config,
+            "published": f"{table.name}/{each.row}",
+        }
         devices = each.config.get("partitions") or 1
         if devices > 4:
             results.append(row(f"our {each.row}", **own, status="needs devices", reason=f"needs {devices} devices"))
@@ -55,7 +61,7 @@ def predicted_from(table: Record, experiment: str) -> Record:
     """Pretend that a published table's rows were predicted."""
     results = []
     for each in table.results:
-        own = {"config": each.config, "hardware": "a<b", "published": f"{table.name}/{each.row}"}
+        own: dict[str, Any] = {"config": each.config, "hardware": "a<b", "published": f"{table.name}/{each.row}"}
         values = {"throughput": each.values["throughput"] * 1.1}
         results.append(Result(experiment, each.row, "predicted", "paper", "meta", **own, values=values))
     return Record(f"{experiment}-p", f"{experiment}, predicted", "predicted", {}, results, hardware={"name": "a<b"})
