@@ -55,22 +55,11 @@ def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
     return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
 
 
-def tiny_zoo(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment with a `small` scale of one small model, as `name`."""
-    small = experiment.scale("small")
-    kept = [row for row in small.rows if row.model == small.rows[0].model and row.partitions in (None, 2, 8)]
-    unet = EXPERIMENTS["unet-speed"].scale("small").rows[0]
-    changes = {name: getattr(unet, name) for name in ("model", "loss", "num_classes", "options")} | SIZES["U-Net"]
-    rows = tuple(replace(row, **changes) for row in kept)
-    return replace(experiment, name=name, scales=(replace(small, rows=rows, memory=0),))
-
-
 TINY = {
     "tiny-speed": tiny(EXPERIMENTS["amoebanet-speed"], "tiny-speed"),
     "tiny-memory": tiny(EXPERIMENTS["amoebanet-memory"], "tiny-memory"),
     "tiny-ablation": tiny(EXPERIMENTS["unet-ablation"], "tiny-ablation"),
     "tiny-accuracy": tiny_accuracy(EXPERIMENTS["resnet101-accuracy"], "tiny-accuracy"),
-    "tiny-zoo": tiny_zoo(EXPERIMENTS["zoo-speed"], "tiny-zoo"),
 }
 
 if __name__ == "__main__":

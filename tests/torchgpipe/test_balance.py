@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -124,12 +124,7 @@ def state(module: nn.Module, sample: Any) -> list[object]:
 @modes
 @pytest.mark.parametrize("build, sample", MODELS.values(), ids=MODELS)
 def test_model_stays_as_it_was(
-    build: Callable[[], nn.Sequential],
-    sample: Any,
-    mode: Callable[[nn.Module], object],
-    training: object,
-    device: str,
-    balance_by: Callable[..., list[int]],
+    build: Callable[[], nn.Sequential], sample: Any, mode: Any, training: object, device: str, balance_by: Any
 ) -> None:
     model = build()
     mode(model)
@@ -169,10 +164,7 @@ class Look(nn.Module):
 @modes
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_layers_run_as_in_training_but_frozen_parts_stay_frozen(
-    mode: Callable[[nn.Module], object],
-    training: list[bool],
-    context: Callable[[], AbstractContextManager[None]],
-    balance_by: Callable[..., list[int]],
+    mode: Callable[[nn.Module], object], training: list[bool], context: Any, balance_by: Any
 ) -> None:
     with context():
         looks = [Look(), Look()]
@@ -222,14 +214,13 @@ def test_error_in_a_layer_arrives_and_leaves_nothing_behind(balance_by: Callable
     assert state(model, X) == before
 
 
-def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for available, device in ((False, "cpu"), (True, "cuda")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        for name, balance_by in (("profile_times", balance_by_time), ("profile_sizes", balance_by_size)):
-            profile = Mock(return_value=[1.0])
-            monkeypatch.setattr(f"torchgpipe.balance.{name}", profile)
-            balance_by(1, nn.Sequential(nn.ReLU()), X)
-            assert profile.call_args.args[-1] == torch.device(device)
+@pytest.mark.parametrize("available, device", [(False, "cpu"), (True, "cuda")])
+@pytest.mark.parametrize("name", ["profile_times", "profile_sizes"])
+def test_default_device(name: str, available: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(f"torchgpipe.balance.{name}", profile := Mock(return_value=[1.0]))
+    (balance_by_time if name == "profile_times" else balance_by_size)(1, nn.Sequential(nn.ReLU()), X)
+    assert profile.call_args.args[-1] == torch.device(device)
 
 
 class Locked(nn.ReLU):
@@ -254,16 +245,8 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
 ]
 
 
-@either
-@pytest.mark.parametrize("arguments, error, message", MISUSE)
-def test_misuse(
-    arguments: tuple[Any, ...], error: type[Exception], message: str, balance_by: Callable[..., list[int]]
-) -> None:
-    with pytest.raises(error, match=message):
-        balance_by(*arguments, device="cpu")
-
-
-MISUSE_OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
+# What only one of them refuses.
+OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": float("nan")}, "timeout must be .* got nan"),
     (balance_by_time, X, {"device": "meta"}, "nothing takes time on device 'meta'"),
@@ -275,9 +258,13 @@ MISUSE_OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] =
 ]
 
 
-@pytest.mark.parametrize("balance_by, sample, options, message", MISUSE_OF_ONE)
-def test_misuse_of_one(
-    balance_by: Callable[..., list[int]], sample: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        balance_by(1, RELUS, sample, **options)
+@pytest.mark.parametrize(
+    "balance_by, arguments, options, error, message",
+    [
+        *((each, arguments, {"device": "cpu"}, *rest) for arguments, *rest in MISUSE for each in BALANCES.values()),
+        *((each, (1, RELUS, sample), options, ValueError, said) for each, sample, options, said in OF_ONE),
+    ],
+)
+def test_misuse(balance_by: Any, arguments: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        balance_by(*arguments, **options)

@@ -89,34 +89,19 @@ def test_no_balance_is_lighter(data: st.DataObject) -> None:
     assert heaviest(costs, balance) == least_heaviest(costs, partitions)
 
 
-@given(st.integers(1, 200), st.data())
-def test_equal_layers_are_shared_out_by_number(layers: int, data: st.DataObject) -> None:
-    partitions = data.draw(st.integers(1, layers))
-    cost = data.draw(st.sampled_from([0, 1, 0.1]))
-    balance = minimise_heaviest([cost] * layers, partitions)
-    assert {*balance} <= {layers // partitions, -(-layers // partitions)}
-
-
-def partitions_lighter_than(costs: Sequence[float], bound: Fraction) -> float:
-    """Count the partitions that greedy filling needs to keep each strictly under the bound."""
-    parts, filled = 1, Fraction(0)
-    for cost in map(Fraction, costs):
-        if cost >= bound:
-            return math.inf
-        if filled + cost >= bound:
-            parts, filled = parts + 1, Fraction(0)
-        filled += cost
-    return parts
-
-
 @pytest.mark.parametrize("decades", [0, 1, 12, 300], ids="decades={}".format)
 def test_thousands_of_layers(decades: int) -> None:
-    """The largest size promised."""
+    """The largest size promised. Filled greedily, each partition lighter than the heaviest, 64 are not enough."""
     generator = random.Random(decades)
     costs = [generator.random() * 10.0 ** generator.uniform(-decades, decades) for _ in range(5000)]
     balance = minimise_heaviest(costs, 64)
     assert len(balance) == 64 and min(balance) >= 1
-    assert partitions_lighter_than(costs, heaviest(costs, balance)) > 64
+    parts, filled, bound = 1, Fraction(0), heaviest(costs, balance)
+    for cost in map(Fraction, costs):
+        if filled + cost >= bound:
+            parts, filled = parts + 1, Fraction(0)
+        filled += cost
+    assert parts > 64 or max(costs) == bound
 
 
 # Costs that are refused; numbers of partitions are in test_balance.py.

@@ -1,11 +1,11 @@
-"""Deferred batch normalization: from micro-batches, the statistics that `nn.BatchNorm` has of the whole."""
+"""Deferred batch normalization: from micro-batches, the statistics that `nn.BatchNorm` has of the whole mini-batch."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -27,7 +27,6 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(3), (14, 3)),
     "1d over time": (lambda: nn.BatchNorm1d(3), (14, 3, 5)),
-    "2d": (lambda: nn.BatchNorm2d(3), (14, 3, 4, 5)),
     "3d": (lambda: nn.BatchNorm3d(3), (14, 3, 2, 4, 5)),
     "cumulative average": (lambda: nn.BatchNorm2d(3, momentum=None), (14, 3, 4, 5)),
     "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (14, 3, 4, 5)),
@@ -82,6 +81,7 @@ TOGETHER = [*product([0.1, None, 0.7], [torch.float, torch.double], [True, False
 
 
 def test_layers_commit_together() -> None:
+    """A layer in double precision keeps it, whatever stands beside it."""
     plain = [nn.BatchNorm1d(1 + k % 4, momentum=m, dtype=dtype) for k, (m, dtype, *_) in enumerate(TOGETHER)]
     for layer, (*_, counts, _) in zip(plain, TOGETHER, strict=True):
         layer.num_batches_tracked = layer.num_batches_tracked if counts else None
@@ -94,72 +94,7 @@ def test_layers_commit_together() -> None:
                 run(deferred[k], x.split(sizes))
         commit(deferred)
         for one, other, (_, dtype, *_) in zip(deferred, plain, TOGETHER, strict=True):
-            # A layer in double precision keeps it, whatever stands beside it.
-            tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.double else {}
-            assert_same_statistics(one, other, **tolerance)
-
-
-def test_mean_far_from_zero_costs_no_digits() -> None:
-    """In float32 a sum of squares near 1e8 would be off by more than the variance, 1."""
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e4
-    deferred = convert(nn.BatchNorm1d(4, momentum=1.0), 8)
-    run(deferred, x.float().chunk(8))
-    torch.testing.assert_close(deferred.running_var.double(), x.float().double().var(0), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("chunks", [2, 7, 100, None])
-def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
-    """Fourteen samples in eight chunks make seven micro-batches."""
-    plain = nn.BatchNorm1d(3, momentum=None)
-    deferred = convert(copy.deepcopy(plain), chunks)
-    commit([])
-    deferred.commit()  # of nothing
-    for seed in range(3):
-        x = batch(14, 3, seed=seed)
-        run(deferred, x.chunk(2 if chunks == 2 else 8))
-        plain(x)
-        for _ in range(3):
-            deferred.commit()
-            assert_same_statistics(deferred, plain)
-
-
-def test_recomputation_tracks_nothing() -> None:
-    plain, x = nn.BatchNorm1d(3), batch(9, 3)
-    deferred = convert(copy.deepcopy(plain), 3)
-    run(deferred, x.chunk(3))
-    with recomputing():
-        run(deferred, x.chunk(3)[::-1])
-    plain(x)
-    assert_same_statistics(deferred, plain)
-
-
-QUIET: dict[str, Callable[[Any], object]] = {
-    "evaluation": lambda layer: layer.eval(),
-    "switched off later": lambda layer: setattr(layer, "track_running_stats", False),
-}
-
-
-@pytest.mark.parametrize("change", QUIET.values(), ids=QUIET)
-def test_nothing_is_tracked(change: Callable[[Any], object]) -> None:
-    plain, x = nn.BatchNorm1d(3), batch(9, 3)
-    deferred = convert(copy.deepcopy(plain), 1)
-    change(plain)
-    change(deferred)
-    torch.testing.assert_close(deferred(x), plain(x))
-    deferred.commit()
-    assert_same_statistics(deferred, plain)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_training_mode_without_gradients_tracks(context: Callable[[], AbstractContextManager[None]]) -> None:
-    plain, x = nn.BatchNorm1d(3), batch(8, 3)
-    deferred = convert(copy.deepcopy(plain), None)
-    with context():
-        run(deferred, x.chunk(4))
-    deferred.commit()
-    plain(x)
-    assert_same_statistics(deferred, plain)
-    assert not any(buffer.is_inference() for buffer in deferred.buffers())
+            assert_same_statistics(one, other, **({"rtol": 1e-9, "atol": 1e-9} if dtype == torch.double else {}))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -176,103 +111,135 @@ def test_layers_that_share_running_statistics_update_them_in_turn(momentum: floa
     assert_same_statistics(deferred[0], plain[0])
 
 
+X = batch(6, 2, 100, 100)
+
+
+def rest(layer: Any, context: AbstractContextManager[Any] | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    with context or nullcontext():
+        run(layer, X.to(dtype).chunk(6)[1:])
+    return layer
+
+
+# What happens to a layer after its first micro-batch, up to its last, and how exact its statistics are in the end.
+BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "recomputation": (lambda layer: rest(rest(layer), recomputing()), 1e-6),
+    "no gradients": (lambda layer: rest(layer, torch.no_grad()), 1e-6),
+    "inference": (lambda layer: rest(layer, torch.inference_mode()), 1e-6),
+    "another default device": (lambda layer: rest(layer, torch.device("meta")), 1e-6),
+    # A sum over 60,000 squares of 2 would overflow in half precision; the variance does not.
+    "half": (lambda layer: rest(layer.half(), dtype=torch.half), 1e-3),
+    "bfloat16": (lambda layer: rest(layer.bfloat16(), dtype=torch.bfloat16), 1e-2),
+    "double": (lambda layer: rest(layer.double(), dtype=torch.double), 1e-6),
+    "deepcopy": (lambda layer: rest(copy.deepcopy(layer)), 1e-6),
+    "pickle": (lambda layer: rest(pickle.loads(pickle.dumps(layer))), 1e-6),
+}
+
+
+@pytest.mark.parametrize("between, tolerance", BETWEEN.values(), ids=BETWEEN)
+def test_what_was_tracked_stays_and_nothing_twice(between: Callable[[Any], Any], tolerance: float) -> None:
+    plain = nn.BatchNorm2d(2)
+    deferred = convert(copy.deepcopy(plain), None)
+    deferred(X.chunk(6)[0])
+    deferred = between(deferred)
+    deferred.commit()
+    plain(X)
+    assert_same_statistics(deferred, plain, rtol=tolerance, atol=tolerance)
+    assert not any(buffer.is_inference() for buffer in deferred.buffers())
+
+
+WIDE = batch(8, 2, 2500)
+FAR = torch.randn(64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e4
+
+
+@pytest.mark.parametrize(
+    "x, dtype, tolerance",
+    [
+        (WIDE, torch.half, 2e-3),
+        # One micro-batch is so far off that the square of its distance overflows, while the variance does not.
+        (torch.cat([WIDE[:1] + 300, WIDE[1:]]), torch.half, 2e-3),
+        (FAR, torch.float, 1e-3),  # a sum of squares near 1e8 would be off by more than the variance, 1
+    ],
+)
+def test_precision(x: torch.Tensor, dtype: torch.dtype, tolerance: float) -> None:
+    plain = nn.BatchNorm1d(2)
+    deferred = convert(copy.deepcopy(plain).to(dtype), 8)
+    run(deferred, x.to(dtype).chunk(8))
+    plain.double()(x.to(dtype).double())
+    assert_same_statistics(deferred, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunks", [2, 7, 100, None])
+def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
+    """Fourteen samples in eight chunks make seven micro-batches."""
+    plain = nn.BatchNorm1d(3, momentum=None)
+    deferred = convert(copy.deepcopy(plain), chunks)
+    commit([])
+    deferred(torch.empty(0, 3))  # an empty micro-batch is none
+    deferred.commit()  # of nothing
+    assert_same_statistics(deferred, plain)
+    for seed in range(3):
+        x = batch(14, 3, seed=seed)
+        run(deferred, x.chunk(2 if chunks == 2 else 8))
+        plain(x)
+        for _ in range(3):
+            deferred.commit()
+            assert_same_statistics(deferred, plain)
+
+
+@pytest.mark.parametrize("change", [lambda layer: layer.eval(), lambda x: setattr(x, "track_running_stats", False)])
+def test_nothing_is_tracked(change: Callable[[Any], object]) -> None:
+    """In evaluation, or where it is switched off later."""
+    plain, x = nn.BatchNorm1d(3), batch(9, 3)
+    nn.init.normal_(plain.weight)
+    deferred = convert(copy.deepcopy(plain), 1)
+    change(plain)
+    change(deferred)
+    torch.testing.assert_close(deferred(x), plain(x))
+    deferred.commit()
+    assert_same_statistics(deferred, plain)
+
+
 class Launches(TorchDispatchMode):
     """Count the operators that are given to the device: all but those that only make views."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def never_waiting(device: str) -> Iterator[None]:
+    """Raise at what would wait for CUDA; a tensor on `meta` has no value that could be read anyway."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
 @pytest.mark.parametrize(
     "arguments, most",
     [({}, 25), ({"momentum": None}, 30), ({"dtype": torch.half}, 28), ({"track_running_stats": False}, 0)],
 )
-def test_number_of_launches_does_not_grow_with_layers(arguments: dict[str, Any], most: int) -> None:
+def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
+    arguments: dict[str, Any], most: int, device: str
+) -> None:
     counts = []
     for number in (1, 10, 100):
-        layers = [DeferredBatchNorm(3, chunks=None, **arguments) for _ in range(number)]
-        for index, layer in enumerate(layers):
-            run(layer, batch(16, 3, 1 + index % 3, dtype=arguments.get("dtype", torch.float)).chunk(8))
-        with Launches() as launches:
-            commit(layers)
-        counts.append(launches.count)
+        layers = [DeferredBatchNorm(3 + k % 2, chunks=None, device=device, **arguments) for k in range(number)]
+        buffers = [buffer for layer in layers for buffer in layer.buffers()]
+        for launches in (Launches(), nullcontext()):  # a mode keeps versions from rising
+            for k, layer in enumerate(layers):
+                x = torch.ones(16, layer.num_features, 1 + k % 3, device=device, dtype=arguments.get("dtype"))
+                run(layer, x.chunk(8))
+            versions = [buffer._version for buffer in buffers]
+            with launches, never_waiting(device):
+                commit(layers)
+            counts += [launches.count] if isinstance(launches, Launches) else []
+        assert [each._version for each in buffers] == [version + 1 for version in versions], "written in place, once"
+        assert all(a is b for a, b in zip(buffers, (b for layer in layers for b in layer.buffers()), strict=True))
     assert counts == counts[:1] * 3
     assert counts[0] <= most
-
-
-@pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_commit_does_not_wait_for_the_device(momentum: float | None, device: str) -> None:
-    """A tensor on `meta` has no value that could be read; CUDA raises at what would wait."""
-    layers = [DeferredBatchNorm(c, momentum=momentum, chunks=None, device=device) for c in (3, 4)]
-    for layer in layers:
-        run(layer, torch.empty(8, layer.num_features, 2, device=device).chunk(4))
-    buffers = [buffer for layer in layers for buffer in layer.buffers()]
-    versions = [buffer._version for buffer in buffers]
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        commit(layers)
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    # Every buffer was written in place, once.
-    assert [buffer._version for buffer in buffers] == [version + 1 for version in versions]
-    assert all(a is b for a, b in zip(buffers, (b for layer in layers for b in layer.buffers()), strict=True))
-
-
-def test_default_device_does_not_matter() -> None:
-    plain, x = nn.BatchNorm1d(3), batch(8, 3)
-    deferred = convert(copy.deepcopy(plain), None)
-    with torch.device("meta"):
-        run(deferred, x.chunk(4))
-        commit([deferred])
-    plain(x)
-    assert_same_statistics(deferred, plain)
-
-
-@pytest.mark.parametrize(
-    "move, back, tolerance",
-    [
-        (lambda m: m.half(), torch.half, 1e-3),
-        (lambda m: m.bfloat16(), torch.bfloat16, 1e-2),
-        (lambda m: m.double(), torch.double, 1e-6),
-        (copy.deepcopy, torch.float32, 1e-6),
-        (lambda m: pickle.loads(pickle.dumps(m)), torch.float32, 1e-6),
-    ],
-    ids=["half", "bfloat16", "double", "deepcopy", "pickle"],
-)
-def test_what_was_tracked_survives_a_move(move: Callable[[Any], Any], back: torch.dtype, tolerance: float) -> None:
-    """A sum over 60,000 squares of 2 would overflow in half precision; the variance does not."""
-    plain, x = nn.BatchNorm2d(2), batch(6, 2, 100, 100)
-    deferred = convert(copy.deepcopy(plain), None)
-    first, second = x.chunk(2)
-    deferred(first)
-    deferred = move(deferred)
-    deferred(second.to(back))
-    deferred.commit()
-    plain(x)
-    assert_same_statistics(deferred, plain, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("outlier", [0.0, 300.0])
-def test_half_precision_from_the_start(outlier: float) -> None:
-    """One micro-batch may be so far off that the square of its distance overflows, while the variance does not."""
-    plain, x = nn.BatchNorm2d(2), batch(8, 2, 50, 50)
-    x[0] += outlier
-    deferred = convert(copy.deepcopy(plain).half(), 8)
-    run(deferred, x.half().chunk(8))
-    plain(x)
-    assert_same_statistics(deferred, plain, rtol=2e-3, atol=2e-3)
-
-
-def test_empty_micro_batch_changes_nothing() -> None:
-    deferred = convert(nn.BatchNorm1d(3), 1)
-    assert deferred(torch.empty(0, 3)).shape == (0, 3)
-    deferred.commit()
-    assert_same_statistics(deferred, nn.BatchNorm1d(3))

@@ -1,10 +1,11 @@
-"""Command line: whatever is wrong is told in one line with an exit code, also before the program can run at all."""
+"""Command line: its help and its list, and what is told before the program can run at all."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,83 +15,13 @@ import pytest
 import reproduce.__main__ as program
 from reproduce.cli.main import COMMANDS, main
 from reproduce.cli.run import INTERRUPTED
-from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
+from reproduce.records.places import RESULTS
+from reproduce.report.page import TITLE
 from reproduce.tables.layout import WIDTH
 
 PATIENCE = 300  # seconds; only a hang takes as long
-RESULTS = Path(__file__).resolve().parents[3] / "results"
-SPEED, MEMORY = ("run tiny-speed --on cpu --scale small", "run tiny-memory --on cpu --scale small")
-GRID = "compare record.json record.json --row"
-PREDICT = "predict --hardware here"
-REPORT = "report --results results"
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in a folder with a published table and files that are none."""
-    monkeypatch.chdir(tmp_path)
-    for folder in ("results/paper", "empty", "broken/paper"):
-        Path(folder).mkdir(parents=True)
-    shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "results/paper")
-    shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "record.json")
-    Path("broken/paper/x.json").write_text("{}")
-    Path("text").write_text("text")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        ("lst", 2, "No such command 'lst'"),
-        ("run amoebanet-speed --stepps 3", 2, "--stepps"),
-        ("run amoebanet-sped", 2, "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed"),
-        ("run x", 2, "there are amoebanet-speed, amoebanet-memory"),
-        ("run tiny-accuracy --scale small --data x", 2, "--data x: scale small makes its own data; leave --data out"),
-        ("run tiny-accuracy --on cpu --data x", 2, "--scale paper: it needs CUDA devices with 22 GiB of memory each"),
-        ("run amoebanet-speed --seeds 2", 2, "--data and --seeds are for experiments on accuracy"),
-        ("run amoebanet-memory --engine ranks", 2, "--engine is for experiments that time steps"),
-        ("run amoebanet-speed --on cpu --devices 3", 2, "machine offers 2; use at most 2"),
-        ("run amoebanet-speed --on cpu --scale paper", 2, "it needs CUDA devices with 22 GiB of memory"),
-        ("run tiny-memory tiny-speed --on meta", 2, "--on meta is for experiments on memory: amoebanet-memory,"),
-        ("run tiny-memory --on meta --scale small", 2, "its balances are profiled, and devices that"),
-        (f"{SPEED} --out text", 1, "--out text: cannot be written (File exists); name another"),
-        (f"{SPEED} --row GPipe_n2", 2, "--row 'GPipe_n2': no row is called so; did you mean"),
-        (f"{MEMORY} --trace t", 2, "--trace: memory experiments time no step"),
-        (f"{SPEED} --trace empty", 2, "'--trace': File 'empty' is a directory."),
-        (f"{SPEED} --trace /dev/null/x/t", 1, "--trace /dev/null/x: cannot be written (Not a directory)"),
-        ("show none.json", 1, "none.json: cannot be read (No such file or directory)"),
-        ("show text", 1, "text: not JSON: "),
-        ("import-paper none.json", 1, "none.json: cannot be read (No such file or directory)"),
-        ("compare record.json", 2, "compare at least two sides, and at most 26; given: 1"),
-        ("compare record.json nowhere", 2, "nowhere: no such file or folder, and no git revision here"),
-        ("compare record.json text", 1, "text: not JSON"),
-        ("compare record.json record.json --alpha 0", 2, "'--alpha'"),
-        (f"{GRID} n", 2, "--row and --col go together"),
-        (f"{GRID} n --col m --format csv", 2, "text or markdown, not csv"),
-        (PREDICT, 2, "name either experiments, or a run by --run"),
-        (f"{PREDICT} unet-speed --run record.json", 2, "name either experiments, or a run by --run"),
-        (f"{PREDICT} --run record.json", 2, "--run record.json: it has no emulated rows"),
-        (f"{PREDICT} --run record.json --out .", 2, "--out is for published tables"),
-        (f"{PREDICT} unet-speed", 2, "predict --run RUN --hardware here those of a run"),
-        ("report --results nowhere", 2, "'--results': Directory 'nowhere' does not exist."),
-        ("report --results empty", 2, "--results empty: no record (*.json) in its folders paper, predicted, measured"),
-        ("report --results broken", 1, 'broken/paper/x.json: not a record (its "format" is not'),
-        (f"{REPORT} --out no/r.html", 1, "no/r.html: cannot be written (No such file or directory)"),
-        (f"{REPORT} --trace none.json", 1, "none.json: cannot be read (No such file or directory)"),
-        ("regression", 2, "give --base REV, or --bisect GOOD BAD"),
-        ("regression --base HEAD --markdown /dev/null/x", 1, "--markdown /dev/null: cannot be written"),
-    ],
-)
-def test_what_is_wrong_is_one_line(
-    arguments: str, code: int, said: str, tiny: Mapping[str, Experiment], here: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr("reproduce.cli.run.Session", None)  # it is told before anything is measured
-    assert main(arguments.split()) == code
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("reproduce: ") and said in err and err.count("\n") == 1
-    assert not Path("results/report.html").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], *([command.name, "--help"] for command in COMMANDS)])
@@ -118,6 +49,19 @@ def test_the_list_has_every_row(
         fitting = sum(row.devices <= devices.count and not row.name.endswith("/pb") for row in scale.rows)
         said = (f"measures {fitting} and emulates all of {every} rows", f"all {every} rows")
         assert any(f"- on {devices}: can run; {each}" in " ".join([*map(str.strip, lines), ""]) for each in said)
+
+
+@pytest.mark.parametrize(("options", "name"), [([], "report.html"), (["--out", "other.html"], "other.html")])
+def test_the_report_is_written_where_it_was_told_to(
+    options: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("paper").mkdir()
+    shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "paper")
+    assert main(["report", "--results", ".", *options]) == 0
+    assert capsys.readouterr().out == f"written: {name}\n"
+    assert f"<title>{TITLE}</title>" in Path(name).read_text() and ">88.5<" in Path(name).read_text()
+    assert sorted(os.listdir()) == sorted(["paper", name])
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) -> None:

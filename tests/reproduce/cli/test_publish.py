@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from reproduce.cli.main import main
 from reproduce.cli.records import published_name
-from reproduce.machine.description import ROOT, Gpu
+from reproduce.machine.description import Gpu
 from reproduce.machine.git import Git
-from reproduce.records.places import MEASURED, find_record
+from reproduce.records.places import MEASURED, RESULTS, find_record
 from reproduce.records.record import Record, load, save
 
 NAME = "resnet101-speed-small-2xa-fast-r-5000-20200421T1002"
@@ -39,7 +39,7 @@ def run(measured: Path) -> Callable[..., Record]:
         path = max(MEASURED.glob("resnet101-speed-small-*.json"))
         record = load(path)
         assert record.run is not None
-        machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz")
+        machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", []))
         run = {"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes}
         record = replace(record, run=replace(record.run, **run))
         save(record, Path("runs/mine.json"))
@@ -52,15 +52,17 @@ def run(measured: Path) -> Callable[..., Record]:
 def test_a_run_is_published_and_found_by_its_new_name(
     named: str, run: Callable[..., Record], measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run()
-    assert main(["publish", named]) == 0
-    assert load(measured / f"{NAME}.json") == replace(made, name=NAME)
+    """Folders of the machine that ran it stay private."""
+    made = run(command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
+    assert made.run is not None and main(["publish", named]) == 0
+    private = replace(made.run, command=["run", "x/y", "--out", "runs/", "--link=my.json", "/"])
+    assert load(measured / f"{NAME}.json") == replace(made, name=NAME, run=private)
     assert sorted(path.name for path in measured.iterdir()) == [f"{NAME}.json", f"{NAME}.md"]
-    assert f"record: `{NAME}.json`" in (measured / f"{NAME}.md").read_text()
     assert find_record(NAME) == measured / f"{NAME}.json"
+    page = (measured / f"{NAME}.md").read_text()
     capsys.readouterr()
     assert main(["show", "--markdown", NAME]) == 0
-    assert capsys.readouterr().out == (measured / f"{NAME}.md").read_text()
+    assert capsys.readouterr().out == page and f"record: `{NAME}.json`" in page
 
 
 @pytest.mark.parametrize(
@@ -88,26 +90,15 @@ def test_a_run_is_refused_unless_forced(
 
 
 def test_what_was_not_measured_is_refused(measured: Path) -> None:
-    assert main(["publish", str(ROOT / "results/predicted/unet-speed-p40x8.json"), "--force"]) == 2
+    assert main(["publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force"]) == 2
     assert not list(measured.iterdir())
 
 
-def test_the_name_says_which_devices(run: Callable[..., Record]) -> None:
-    made = run()
+@pytest.mark.parametrize(("device", "count", "name"), [("cuda", 4, "4xnvidia-h100-80gb-hbm3"), ("meta", 8, "8xmeta")])
+def test_the_name_says_which_devices(run: Callable[..., Record], device: str, count: int, name: str) -> None:
+    made = run(device=device, devices=count, gpus=[Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8)
     assert made.run is not None
-    gpus = [Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8
-    on_gpus = replace(made.run, device="cuda", devices=4, machine=replace(made.run.machine, gpus=gpus))
-    assert published_name(made, on_gpus) == "resnet101-speed-small-4xnvidia-h100-80gb-hbm3-20200421T1002"
-    on_meta = replace(made.run, device="meta", devices=8)
-    assert published_name(made, on_meta) == "resnet101-speed-small-8xmeta-20200421T1002"
-
-
-def test_folders_of_the_machine_stay_private(run: Callable[..., Record], measured: Path) -> None:
-    run(command=["python", "-m", "reproduce", "run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
-    assert main(["publish", "mine"]) == 0
-    published = load(measured / f"{NAME}.json").run
-    assert published is not None
-    assert published.command[4:] == ["x/y", "--out", "runs/", "--link=my.json", "/"]
+    assert published_name(made, made.run) == f"resnet101-speed-small-{name}-20200421T1002"
 
 
 @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from reproduce.experiments import (
     Experiment,
     Row,
 )
+from reproduce.experiments.resnet import TRAINING
 from reproduce.experiments.row import PUBLISHED_NODE
 from reproduce.models import MODELS
 from reproduce.records.published import published
@@ -27,12 +29,6 @@ from reproduce.run.training import LOSSES
 ALL = [
     (experiment, scale, row) for experiment in EXPERIMENTS.values() for scale in experiment.scales for row in scale.rows
 ]
-EXACT = [
-    (experiment, row)
-    for experiment, scale, row in ALL
-    if scale.name == "paper" and (row.configuration == AS_PUBLISHED or experiment.measures == "memory")
-]
-
 WITH_A_TABLE = [experiment for experiment in EXPERIMENTS.values() if experiment.table]
 
 # What a published configuration says that a row does not: what it measured in, and what is known from the rest.
@@ -43,43 +39,36 @@ NOT_OURS = {
 }  # fmt: skip
 
 
+but: Any = replace
+
+
 def find(experiment: Experiment, row: Row) -> Result:
     return next(result for result in published(experiment.table).results if result.row == row.published)
 
 
-@pytest.mark.parametrize(("experiment", "row"), EXACT, ids=lambda value: value.name)
-def test_paper_scale_is_the_published_configuration(experiment: Experiment, row: Row) -> None:
-    theirs = {key: value for key, value in find(experiment, row).config.items() if key not in NOT_OURS}
-    ours = row.config()
-    assert {key: ours.get(key) for key in theirs} == theirs
-
-
 @pytest.mark.parametrize("experiment", WITH_A_TABLE, ids=lambda value: value.name)
-def test_every_published_row_is_there_at_paper_scale(experiment: Experiment) -> None:
-    exact = [row.published for other, row in EXACT if other is experiment]
-    assert exact == [result.row for result in published(experiment.table).results]
-
-
-SPEED_AND_MEMORY = [experiment for experiment in EXPERIMENTS.values() if experiment.measures != "accuracy"]
-
-
-@pytest.mark.parametrize("experiment", SPEED_AND_MEMORY, ids=lambda value: value.name)
-def test_the_small_scale_keeps_the_shape(experiment: Experiment) -> None:
-    """The same n and m; but a memory experiment's m is its batch size, and that is smaller."""
-
-    def shape(scale: str) -> dict[str, tuple[int | None, int | None]]:
-        rows = [row for row in experiment.scale(scale).rows if row.published]
-        return {row.name: (row.partitions, None if experiment.measures == "memory" else row.chunks) for row in rows}
-
-    assert shape("small") == shape("paper")
-    small, paper = (
-        Counter(row.group for row in experiment.scale(name).rows if row.equal) for name in ("small", "paper")
-    )
-    assert small == paper
+def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
+    rows = experiment.scale("paper").rows
+    exact = [row for row in rows if row.configuration == AS_PUBLISHED or experiment.measures == "memory"]
+    theirs = published(experiment.table).results
+    assert [row.published for row in exact] == [result.row for result in theirs]
+    for row, result in zip(exact, theirs, strict=True):
+        known = {key: value for key, value in result.config.items() if key not in NOT_OURS}
+        ours = row.config()
+        assert {key: ours.get(key) for key in known} == known
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda value: value.name)
-def test_small_rows_are_not_called_published(experiment: Experiment) -> None:
+def test_the_small_scale_keeps_the_shape(experiment: Experiment) -> None:
+    """The same n and m; but a memory experiment's m is its batch size, and that is smaller. Nothing is as published."""
+
+    def shape(scale: str) -> tuple[dict[str, tuple[int | None, int | None]], Counter[str]]:
+        rows = experiment.scale(scale).rows
+        like = [row for row in rows if row.published and experiment.measures != "accuracy"]
+        fixed = {row.name: (row.partitions, None if experiment.measures == "memory" else row.chunks) for row in like}
+        return fixed, Counter(row.group for row in rows if row.equal)
+
+    assert shape("small") == shape("paper")
     assert not any(row.configuration == AS_PUBLISHED for row in experiment.scale("small").rows)
     assert not any(row.configuration == LIKE_PUBLISHED for row in experiment.scale("paper").rows)
 
@@ -109,13 +98,13 @@ def test_every_model_of_the_zoo_is_trained_plainly_and_in_two_balances(scale: st
     rows = EXPERIMENTS["zoo-speed"].scale(scale).rows
     models = dict.fromkeys(row.model for row in rows)
     assert len(models) == 10 and all(row.input_shape == (3, *row.size, *row.size) for row in rows)
-    pipelines = [(n, balance) for n in (2, 4, 8) for balance in (PLANNED, EQUAL_LAYERS)]
     for model in models:
         plain, *others = (row for row in rows if row.group == model)
         assert (plain.partitions, plain.chunks, plain.over) == (None, None, plain.name)
+        pipelines = [(n, balance) for n in (2, 4, 8) for balance in (PLANNED, EQUAL_LAYERS)]
         assert [(row.partitions, row.configuration) for row in others] == pipelines
         same = {"name": "", "configuration": "", "partitions": 1, "chunks": 1, "checkpoint": None}
-        assert all(replace(row, **same) == replace(plain, **same) for row in others)  # type: ignore[arg-type]
+        assert all(but(row, **same) == but(plain, **same) for row in others)
 
 
 def test_accuracy_rows_keep_the_recipe() -> None:
@@ -129,6 +118,20 @@ def test_accuracy_rows_keep_the_recipe() -> None:
         assert all(getattr(row, key) == getattr(plain, key) for key in same)
         assert row.over == plain.name and row.checkpoint == "except_last"
     assert {row.chunks for row in pipelines if row.deferred_batch_norm and row.partitions == 2} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "rates"),
+    [
+        (256, {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001}),  # nothing to warm up to
+        (128, {5: 0.1}),  # "at least 1"
+        (1024, {0: 0.1, 1: 0.175, 4: 0.4}),
+        (4096, {2: 0.85, 89.9: 0.0016}),
+    ],
+)
+def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int, rates: dict[float, float]) -> None:
+    assert {epoch: TRAINING.recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(rates)
+    assert replace(TRAINING.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == TRAINING.recipe.peak(batch_size)
 
 
 SPEED = [experiment.name for experiment in WITH_A_TABLE if experiment.measures == "speed"]
@@ -148,7 +151,7 @@ def test_rows_like_the_published_come_in_two_balances(name: str) -> None:
         first = like[row.name.removesuffix("/pb")]
         assert row.balance == theirs[first.name].balance and row.published is None
         same = {"name": "", "configuration": "", "balance": None, "published": None}
-        assert replace(row, **same) == replace(first, **same)  # type: ignore[arg-type]
+        assert but(row, **same) == but(first, **same)
     assert all((row.link == PUBLISHED_NODE) == (row.equal is None) for row in rows)
 
 

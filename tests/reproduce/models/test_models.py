@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from reproduce.models import MODELS, amoebanetd, resnet101, unet
-from reproduce.models.resnet import resnet
+from reproduce.models.resnet import from_torchvision, resnet, torchvision_model
 
 PUBLISHED = [  # model, size, parameters, layers
     ("AmoebaNet-D", (18, 208), 81_505_540, 24),
@@ -102,7 +102,16 @@ def test_a_size_that_no_model_has(build: Callable[[], nn.Sequential], message: s
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("value", [6.0, "6", None, True])
-def test_a_size_that_is_no_whole_number(value: int) -> None:
-    with pytest.raises(TypeError, match=f"^num_layers must be a whole number .*, got {value!r}"):
-        amoebanetd(value, 8)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        *((lambda value=value: amoebanetd(value, 8), f"num_layers must be a whole number .*, got {value!r}")
+          for value in (6.0, "6", None, True)),
+        (lambda: from_torchvision(nn.Linear(1, 1)), r"model must be a torchvision ResNet, got Linear: see resnet101"),
+        (lambda: from_torchvision(torchvision_model("resnet18", 64)),
+         "model must be a ResNet of Bottleneck blocks, got one of BasicBlock: use resnet50, resnet101 or"),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_type(build: Callable[[], nn.Sequential], message: str) -> None:
+    with torch.device("meta"), pytest.raises(TypeError, match=f"^{message}"):
+        build()

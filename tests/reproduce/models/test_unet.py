@@ -9,16 +9,11 @@ from torch import nn
 from reproduce.models import unet
 from reproduce.models.unet import PopConcat, Stash
 
-CONVS = [  # of depth 2, B = 2, C = 4: the channels of every convolution in turn
-    *[(3, 4), (4, 4)],  # encode 0
-    *[(4, 8), (8, 8)],  # encode 1
-    *[(8, 16), (16, 8)],  # bottleneck
-    *[(16, 4), (4, 4)],  # decode 1
-    *[(8, 2), (2, 2)],  # decode 0
-    (2, 1),
-]
-ONE_BLOCK_CONVS = [(3, 4), (4, 8), (8, 8), (16, 4), (8, 2), (2, 1)]  # the same with B = 1
-
+# Of depth 2, C = 4, with B = 2 and with B = 1: the channels of every convolution in turn.
+CONVS = {
+    2: [(3, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 8), (16, 4), (4, 4), (8, 2), (2, 2), (2, 1)],
+    1: [(3, 4), (4, 8), (8, 8), (16, 4), (8, 2), (2, 1)],
+}
 BLOCK = [nn.Conv2d, nn.Dropout2d, nn.InstanceNorm2d, nn.LeakyReLU]
 LAYERS = [  # of depth 1, B = 1
     *[*BLOCK, Stash, nn.MaxPool2d],
@@ -32,7 +27,7 @@ def conv_channels(model: nn.Sequential) -> list[tuple[int, int]]:
     return [(m.in_channels, m.out_channels) for m in model if isinstance(m, nn.Conv2d)]
 
 
-@pytest.mark.parametrize(("num_convs", "channels"), [(2, CONVS), (1, ONE_BLOCK_CONVS)])
+@pytest.mark.parametrize(("num_convs", "channels"), CONVS.items())
 def test_channels_of_every_convolution(num_convs: int, channels: list[tuple[int, int]]) -> None:
     with torch.device("meta"):
         assert conv_channels(unet(depth=2, num_convs=num_convs, base_channels=4)) == channels

@@ -87,46 +87,79 @@ def test_several_sides_are_each_compared_with_the_first() -> None:
     assert comparison.mean(1) == pytest.approx((2, 2)) and comparison.mean(2) == pytest.approx((0.5, 2))
 
 
+def drifting(*factors: float) -> list[Record]:
+    """Make sides of which y is so many times as fast as x, while a drift slows whole rounds down."""
+    drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    return [record(row("x", drift, over="x"), row("y", [each / factor for each in drift], over="x"))
+            for factor in factors]  # fmt: skip
+
+
+def holding(unit: str, **values: object) -> Record:
+    return Record("r", "T", "measured", {"size": unit}, [row("x", values=values)])
+
+
 # The second machine is twice as fast, and `y` lags behind on it: 3 times as fast as x, then 2 times.
-TWO_MACHINES = (
+TWO_MACHINES = [
     record(row("x", 3.0, over="x"), row("y", 1.0, over="x")),
     record(row("x", 1.5, over="x"), row("y", 0.75, over="x"), cpu="another CPU"),
-)
+]
+LACKING = row("z", status="needs devices", reason="needs 8 devices")
+PEAKS = [record(row("x", values={"peak_allocated": peak}), cpu=cpu) for cpu, peak in (("a", [1, 3]), ("b", [4, 4]))]
+OVER_X = "each side's throughput is divided by its own x"
+OTHER = [OVER_X, "absolute numbers are not compared: the sides ran on different machines"]
+# What the second side's run has of its own, whether that makes its machine another, and what follows.
+MACHINES: list[tuple[dict[str, Any], bool, Any, list[str]]] = [
+    ({"cpu": "another CPU"}, True, None, OTHER),
+    ({"device": "cuda"}, True, None, OTHER),
+    ({"threads_per_device": 2}, True, None, OTHER),
+    ({"machine": Machine("Linux", "a CPU", 2, 2, 64 << 30)}, True, None, OTHER),
+    ({"torch": "2.12.0"}, False, (1.0, "~"), ["torch differs: 2.11.0 / 2.12.0"]),
+    ({"devices": 8, "seed": 4}, False, (1.0, "~"), []),
+    ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False, (1.0, "~"), []),
+]
+# The sides, options, each row's ratio and verdict, whether ratios are compared, and the notes.
+COMPARED: dict[str, tuple[list[Record], dict[str, Any], dict[str, Any], bool, list[str]]] = {
+    "absolute times of different machines": (
+        TWO_MACHINES, {}, {"x": None, "y": (0.667, "worse")}, True, OTHER,
+    ),
+    "by force": (
+        TWO_MACHINES, {"force": True}, {"x": (2.0, "better"), "y": (1.333, "better")}, False,
+        ["FORCED: absolute numbers are compared although the sides ran on different machines"],
+    ),
+    "ratios within rounds": (
+        drifting(2, 1.5), {"metric": "speedup"}, {"x": None, "y": (0.75, "worse")}, True, [OVER_X],
+    ),
+    "which absolute numbers cannot show": (drifting(2, 1.5), {}, {"x": (1, "~"), "y": (0.75, "~")}, False, []),
+    "memory, which no machine changes": (PEAKS, {"metric": "memory"}, {"x": (2.0, "untested")}, False, []),
+    "another unit": ([holding("GB", size=1.0), holding("GiB", size=1.0)], {"metric": "size"}, {"x": None}, False, []),
+    "zero": ([holding("GB", size=0.0), holding("GB", size=1.0)], {"metric": "size"}, {"x": None}, False, []),
+    "what is missing": (
+        [record(row("x", 1.0), row("y", 1.0), LACKING),
+         record(row("x", 1.0), row("w", 1.0), LACKING, row("y", status="out of memory"))],
+        {}, {"x": (1.0, "~")}, False,
+        ["no number (out of memory) in B: y", "no number (needs 8 devices) in A and B: z", "missing in A: w"],
+    ),
+    **{
+        str(change): ([record(row("x", 1.0)), record(row("x", 1.0), **change)], {}, {"x": expected}, relative, notes)
+        for change, relative, expected, notes in MACHINES
+    },
+}  # fmt: skip
 
 
-def test_absolute_times_of_different_machines_are_not_compared() -> None:
-    comparison = only(*TWO_MACHINES)
-    assert comparison.relative and ratios(comparison) == {"x": None, "y": (0.667, "worse")}
-    assert [row.base for row in comparison.rows] == [True, False]
-    assert comparison.notes == [
-        "each side's throughput is divided by its own x",
-        "absolute numbers are not compared: the sides ran on different machines",
-    ]
-    assert comparison.mean(1) == pytest.approx((2 / 3, 1)), "the row divided by is 1 by construction, and left out"
+@pytest.mark.parametrize(("sides", "options", "expected", "relative", "notes"), COMPARED.values(), ids=COMPARED)
+def test_what_is_fair_to_compare(
+    sides: list[Record], options: dict[str, Any], expected: dict[str, Any], relative: bool, notes: list[str]
+) -> None:
+    comparison = only(*sides, **options)
+    assert ratios(comparison) == expected and comparison.notes == notes and comparison.relative == relative
+    assert [row.base for row in comparison.rows] == [relative and label == "x" for label in expected]
+    if sides is TWO_MACHINES and relative:
+        assert comparison.mean(1) == pytest.approx((2 / 3, 1)), "the row divided by is left out: it is 1 anyway"
 
 
-def test_force_compares_them_and_says_so() -> None:
-    comparison = only(*TWO_MACHINES, force=True)
-    assert not comparison.relative and ratios(comparison) == {"x": (2.0, "better"), "y": (1.333, "better")}
-    assert comparison.notes == ["FORCED: absolute numbers are compared although the sides ran on different machines"]
-
-
-@pytest.mark.parametrize(
-    ("change", "relative"),
-    [
-        ({"cpu": "another CPU"}, True),
-        ({"device": "cuda"}, True),
-        ({"threads_per_device": 2}, True),
-        ({"torch": "2.12.0"}, False),
-        ({"devices": 8, "seed": 4}, False),
-        ({"machine": Machine("Linux", "a CPU", 2, 2, 64 << 30)}, True),
-        ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False),
-    ],
-)
-def test_what_makes_a_machine_another(change: dict[str, Any], relative: bool) -> None:
-    comparison = only(record(row("x", 1.0)), record(row("x", 1.0), **change))
-    assert comparison.relative == relative
-    assert ("torch differs: 2.11.0 / 2.12.0" in comparison.notes) == ("torch" in change)
+def test_memory_is_compared_where_there_is_no_time() -> None:
+    comparison = only(*PEAKS)
+    assert (comparison.metric, comparison.unit) == ("memory", "bytes")
 
 
 @pytest.mark.parametrize(
@@ -143,48 +176,6 @@ def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
         label = each.line.label
         readings = [reading.middle for reading in each.readings if reading is not None]
         assert readings == pytest.approx([seconds[bases[label]] / seconds[label]] * len(each.line.entries))
-
-
-def test_speed_up_is_taken_within_sides_and_rounds() -> None:
-    """A drift that slows whole rounds down leaves their ratios alone."""
-    drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    sides = [
-        record(row("x", drift, over="x"), row("y", [step / factor for step in drift], over="x")) for factor in (2, 1.5)
-    ]
-    assert ratios(only(*sides, metric="speedup")) == {"x": None, "y": (0.75, "worse")}
-    assert ratios(only(*sides))["y"] == (0.75, "~"), "which absolute numbers cannot show"
-
-
-def test_memory_does_not_depend_on_the_machine() -> None:
-    sides = [record(row("x", values={"peak_allocated": peak}), cpu=cpu) for cpu, peak in (("a", [1, 3]), ("b", [4, 4]))]
-    comparison = only(*sides)
-    assert (comparison.metric, comparison.unit, comparison.relative) == ("memory", "bytes", False)
-    assert ratios(comparison) == {"x": (2.0, "untested")}, "a single number each proves nothing"
-
-
-@pytest.mark.parametrize(
-    ("units", "sizes"), [(("GB", "GiB"), (1.0, 1.0)), (("GB", "GB"), (0.0, 1.0))], ids=["another unit", "zero"]
-)
-def test_what_has_no_ratio(units: tuple[str, str], sizes: tuple[float, float]) -> None:
-    sides = [
-        Record("r", "T", "measured", {"size": unit}, [row("x", values={"size": size})])
-        for unit, size in zip(units, sizes, strict=True)
-    ]
-    assert ratios(only(*sides, metric="size")) == {"x": None}
-
-
-def test_what_is_missing_is_named() -> None:
-    lacking = row("z", status="needs devices", reason="needs 8 devices")
-    comparison = only(
-        record(row("x", 1.0), row("y", 1.0), lacking),
-        record(row("x", 1.0), row("w", 1.0), lacking, row("y", status="out of memory")),
-    )
-    assert comparison.notes == [
-        "no number (out of memory) in B: y",
-        "no number (needs 8 devices) in A and B: z",
-        "missing in A: w",
-    ]
-    assert list(ratios(comparison)) == ["x"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.error import Error
 from reproduce.numbers.match import Line, match, pick
 from reproduce.numbers.sources import side_of
 from reproduce.records.record import Record, Result
@@ -56,12 +55,6 @@ def test_by_configuration(ours: dict[str, Any], theirs: dict[str, Any], matched:
     assert [len(line.entries) for line in found] == ([2] if matched else [1, 1])
 
 
-def test_order_does_not_matter_and_sides_may_lack_rows() -> None:
-    x, y, z = (row(name, 1.0) for name in "xyz")
-    found = lines([record(x, y)], [record(z, y, x)], [], [record(z)])
-    assert shape(found) == [("x", {0: "x", 1: "x"}), ("y", {0: "y", 1: "y"}), ("z", {1: "z", 3: "z"})]
-
-
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
     """A label tells apart what only scale and device tell apart."""
     both = [row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")]
@@ -72,33 +65,33 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
     ]
 
 
-def test_emulated_rows_are_never_on_a_line_with_measured_ones() -> None:
-    measured = row("x", 1.0, published=N2M4, experiment="amoebanet-speed")
-    both = record(measured, emulated(measured))
-    expected = [("x", {0: "x", 1: "x"}), ("x (emulated)", {0: "x", 1: "x"})]
-    assert shape(lines([both], [both])) == expected
-    assert shape(lines([record(measured)], [record(emulated(measured))])) == [
-        ("x", {0: "x"}),
-        ("x (emulated)", {1: "x"}),
-    ]
-    found = shape(lines([both], [PUBLISHED]))
-    assert found == [(label, {0: "x", 1: "n2m4"}) for label, _ in expected], "either reproduces the published row"
+def predicted(name: str, in_row: bool) -> Record:
+    """Make a prediction for a machine that the row names, or its record for all."""
+    result = row("x", status="predicted", hardware=name if in_row else None)
+    return Record(f"x-{name}", "T", "predicted", {}, [result], hardware=None if in_row else {"name": name})
 
 
-def test_predictions_for_two_machines_are_two_rows() -> None:
-    """Whether the row names the hardware description, or its record does for all."""
-
-    def predicted(name: str, in_row: bool) -> Record:
-        result = row("x", status="predicted", hardware=name if in_row else None)
-        return Record(f"x-{name}", "T", "predicted", {}, [result], hardware=None if in_row else {"name": name})
-
-    for in_row in (True, False):
-        both = [predicted("p40", in_row), predicted("h100", in_row)]
-        assert shape(lines(both, both[1:])) == [("x (p40)", {0: "x"}), ("x (h100)", {0: "x", 1: "x"})]
-
-
-# The sides, and which rows are on which line. One side may have run the published row as it is, another a smaller one.
-REPRODUCED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] = {
+X, Y, Z = (row(name, 1.0) for name in "xyz")
+N2 = row("x", 1.0, published=N2M4, experiment="amoebanet-speed")
+BOTH = record(N2, emulated(N2))
+ENGINES = record(X, row("x", 1.0, engine="ranks"))
+# The sides, and which rows are on which line. One side may have run a published row as it is, another a smaller one.
+PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] = {
+    "in any order, and sides may lack rows": (
+        [[record(X, Y)], [record(Z, Y, X)], [], [record(Z)]],
+        [("x", {0: "x", 1: "x"}), ("y", {0: "y", 1: "y"}), ("z", {1: "z", 3: "z"})],
+    ),
+    "emulated apart from measured": ([[BOTH], [BOTH]], [(x, {0: "x", 1: "x"}) for x in ("x", "x (emulated)")]),
+    "also alone": ([[record(N2)], [record(emulated(N2))]], [("x", {0: "x"}), ("x (emulated)", {1: "x"})]),
+    "either reproduces it": ([[BOTH], [PUBLISHED]], [(x, {0: "x", 1: "n2m4"}) for x in ("x", "x (emulated)")]),
+    "an engine apart from another": ([[ENGINES], [ENGINES]], [(x, {0: "x", 1: "x"}) for x in ("x", "x (ranks)")]),
+    **{
+        f"predictions for two machines, {in_row}": (
+            [[predicted("p40", in_row), predicted("h100", in_row)], [predicted("h100", in_row)]],
+            [("x (p40)", {0: "x"}), ("x (h100)", {0: "x", 1: "x"})],
+        )
+        for in_row in (True, False)
+    },
     "its own configuration": (
         [[PUBLISHED], [reproducing("exact"), reproducing("other", L=6)]],
         [("exact", {1: "exact", 0: "n2m4"}), ("other", {1: "other"})],
@@ -118,8 +111,8 @@ REPRODUCED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]
 }
 
 
-@pytest.mark.parametrize(("sides", "expected"), REPRODUCED.values(), ids=REPRODUCED)
-def test_where_a_published_row_goes(sides: list[list[Record]], expected: list[tuple[str, dict[int, str]]]) -> None:
+@pytest.mark.parametrize(("sides", "expected"), PLACED.values(), ids=PLACED)
+def test_which_rows_are_on_a_line(sides: list[list[Record]], expected: list[tuple[str, dict[int, str]]]) -> None:
     assert shape(lines(*sides)) == expected
 
 
@@ -145,25 +138,4 @@ GRID = lines([record(*(row(f"n{n}m{m}", 1.0, config={"partitions": n, "chunks": 
 )
 def test_filters(filters: list[str], rows: list[str]) -> None:
     assert [line.label for line in pick(GRID, filters)] == rows
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("n", "--filter n: give a field and its values, as in --filter n=2,4"),
-        ("=2", "--filter =2: give a field and its values, as in --filter n=2,4"),
-        ("n=3", "--filter n=3: no row is left; n is 2, 10"),
-        ("x=3", "--filter x=...: no row has x; there are experiment, row, scale, device, engine, model, batch_size"),
-    ],
-)
-def test_filters_that_are_refused(text: str, message: str) -> None:
-    with pytest.raises(Error) as caught:
-        pick(GRID, [text])
-    assert str(caught.value).startswith(message)
-
-
-def test_rows_of_two_engines_are_apart() -> None:
-    both = record(row("x", 1.0), row("x", 1.0, engine="ranks"))
-    expected = [("x", {0: "x", 1: "x"}), ("x (ranks)", {0: "x", 1: "x"})]
-    assert shape(lines([both], [both])) == expected
-    assert shape(pick(lines([both], [both]), ["engine=ranks"])) == expected[1:]
+    assert shape(pick(lines([ENGINES]), ["engine=ranks"])) == [("x (ranks)", {0: "x"})]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -51,57 +52,41 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
     assert epoch_throughput(trained) == 300 and epoch_throughput(timed([1.0])) is None
 
 
+def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
+    """Divide by what was measured: on devices like these, whatever link the steps are emulated behind."""
+    behind = timed([99.0, 99.0], [0, 1])
+    return over_measured(replace(behind, samples={**behind.samples, "here_time": here}), theirs)
+
+
 @pytest.mark.parametrize(
-    ("ours", "base", "ratios"),
+    ("ratio", "ours", "base", "ratios"),
     [
         # The machine slows down fourfold from round to round: the ratio within rounds does not notice.
-        (timed([1, 4, 16], [0, 1, 2]), timed([2, 8, 32], [0, 1, 2]), [2, 2, 2]),
+        (speed_up, timed([1, 4, 16], [0, 1, 2]), timed([2, 8, 32], [0, 1, 2]), [2, 2, 2]),
         # Only rounds that both have count.
-        (timed([9, 1, 1], [0, 1, 2]), timed([3, 3], [1, 2]), [3, 3]),
+        (speed_up, timed([9, 1, 1], [0, 1, 2]), timed([3, 3], [1, 2]), [3, 3]),
         # Equal batch sizes are not taken for granted: it is samples per second that are compared.
-        (timed([1], [0], batch_size=16), timed([1], [0], batch_size=8), [2]),
+        (speed_up, timed([1], [0], batch_size=16), timed([1], [0], batch_size=8), [2]),
         # Rows that share no round: the medians are compared, and there are no quartiles.
-        (timed([1, 2, 3]), timed([4, 4], [0, 1]), 2),
-        (timed([1], [0]), timed([3], [1]), 3),
-        (timed([]), timed([1], [0]), None),
-        (timed([1], [0]), None, None),
+        (speed_up, timed([1, 2, 3]), timed([4, 4], [0, 1]), 2),
+        (speed_up, timed([1], [0]), timed([3], [1]), 3),
+        (speed_up, timed([]), timed([1], [0]), None),
+        (speed_up, timed([1], [0]), None, None),
+        (over_here, [2, 8], timed([4, 4], [0, 1]), [2, 0.5]),
+        (over_here, [2, 8], timed([4], [1]), [0.5]),
+        (over_here, [2, 8], timed([]), None),
+        (over_here, [2, 8], None, None),
+        (over_here, [], timed([1], [0]), None),
+        # Without rounds, samples are divided in order.
+        (over, Reading([2.0, 4.0]), Reading(2.0), [1.0, 2.0]),
+        (over, Reading(8.0), Reading([2.0, 4.0]), [4.0, 2.0]),
+        (over, Reading(8.0), Reading(2.0), 4.0),
+        (over, Reading([2.0, 9.0, 7.0]), Reading([1.0, 3.0]), [2.0, 3.0]),
     ],
 )
-def test_speed_up(ours: Result, base: Result | None, ratios: float | list[float] | None) -> None:
-    found = speed_up(ours, base)
+def test_ratios(ratio: Any, ours: Any, base: Any, ratios: float | list[float] | None) -> None:
+    found = ratio(ours, base)
     assert (None if found is None else found.measurement) == ratios
-
-
-@pytest.mark.parametrize(
-    ("here", "theirs", "ratios"),
-    [
-        ([2, 8], timed([4, 4], [0, 1]), [2, 0.5]),
-        ([2, 8], timed([4], [1]), [0.5]),
-        ([2, 8], timed([]), None),
-        ([2, 8], None, None),
-        ([], timed([1], [0]), None),
-    ],
-)
-def test_emulated_over_measured(here: list[int | float], theirs: Result | None, ratios: list[float] | None) -> None:
-    """It is of devices like these, whatever link the steps are emulated behind."""
-    behind = timed([99.0, 99.0], [0, 1])
-    found = over_measured(replace(behind, samples={**behind.samples, "here_time": here}), theirs)
-    assert (found and found.measurement) == ratios
-
-
-@pytest.mark.parametrize(
-    ("reading", "base", "ratios"),
-    [
-        (Reading([2.0, 4.0]), Reading(2.0), [1.0, 2.0]),
-        (Reading(8.0), Reading([2.0, 4.0]), [4.0, 2.0]),
-        (Reading(8.0), Reading(2.0), 4.0),
-        (Reading([2.0, 9.0, 7.0]), Reading([1.0, 3.0]), [2.0, 3.0]),
-    ],
-)
-def test_without_rounds_samples_are_divided_in_order(
-    reading: Reading, base: Reading, ratios: float | list[float]
-) -> None:
-    assert over(reading, base).measurement == ratios
 
 
 @pytest.mark.parametrize(("other", "paired"), [("2020", True), ("2021", False)])

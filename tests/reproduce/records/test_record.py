@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -84,52 +83,6 @@ def test_a_kill_leaves_the_old_file(
         save(replace(RECORD, title="new"), tmp_path / "r.json")
     assert load(tmp_path / "r.json") == RECORD
     assert os.listdir(tmp_path) == ["r.json"], "nothing is left behind"
-
-
-ROW = {"experiment": "e", "row": "r", "status": "measured"}
-EMULATED = {**ROW, "status": "emulated", "emulated": True}
-GOOD = {
-    "format": "torchgpipe-reproduce", "version": 3, "name": "n", "title": "t", "kind": "measured", "unit": {},
-    "results": [ROW],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read (No such file or directory)"),
-        (b"", "not JSON: Input data was truncated"),
-        (b'{"x": NaN}', "not JSON: invalid character (byte 6)"),
-        (b'{"x": [1e999]}', "not JSON: Number out of range - at `$[...][0]`"),
-        (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
-        (b'{"format": "pytest-benchmark"}', 'not a record (its "format" is not "torchgpipe-reproduce")'),
-        ({**GOOD, "version": 4}, "record version 4; this program reads versions 1 and 2 and 3"),
-        ({**GOOD, "version": True}, "record version True; this program reads versions 1 and 2 and 3"),
-        ({**GOOD, "results": [{**ROW, "emulated": True}]},
-         "results[0].emulated: is True, and its status is 'measured'"),
-        ({**GOOD, "results": [{**ROW, "status": "emulated"}]},
-         "results[0].emulated: is False, and its status is 'emulated'"),
-        ({**GOOD, "results": [EMULATED, ROW, EMULATED]}, "results[2]: 'r' of e is in results[0] already"),
-        ({**GOOD, "results": [ROW, ROW]}, "results[1]: 'r' of e is in results[0] already"),
-        ({**GOOD, "results": [{**ROW, "status": "predicted"}]},
-         "results[0].hardware: missing; a prediction names the hardware description it was made with"),
-        ({**GOOD, "results": [{**ROW, "samples": {"step_time": [1, 2], "round": [0]}}]},
-         "results[0].samples.round: 1 rounds for 2 steps"),
-        ({**GOOD, "kind": "guessed"}, "kind: Invalid enum value 'guessed'"),
-        ({**GOOD, "results": [{"experiment": "e", "row": "r"}]}, "results[0]: Object missing required field `status`"),
-        ({**GOOD, "results": [{**ROW, "samples": {"step_time": ["1"]}}]},
-         "results[0].samples[...][0]: Expected `int | float`, got `str`"),
-        ({**GOOD, "color": 1}, "Object contains unknown field `color`"),
-        ({**GOOD, "scale": 1}, "scale: Expected `str | null`, got `int`"),
-    ],
-)  # fmt: skip
-def test_refuses(content: bytes | dict[str, object] | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    with pytest.raises(Error) as caught:
-        load(path)
-    assert str(caught.value) == f"{path}: {message}"
 
 
 @pytest.mark.parametrize(

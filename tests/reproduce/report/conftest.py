@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +11,9 @@ from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.record import Record, Result, Run
 from reproduce.report.page import page
-from reproduce.report.subjects import Subject, find_subjects, load_folders
+from reproduce.report.subjects import load_folders
+
+from ..made import STEADY, emulated, row
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values() if experiment.table}
@@ -19,12 +21,6 @@ GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
 RUN = Run("finished", ["python", "-m", "reproduce"], 0, "2020-04-21T10:02:05Z", "2020-04-21T10:12:05Z", "cuda", 2, None,
           Machine("Linux", "a CPU", 4, 8, 8 << 30, [GPU] * 2), {"torch": "2.11.0", "driver": "575.57"},
           Git("0123456789abcdef", dirty=True), [0.5, 0.25, 1.0])  # fmt: skip
-
-
-def subject(records: list[Record], name: str) -> Subject:
-    """Return the subject of that name."""
-    (subject,) = (each for each in find_subjects(records) if each.name == name)
-    return subject
 
 
 @pytest.fixture(scope="session")
@@ -35,36 +31,39 @@ def paper() -> list[Record]:
 
 def measured_from(table: Record, experiment: str) -> Record:
     """Pretend that a published table's rows were run, on at most four devices, at another speed and scale."""
-    draw = random.Random(0)
     ours = {row.published: row.config() for row in EXPERIMENTS[experiment].scale("paper").rows}
     results = []
-    for row in table.results:
-        config = {**row.config, **ours.get(row.row, {}), "configuration": "as published", "L": 3}
-        base = Result(experiment, f"our {row.row}", "measured", "small", "cuda", config,
-                      published=f"{table.name}/{row.row}")  # fmt: skip
-        devices = row.config.get("partitions") or 1
+    for k, each in enumerate(table.results):
+        config = {**each.config, **ours.get(each.row, {}), "configuration": "as published", "L": 3}
+        own: dict[str, Any] = {
+            "experiment": experiment,
+            "device": "cuda",
+            "config": config,
+            "published": f"{table.name}/{each.row}",
+        }
+        devices = each.config.get("partitions") or 1
         if devices > 4:
-            results.append(replace(base, status="needs devices", reason=f"needs {devices} devices"))
+            results.append(row(f"our {each.row}", **own, status="needs devices", reason=f"needs {devices} devices"))
             continue
-        if row.values.get("throughput"):
-            seconds = row.config["batch_size"] / row.values["throughput"] / 2
-            steps = [seconds * draw.lognormvariate(0, 0.02) for _ in range(6)]
-            base = replace(base, samples={"step_time": steps, "round": [float(i) for i in range(6)]})
+        speed, turned = each.values.get("throughput"), (*STEADY[k % 8 :], *STEADY[: k % 8])
+        steps = [each.config["batch_size"] / speed / 2 * step for step in turned] if speed else None
         peaks = [1.5e9 + 1e8 * device for device in range(devices)]
         memory = {"peak_allocated": peaks, "peak_reserved": [2 * peak for peak in peaks]}
-        results.append(replace(base, values={"model_bytes": 1 << 30, "parameters": 1 << 27, **memory}))
-    emulated = [replace(row, status="emulated", emulated=True) for row in results if row.samples]
-    results += [replace(row, samples={"step_time": [x / 3 for x in row.samples["step_time"]]}) for row in emulated]
+        results.append(
+            row(f"our {each.row}", steps, **own, values={"model_bytes": 1 << 30, "parameters": 1 << 27, **memory})
+        )
+    timed = [emulated(each) for each in results if each.samples]
+    results += [replace(each, samples={"step_time": [x / 3 for x in each.samples["step_time"]]}) for each in timed]
     return Record(f"{experiment}-run", f"{experiment}, run", "measured", {}, results, scale="small", run=RUN)
 
 
 def predicted_from(table: Record, experiment: str) -> Record:
     """Pretend that a published table's rows were predicted."""
     results = []
-    for row in table.results:
-        result = Result(experiment, row.row, "predicted", "paper", "meta", row.config, hardware="a<b")
-        throughput = row.values["throughput"] * 1.1
-        results.append(replace(result, published=f"{table.name}/{row.row}", values={"throughput": throughput}))
+    for each in table.results:
+        own: dict[str, Any] = {"config": each.config, "hardware": "a<b", "published": f"{table.name}/{each.row}"}
+        values = {"throughput": each.values["throughput"] * 1.1}
+        results.append(Result(experiment, each.row, "predicted", "paper", "meta", **own, values=values))
     return Record(f"{experiment}-p", f"{experiment}, predicted", "predicted", {}, results, hardware={"name": "a<b"})
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import re
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
+import pytest
+
 from reproduce.records.record import Record, Result
+from reproduce.report.figure import VARIABLES
+from reproduce.report.figures import ideal
 from reproduce.report.page import page
 from reproduce.report.subjects import FOLDERS, load_folders
 
@@ -55,10 +62,84 @@ def test_it_is_made_the_same_each_time(paper: list[Record]) -> None:
     assert page(records) == page(records)
 
 
-def test_the_machine_behind_every_number(text: str) -> None:
-    gpus = "2 x a GPU, 16 GiB, 1500 MHz, 5000 MHz memory, 250 W, PCIe 3.0 x16"
-    for words in (gpus, "driver 575.57", "0123456789ab with changes", "0.50 0.25 1.00", "NVIDIA Tesla P40"):
-        assert words in text
+# What has to be in each section, its rows' cells and its figures' descriptions in one line.
+SAYS: dict[str, list[str]] = {
+    "amoebanet-speed": [
+        "| row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) | emulated (small, CUDA) | publ",
+        "| n2m1 | 2 | 1 | 96 | 26.7 | 29.4 | 53.5 | 160 | 1.00 | 1.00 | 1.00 | 1.00 |",
+        "| n2m4 | 2 | 4 | 256 | 41.1 | 45.2 | 82.3 | 247 | 1.54 | 1.54 | 1.54 (1.53-1.55) |",
+        "| n8m4 | 8 | 4 | 480 | 70.1 | 77.1 | needs 8 devices | - | 2.62 |",
+        "over that of the first row, n2m1",
+        "Measured (small, CUDA) did other work than published, with other L.",
+        "shows its rows our n2m1, our n2m4",
+        *(f"Speed-up over the table's first row, m = {m}." for m in (1, 4, 32)),
+        "Speed-up over n for m = 32: published n=2 1.77, n=4 2.71, n=8 4.95; predicted (a<b) n=2 1.77",
+        "ideal n·m/(n+m-1) published predicted (a<b) measured (small, CUDA) emulated (small, CUDA)",
+    ],
+    "unet-speed": [
+        "published n=1 1.00, n=1 0.86, n=2 1.25, n=4 2.35, n=8 3.11; predicted",
+        "plain n=1 m=2 n=2 m=32",
+        "| pipeline-1 | 1 | 2 | 80 | 24.5 | 26.9 | 48.9 | 147 | 0.86 |",
+    ],
+    "resnet101-speed": ["| pipeline-2 | 2 | 1667 | 25000 | 136 |"],
+    "resnet101-accuracy": ["| pipeline-256 | 2 | 4 | 256 | 117 |", "21.99 +- 0.13"],
+    "amoebanet-memory": [
+        "| allocated memory | reserved memory | parameters |",
+        "| pipeline-2 | 2 | 128 | 128 | 2.89 GiB | 9.46 GiB | 5.77 GiB |",
+        "reserved memory, measured (small, CUDA): our baseline device 0 2.79 GiB; ",
+        "our pipeline-2 device 0 2.79 GiB, device 1 2.98 GiB",
+        "reserved memory, published: baseline model 0.91 GiB, activations unknown; pipeline-1 model 3.57 GiB",
+        "0.91 + ? 4.48 9.46 18.7 31.5",
+        "Peak of reserved memory, each device stacked on the one before; measured (small, CUDA).",
+    ],
+    "unet-memory": ["| row | n | m | batch | measured (small, CUDA) | published | measured (small, CUDA) |"],
+    "unet-ablation": [
+        "| dep-str-ptl | 4 | 8 | 128 | 58.5 | 64.3 | 117 | 351 | 1.91 | 1.91 | 1.91 (1.89-1.92) | 1.91 | 75% |",
+        *(f"{what} as components are added one by one." for what in (
+            "Throughput over the first row's", "Utilization", "Reserved memory over the first row's",
+            "Allocated memory over the first row's")),
+        "published baseline 1.00, dep-x-x 0.37",
+        "dep-str-ptl 1.91",
+    ],
+    "timelines": [
+        "naive model parallelism, n = 4, m = 1: the devices wait 75% of the time.",
+        "the devices wait 43% of the time, and a step takes 44% of naive's.",
+        "a step takes 42% of naive's.",  # 5 seconds, not 12
+    ],
+    "machines": [
+        "2 x a GPU, 16 GiB, 1500 MHz, 5000 MHz memory, 250 W, PCIe 3.0 x16", "driver 575.57",
+        "0123456789ab with changes", "0.50 0.25 1.00", "NVIDIA Tesla P40",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_what_a_section_says(name: str, text: str) -> None:
+    section = text.partition(f'<section id="{name}">')[2].partition("</section>")[0]
+    described = re.sub(r'<svg[^>]* aria-label="([^"]*)"[^>]*>', r" \1 ", re.sub("</t[dh]>", " | ", section))
+    said = " ".join(html.unescape(re.sub("<style.*?</style>|<[^>]*>", " ", described, flags=re.DOTALL)).split())
+    assert [words for words in SAYS[name] if words not in said] == []
+    assert ("as components are added" in said) == (name == "unet-ablation")
+
+
+def test_figures_fit_a_page(text: str) -> None:
+    figures = re.findall("<svg .*?</svg>", text, re.DOTALL)
+    assert len(figures) > 15
+    for svg in figures:
+        read = ElementTree.fromstring(svg)
+        assert read.attrib["width"] == "360", "a phone's width"
+        assert any(each.tag == "text" for each in read.iter()), "text is text"
+        colors = set(re.findall(r"#[0-9a-f]{6}", svg))
+        assert not colors, f"colours that do not follow the page: {colors}"
+        used = set(re.findall(r"var\((--[a-z]+\d?)\)", svg))
+        assert used and used <= {*VARIABLES.values(), "--font"}
+        assert "DejaVu" not in svg and "<metadata" not in svg and "http" not in svg
+        ids = set(re.findall(r' id="([^"]+)"', svg))
+        assert set(re.findall(r'href="#([^"]+)"', svg)) | set(re.findall(r"url\(#([^)]+)\)", svg)) <= ids
+
+
+def test_the_ideal_is_the_papers() -> None:
+    assert (ideal(1, 1), ideal(8, 1), ideal(8, 32)) == (1, 1, 256 / 39)
 
 
 def test_what_records_say_is_text_and_no_markup(text: str) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
-from reproduce.records.record import Record, Result
+from reproduce.records.record import Record
 from reproduce.report.subjects import find_subjects
 
-from .conftest import RUN, TABLES, subject
+from ..made import emulated, row
+from .conftest import RUN
 
 LINK = "tg-amoebanetd-speed/n2m4"
-
-
-@pytest.mark.parametrize(("experiment", "table"), TABLES.items())
-def test_sources_of_every_experiment(experiment: str, table: str, everything: list[Record]) -> None:
-    assert subject(everything, experiment).table == table
-    labels = [source.label for source in subject(everything, experiment).sources]
-    run = [label for label in labels if label != "predicted (a<b)"]
-    assert run == ["published", "measured (small, CUDA)", "emulated (small, CUDA)"][: 3 - experiment.endswith("memory")]
-    assert ("predicted (a<b)" in labels) == experiment.endswith(("speed", "ablation"))
 
 
 def test_every_published_table_is_somewhere(paper: list[Record], everything: list[Record]) -> None:
@@ -28,14 +22,12 @@ def test_every_published_table_is_somewhere(paper: list[Record], everything: lis
         assert sorted(source.record.name for source in sources) == sorted(record.name for record in paper)
 
 
-def run(started: str, *steps: int, **changes: object) -> Record:
+def run(started: str, *steps: int, **changes: Any) -> Record:
     """Make a run of rows with so many steps each."""
     results = [
-        Result("e", f"x{i}", "measured" if count else "failed", "small", "cpu", published=LINK,
-               samples={"step_time": [1.0] * count})
+        row(f"x{i}", [1.0] * count, **{"status": "measured" if count else "failed", "published": LINK, **changes})
         for i, count in enumerate(steps)
-    ]  # fmt: skip
-    results = [replace(result, **changes) for result in results]
+    ]
     return Record(f"run {started}", "T", "measured", {}, results, run=replace(RUN, started=started))
 
 
@@ -59,12 +51,9 @@ def test_the_run_that_ran_most(runs: list[Record], best: list[str]) -> None:
 
 def test_emulated_rows_are_a_source_of_their_own() -> None:
     both = run("2020", 1, 1)
-    others = [replace(result, status="emulated", emulated=True) for result in both.results]
-    only = subject([replace(both, results=[*both.results, *others])], "e")
-    assert [(source.kind, source.label) for source in only.sources] == [
-        ("measured", "measured (small, CPU)"),
-        ("emulated", "emulated (small, CPU)"),
+    (only,) = find_subjects([replace(both, results=[*both.results, *map(emulated, both.results)])])
+    found = [(source.kind, source.label, only.find(source, "n2m4")) for source in only.sources]
+    assert [(*names, entry and entry.result.emulated) for *names, entry in found] == [
+        ("measured", "measured (small, CPU)", False),
+        ("emulated", "emulated (small, CPU)", True),
     ]
-    for source in only.sources:
-        entry = only.find(source, "n2m4")
-        assert entry is not None and entry.result.emulated == (source.kind == "emulated")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from reproduce.experiments import COMPONENTS, EXPERIMENTS, PLANNED, Row
 from reproduce.machine.devices import Devices
-from reproduce.run.emulation import MOST_EXECUTED, EmulatedStep, Emulation, Executed, executed, memory_needed
+from reproduce.run.emulation import MOST_EXECUTED, Emulation, Executed, executed, memory_needed
 from reproduce.run.training import Balancer, FakeData, Training, record_tasks
 from torchgpipe.observe import Kind, Task
 from torchgpipe.plan import plan
@@ -38,11 +39,6 @@ def pipeline(n: int = 2, m: int = 4, checkpoint: Any = "except_last", **changes:
 
 def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
     return Emulation(row, devices, FakeData([executed(row)], 0), Balancer(devices), 0, link)
-
-
-def step(row: Row, devices: Devices = CPU, link: Any = None) -> EmulatedStep:
-    emulated = emulation(row, devices, link)
-    return emulated.step([emulated.run()])
 
 
 def same(timeline: Timeline, expected: Timeline) -> bool:
@@ -122,38 +118,71 @@ def costs(row: Row, **changes: Any) -> Costs:
     return Costs(**{**whole, "loss": LOSS * row.batch_size / executed(row).batch_size, **changes})
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("n", BALANCES)
-def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(made: Made, n: int, checkpoint: str) -> None:
-    row = pipeline(n, checkpoint=checkpoint)
-    emulated = emulation(row)
-    run = emulated.run()
-    again = {"always": 4, "except_last": 3, "never": 0}[checkpoint]
-    counts = Counter((task.kind, task.partition) for task in made.seen)
-    for j in range(n):
-        assert [counts[kind, j] for kind in KINDS] == [4, again, 4]
-    assert len(set(made.seen)) == len(made.seen) == n * (8 + again)
-    assert run.work == made.now == sum(map(cost, made.seen)) + LOSS + sum(UPDATES[:n])
-    assert run.wall == 3 * run.work
-    found, timeline = emulated.step([run]), replay(costs(row))
-    assert same(found.timeline, timeline) and found.here == found.seconds, "there is no link"
-    assert found.update == pytest.approx(max(UPDATES[:n])), "partitions are updated at the same time"
-    assert found.seconds == pytest.approx(timeline.seconds + max(UPDATES[:n]))
+class FakeLink:
+    """Copies take half a second, and so does a skip from the first partition to the last."""
+
+    def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
+        n = row.devices
+        assert forward == pytest.approx(sum(range(1, n + 1))), "what the first micro-batch takes in all partitions"
+        return [0.5] * (n - 1), {(0, n - 1): 0.5}
+
+
+LINKED = {"copy": [0.5, 0.5], "skips": {(0, 2): 0.5}}
+COMPONENTS_OF: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    (COMPONENTS, {}),
+    (("streams", "portals"), {"ahead": False}),  # nothing asks for a recomputation before its gradient is there
+    (("dependency", "portals"), {"blocking": True}),
+    ((), {"ahead": False, "blocking": True}),
+]
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "m", "seconds"),
+    ("row", "changes", "linked"),
     [
-        ("never", 1, 1 + 2 + LOSS + 4 + 2 + 8),
-        ("always", 1, 1 + 2 + LOSS + 3 + 4 + 1.5 + 2 + 8),  # what cannot overlap runs in one thread on a CPU
-        ("never", 2, 1 + 2 + 2 + LOSS + 4 + 4 + 2 + 8 + 2 / 64),  # the second micro-batch takes 1/64 longer
+        *((pipeline(n, checkpoint=mode), {}, False) for n in BALANCES for mode in ("always", "except_last", "never")),
+        *((pipeline(3, components=own), changes, on) for own, changes in COMPONENTS_OF for on in (False, True)),
+        (pipeline(m=16, batch_size=31), {}, False),  # the last is of one sample instead of two; few are run
     ],
 )
-def test_by_hand(made: Made, checkpoint: str, m: int, seconds: float) -> None:
-    """Two partitions, the second of which takes twice as long; the longer update is of 8 seconds."""
-    emulated = emulation(pipeline(m=m, checkpoint=checkpoint))
-    for wall, times in ((False, 1), (True, 3)):
-        assert emulated.step([emulated.run(wall=wall)]).seconds == pytest.approx(times * seconds)
+def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(
+    made: Made, row: Row, changes: dict[str, Any], linked: bool
+) -> None:
+    emulated, n, m = emulation(row, link=FakeLink() if linked else None), row.devices, MOST_EXECUTED
+    run = emulated.run()
+    again = {"always": m, "except_last": m - 1, "never": 0}[row.checkpoint or ""]
+    counts = Counter((task.kind, task.partition) for task in made.seen)
+    for j in range(n):
+        assert [counts[kind, j] for kind in KINDS] == [m, again, m]
+    assert len(set(made.seen)) == len(made.seen) == n * (2 * m + again)
+    assert run.work == made.now == sum(map(cost, made.seen)) + LOSS + sum(UPDATES[:n])
+    assert run.wall == 3 * run.work
+    found, here = emulated.step([run]), replay(costs(row, **changes))
+    timeline = replay(costs(row, **changes, **LINKED)) if linked else here
+    assert same(found.timeline, timeline) and (found.seconds > found.here) == linked
+    assert found.update == pytest.approx(max(UPDATES[:n])), "partitions are updated at the same time"
+    assert (found.seconds, found.here) == pytest.approx([each.seconds + found.update for each in (timeline, here)])
+    assert (emulated.row.batch_size, emulated.row.micro_batches) == (row.batch_size, row.micro_batches)
+
+
+# Two partitions, the second of which takes twice as long; the longer update is of 8 seconds.
+LONE = pipeline(m=1, checkpoint="always")
+
+
+@pytest.mark.parametrize(
+    ("row", "link", "seconds"),
+    [
+        (PLAIN, None, 1 + LOSS + 2 + UPDATES[0]),  # forward and backward of the whole are one task each
+        (pipeline(m=1, checkpoint="never"), None, 1 + 2 + LOSS + 4 + 2 + 8),
+        (pipeline(m=2, checkpoint="never"), None, 1 + 2 + 2 + LOSS + 4 + 4 + 2 + 8 + 2 / 64),  # the second is longer
+        (LONE, None, 1 + 2 + LOSS + 3 + 4 + 1.5 + 2 + 8),  # what cannot overlap runs in one thread on a CPU
+        (LONE, FakeLink(), 1 + 2 + LOSS + 3 + 4 + 2 + 8 + 2 * 0.5),  # a skip beside a copy takes no time
+    ],
+)
+def test_by_hand(made: Made, row: Row, link: Any, seconds: float) -> None:
+    emulated = emulation(row, link=link)
+    assert emulated.step([emulated.run()]).seconds == pytest.approx(seconds)
+    if link is None:
+        assert emulated.step([emulated.run(wall=True)]).seconds == pytest.approx(3 * seconds)
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
@@ -199,33 +228,21 @@ def test_equal_micro_batches_are_not_all_run(batch_size: int, chunks: int | None
         assert (sizes[0][0], sizes[0][-1]) == (sizes[1][0], sizes[1][-1])
 
 
-def test_the_times_of_those_that_are_run_stand_for_the_rest(made: Made) -> None:
-    row = pipeline(m=16, batch_size=31)  # the last is of one sample instead of two
-    emulated = emulation(row)
-    found = emulated.step([emulated.run()])
-    assert len(made.seen) == 2 * (2 * MOST_EXECUTED + MOST_EXECUTED - 1)
-    assert same(found.timeline, replay(costs(row))), "the loss grows with the batch, too"
-    assert (emulated.row.batch_size, emulated.row.micro_batches) == (31, 16)
-
-
-@pytest.mark.parametrize("n", [None, 1, 4])
-def test_loss_and_gradients_are_those_of_the_plain_model_on_the_same_micro_batches(made: Made, n: int | None) -> None:
-    row = PLAIN if n is None else pipeline(n, m=2)
-    emulated, data = emulation(row), FakeData([row], 0)
+@pytest.mark.parametrize("row", [PLAIN, pipeline(1, m=2), pipeline(4, m=2)])
+def test_loss_and_gradients_are_those_of_the_plain_model_on_the_same_micro_batches(made: Made, row: Row) -> None:
+    emulated, data, cpu = emulation(row), FakeData([row], 0), torch.device("cpu")
     torch.manual_seed(0)
     model = row.build()
     for layer in (*emulated.training.model.modules(), *model.modules()):
         if isinstance(layer, (nn.Dropout, nn.Dropout2d)):
             layer.p = 0.0  # whose random numbers would depend on the order of the tasks
     value = emulated.run().value
-    parts = data.input(row, torch.device("cpu")).chunk(row.chunks or 1)
-    output = torch.cat([model(part) for part in parts])
-    loss = nn.functional.binary_cross_entropy_with_logits(output, data.target(row, torch.device("cpu")))
+    output = torch.cat([model(part) for part in data.input(row, cpu).chunk(row.chunks or 1)])
+    loss = nn.functional.binary_cross_entropy_with_logits(output, data.target(row, cpu))
     loss.backward()
     assert value == pytest.approx(loss.item(), rel=1e-6)
-    theirs = [parameter.grad for parameter in model.parameters()]
     ours = [parameter.grad for partition in emulated.training.partitions for parameter in partition.parameters()]
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, [parameter.grad for parameter in model.parameters()])
 
 
 def test_a_step_trains() -> None:
@@ -238,49 +255,12 @@ def test_a_step_trains() -> None:
     assert 0 < found.timeline.seconds < found.seconds < found.work < 1.5 * run.wall
 
 
-def test_without_a_pipeline_forward_and_backward_are_one_task_each(made: Made) -> None:
-    assert step(PLAIN).seconds == pytest.approx(1 + LOSS + 2 + UPDATES[0])
-
-
 def test_a_partition_without_parameters_has_nothing_to_update(made: Made) -> None:
     layers = list(PLAIN.build())
     bare = next(i for i, layer in enumerate(layers) if not any(True for _ in layer.parameters()))
     row = replace(pipeline(3), balance=(bare, 1, len(layers) - bare - 1))
-    assert step(row).seconds == pytest.approx(replay(costs(row)).seconds + max(UPDATES[:2]))
-
-
-class FakeLink:
-    """Copies take half a second, and so does a skip from the first partition to the last."""
-
-    def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        n = row.devices
-        assert forward == pytest.approx(sum(range(1, n + 1))), "what the first micro-batch takes in all partitions"
-        return [0.5] * (n - 1), {(0, n - 1): 0.5}
-
-
-@pytest.mark.parametrize(
-    ("components", "changes"),
-    [
-        (COMPONENTS, {}),
-        (("streams", "portals"), {"ahead": False}),  # nothing asks for a recomputation before its gradient is there
-        (("dependency", "portals"), {"blocking": True}),
-        ((), {"ahead": False, "blocking": True}),
-    ],
-)
-@pytest.mark.parametrize("linked", [True, False])
-def test_components(made: Made, components: tuple[Any, ...], changes: Mapping[str, Any], linked: bool) -> None:
-    row = pipeline(3, components=components)
-    copies = {"copy": [0.5, 0.5], "skips": {(0, 2): 0.5}} if linked else {}
-    found = step(row, link=FakeLink() if linked else None)
-    expected = replay(costs(row, **changes, **copies))
-    assert same(found.timeline, expected) and (found.seconds > found.here) == linked
-    assert found.here == pytest.approx(replay(costs(row, **changes)).seconds + found.update)
-
-
-def test_behind_a_link_recomputation_starts_early_also_where_cpu_devices_cannot_overlap(made: Made) -> None:
-    found = step(pipeline(m=1, checkpoint="always"), link=FakeLink())
-    assert found.here == pytest.approx(1 + 2 + LOSS + 3 + 4 + 1.5 + 2 + 8)
-    assert found.seconds == pytest.approx(1 + 2 + LOSS + 3 + 4 + 2 + 8 + 2 * 0.5), "a skip beside a copy takes no time"
+    emulated = emulation(row)
+    assert emulated.step([emulated.run()]).seconds == pytest.approx(replay(costs(row)).seconds + max(UPDATES[:2]))
 
 
 @pytest.mark.parametrize("n", [None, 2, 4])
@@ -295,53 +275,35 @@ def test_what_does_not_fit_says_what_it_needs(n: int | None) -> None:
 @pytest.mark.parametrize("before", [1, 2])
 def test_one_thread_plays_every_device(made: Made, before: int) -> None:
     """The CPU time of further threads would not be counted."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(before)
+    with Devices("cpu", 1, threads=before).in_use():
         emulation(pipeline(), Devices("cpu", 1, threads=before)).run()
         assert (made.threads, torch.get_num_threads()) == (1, before)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
     ("devices", "expected"), [(Devices("cuda", 1), "cuda:0"), (Devices("cuda", 2), "cuda:0"), (CPU, "cpu")]
 )
-def test_all_partitions_are_on_the_first_device(
+def test_all_partitions_are_on_the_first_device_and_one_thread_issues_their_tasks(
     devices: Devices, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stop(Exception):
-        pass
-
-    asked: list[torch.device] = []
-
-    def on_devices(row: Row, model: nn.Module, on: list[torch.device], engine: str) -> nn.Module:
-        assert engine == "graph", "one thread issues all tasks"
-        asked.extend(on)
-        raise Stop
+    def on_devices(*asked: Any) -> None:
+        assert asked[2:] == ([torch.device(expected)] * 4, "graph")
+        raise InterruptedError
 
     monkeypatch.setattr("reproduce.run.training.on_devices", on_devices)
-    with pytest.raises(Stop):
+    with pytest.raises(InterruptedError):
         emulation(pipeline(4), devices)
-    assert asked == [torch.device(expected)] * 4
 
 
 def test_a_planned_balance_is_of_the_whole_row_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        asked.append(kwargs)
-        return plan(*args, **kwargs)
-
+    spy = Mock(side_effect=plan)
     monkeypatch.setattr("reproduce.run.training.plan", spy)
-    row = replace(
-        PLAIN, configuration=PLANNED, equal="model", partitions=2, batch_size=8, chunks=8, checkpoint="always"
-    )
+    row = pipeline(2, 8, "always", configuration=PLANNED, equal="model", batch_size=8)
     balancer, data = Balancer(CPU), FakeData([row], 0)
     for n in (2, 4):
-        emulation = Emulation(replace(row, partitions=n), CPU, data, balancer, 0)
+        emulation = Emulation(replace(row, balance=None, partitions=n), CPU, data, balancer, 0)
         assert executed(row).chunks == 4 and emulation.training.row.chunks == 4
         balance = emulation.row.balance or ()
         assert len(balance) == n and sum(balance) == 65 and balance == emulation.training.row.balance
-    (options,) = asked
-    assert (options["batch_size"], options["chunks"], options["checkpoint"]) == (8, 8, "always")
+    spy.assert_called_once()
+    assert {"batch_size": 8, "chunks": 8, "checkpoint": "always"}.items() <= spy.call_args.kwargs.items()

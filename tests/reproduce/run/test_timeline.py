@@ -1,11 +1,11 @@
-"""Timelines: every task is in its place, and busy shares and the bubble follow from them."""
+"""Timelines: every task of a step is in its place."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,27 +15,11 @@ from reproduce.machine.devices import Devices
 from reproduce.run.timed import record_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
-from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.plan.replay import Timeline
 from torchgpipe.timeline.stopwatch import Mark
 
 ROW = replace(EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4)
 PIPELINE = {"partitions": 2, "chunks": 4, "balance": (30, 35), "checkpoint": "except_last"}
-
-
-# events (kind, device, start, end), devices, seconds that each is busy, bubble
-CASES = [
-    ([("forward", 0, 0.0, 2.0), ("backward", 1, 1.0, 2.0)], 2, [2.0, 1.0], 0.25),
-    ([("forward", 0, 0.0, 2.0), ("copy", 0, 0.0, 9.0)], 1, [2.0], 0.0),
-    ([("forward", 0, 0.0, 1.0), ("recompute", 0, 3.0, 4.0)], 1, [2.0], 0.5),
-    ([], 2, [0.0, 0.0], 0.0),
-]
-
-
-@pytest.mark.parametrize(("events", "devices", "busy", "bubble"), CASES)
-def test_shares(events: list[tuple[Any, ...]], devices: int, busy: list[float], bubble: float) -> None:
-    timeline = Timeline([Event(kind, 0, *rest) for kind, *rest in events], 9.0, devices)
-    assert [timeline.busy(device) for device in range(devices)] == pytest.approx(busy)
-    assert timeline.bubble == pytest.approx(bubble)
 
 
 def watched(**changes: object) -> tuple[Training, Timeline]:

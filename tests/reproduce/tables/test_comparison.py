@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from reproduce.error import Error
 from reproduce.records.record import Result, save
 from reproduce.tables.comparison import compared
 from reproduce.tables.layout import WIDTH
@@ -109,20 +108,3 @@ def test_csv_and_json(paths: list[str]) -> None:
     assert table["geometric_mean"]["B"] == pytest.approx(2**0.5)
     assert "missing in C: n2m1, n2m4" in table["notes"]
     assert {row["side"] for row in table["rows"]} == {"A", "B", "C"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"down": ["experiment"], "across": ["m"]},
-         "--row, --col: 'n2m1' and 'n10m1' are both at e x 1; name another field, such as partitions, k"),
-        ({"down": ["x"], "across": ["m"]}, "--row x: no row has x; there are experiment, row, scale, device, engine"),
-        ({"down": ["n"], "across": ["m", "x"]}, "--col x: no row has x; there are experiment, row, scale, device"),
-        ({"metric": "speed"}, "--metric speed: no row has it; there are throughput, time, speedup"),
-        ({"filters": ["n=3"]}, "--filter n=3: no row is left; n is 2, 10"),
-    ],
-)  # fmt: skip
-def test_what_is_not_there_is_refused(options: dict[str, Any], message: str, paths: list[str]) -> None:
-    with pytest.raises(Error) as caught:
-        compared(paths[:2], **options)
-    assert str(caught.value).startswith(message)
