@@ -21,11 +21,11 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
+from .behaviours.compare import found
+from .behaviours.draw import Draw
 from .cuda import DEVICES, balance, layers, needs_cuda
 from .parts import Fails
 from .test_cuda_streams import Late
-from .transparency.compare import state
-from .transparency.draw import Draw
 
 pytestmark = needs_cuda
 
@@ -56,9 +56,8 @@ def results_are_those_of_one_process(rank: int) -> None:
                 loss.backward()
                 losses.append((loss.detach(), model.clip_grad_norm_(1.0)))
             torch.testing.assert_close(*losses)
-            whole = state(one)
-            for kind, found in state(ranks).items():
-                torch.testing.assert_close(found, {name: whole[kind][name] for name in found})
+            whole, part = dict(found(one)), dict(found(ranks))
+            torch.testing.assert_close(part, {name: whole[name] for name in part})
         ranks.close()
 
 

@@ -1,4 +1,4 @@
-"""Ambient: the caller's modes, entered later. That they reach other threads is in tests/transparency."""
+"""Ambient: the caller's modes, entered later. That they reach other threads is in tests/behaviours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Randomness: every operator that draws is noticed, and two passes of a task draw the same, whoever else draws.
 
-The generators that layers have, and `torch.utils.checkpoint` inside of layers, are in tests/transparency.
+The generators that layers have, and `torch.utils.checkpoint` inside of layers, are in tests/behaviours.
 """
 
 from __future__ import annotations

@@ -1,47 +1,71 @@
-"""Run a check by an engine, in processes of its own, and say how it ended.
+"""Run a row by an adapter, in processes of its own, and say how it ended.
 
 Processes are forked from one that has imported torch already. Their process group is set up through a file that they
-share. Each rank writes what the check has left there (losses, gradients, parameters) to a file of its own; here these
+share. Each rank writes what the row has left there (losses, gradients, parameters) to a file of its own; here these
 are read and put together.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from functools import partial
+from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.any_model import difference
-from benchmarks.conformance_checks import CHECKS
-from benchmarks.conformance_engines import Found, Make, NotOffered, Pipeline, Plain, join
-from benchmarks.conformance_parts import Check
+from tests.behaviours.compare import difference
+from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
 
-LIMIT = 60.0  # seconds for a check; those of a process group are fewer
+LIMIT = 60.0  # seconds for a row; those of a process group are fewer
+PATIENCE = timedelta(seconds=12)  # of all process groups, for one operation
 AFTER = 2.0  # seconds that other ranks have after one has ended, or has nothing more to do
-
-PRELOADED = ["benchmarks.conformance_ranks"]
+TOLERANCE = 1e-4  # of the largest value of a tensor
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
 
 
+class Adapter(NamedTuple):
+    """What runs a row: the module and name of a `Pipe`, and a folder of packages for its processes alone."""
+
+    module: str
+    name: str
+    ranks: bool = False
+    folder: str = ""
+
+    def load(self) -> type[Pipe]:
+        """Import it, with packages from its folder first."""
+        if self.folder:  # with a torchgpipe of its own
+            sys.path.insert(0, self.folder)
+            for name in [name for name in sys.modules if name.split(".")[0] in ("torchgpipe", "tests")]:
+                del sys.modules[name]
+        found: type[Pipe] = getattr(importlib.import_module(self.module), self.name)
+        return found
+
+
+PRELOADED = ["benchmarks.conformance", "benchmarks.others.ours", "benchmarks.others.pipelining"]
+PRELOADED += ["torch.distributed.pipelining"]
+PLAIN = Adapter("benchmarks.others.ours", "Layers")
+
+
 class Outcome(NamedTuple):
-    """How a check ended, and what there is to say about it."""
+    """How a row ended, and what there is to say about it."""
 
     kind: Kind
     said: str = ""
 
 
 class Left(NamedTuple):
-    """What a check left on a rank: what was found, or how it ended otherwise."""
+    """What a row left on a rank: what was found, or how it ended otherwise."""
 
     found: Found
     outcome: Outcome | None
@@ -53,40 +77,36 @@ class Left(NamedTuple):
         return self.outcome is not None and self.outcome.said.startswith("RankFailed")
 
 
-def run(check: Check, engine: type[Pipeline], limit: float = LIMIT) -> Outcome:
-    """Run a check by an engine, and compare what it leaves with what the plain layers leave."""
-    expected = run_ranks(check, partial(Plain, by_micro_batch=check.by_micro_batch), 1, limit)
+def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
+    """Run a row by an adapter, and compare what it leaves with what the plain layers leave."""
+    expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
-        raise AssertionError(f"{check.name}: the plain layers end in {expected}")
-    ranks = check.ranks if engine.ranks else 1
-    found = run_ranks(check, engine, ranks, limit)
+        raise AssertionError(f"{row.name}: the plain layers end in {expected}")
+    found = run_ranks(row, adapter, limit)
     if isinstance(found, Outcome) and found.kind == "hangs":  # or the machine has
-        found = run_ranks(check, engine, ranks, limit)
+        found = run_ranks(row, adapter, limit)
     return found if isinstance(found, Outcome) else compared(found, expected[0])
 
 
 def compared(ranks: list[Found], plain: Found) -> Outcome:
     """Return whether what all ranks have together is what the plain layers have."""
     for name, y in (item for found in ranks for item in found.items()):
-        if name not in plain:
-            return Outcome("differs", f"{name}: there, but not in the model")
-        if y is False:
-            return Outcome("differs", f"not so: {name}")
-        x = plain[name]
-        if not isinstance(x, bool) and not isinstance(y, bool) and (said := difference(y, x)):
+        if name not in plain or y is False:
+            return Outcome("differs", f"not so: {name}" if y is False else f"{name}: there, but not in the model")
+        if said := difference(y, plain[name], TOLERANCE):
             return Outcome("differs", f"{name} {said}")
     missing = [name for name in plain if not any(name in found for found in ranks)]
     return Outcome("differs", f"{missing[0]}: on no rank") if missing else Outcome("equal")
 
 
-def run_ranks(check: Check, engine: Any, ranks: int, limit: float) -> list[Found] | Outcome:
-    """Run a check on so many ranks; return what it leaves on each, or how it ended otherwise."""
+def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
+    """Run a row on as many ranks as it has partitions; return what it leaves on each, or how it ended otherwise."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, ranks = Path(name), row.partitions if adapter.ranks else 1
         processes = [
-            context.Process(target=_rank, args=(check.name, engine, number, ranks, folder), daemon=True)
+            context.Process(target=_rank, args=(row.name, adapter, number, ranks, folder), daemon=True)
             for number in range(ranks)
         ]
         for process in processes:
@@ -128,23 +148,27 @@ def _without_folders(said: str) -> str:
     return re.sub(r"(/[\w.+-]+)+/", "", said)
 
 
-def _rank(name: str, engine: Any, number: int, ranks: int, folder: Path) -> None:
+def _rank(name: str, adapter: Adapter, number: int, ranks: int, folder: Path) -> None:
     log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    check = CHECKS[name]
     found: Found = {}
-    outcome = None
+    outcome, package = None, ""
     try:
+        pipe = adapter.load()
+        package = pipe.package
         if ranks > 1:
-            join(number, ranks, folder)
-        result = check.run(Make(engine, folder))
-        found = result.found() if isinstance(result, Pipeline) else result
+            os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
+            store = f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=store, rank=number, world_size=ranks, timeout=PATIENCE)
+        row = next(row for row in importlib.import_module("tests.behaviours.rows.training").ROWS if row.name == name)
+        result = row.action(pipe(row, folder))
+        found = result.found() if hasattr(result, "found") else result  # its class may have been imported anew
         found = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
     except BaseException as error:
         traceback.print_exc()
-        outcome = judged(error, getattr(engine, "package", "plain"))
+        outcome = judged(error, package)
     part = folder / f"{number}.part"
     torch.save(Left(found, outcome, time.time()), part)
     part.rename(folder / f"{number}.left")
@@ -155,8 +179,8 @@ def _rank(name: str, engine: Any, number: int, ranks: int, folder: Path) -> None
 
 
 def judged(error: BaseException, package: str) -> Outcome:
-    """Return whether an error is a refusal: raised by the engine's own code, with a message."""
-    if isinstance(error, NotOffered):
+    """Return whether an error is a refusal: raised by the package's own code, with a message."""
+    if type(error).__name__ == NotOffered.__name__:
         return Outcome("not offered", str(error))
     while error.__cause__ is not None:  # what is around it says where it was
         error = error.__cause__

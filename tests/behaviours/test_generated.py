@@ -1,6 +1,6 @@
 """Generated models as pipelines: all that a user can see is that of the plain layers, or the call is refused.
 
-    MODELS=2000 SEED=1 python -m pytest tests/transparency/test_generated.py -s
+    MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
 
 runs other models than the suite does, and prints how many, and what was refused.
 """
@@ -23,14 +23,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..plain import Plain, piped
 from ..ranks import current
-from .compare import EXACT, Outcome, assert_same_outcome, tensors, total
+from .compare import differences
+from .deferred import Deferred
 from .draw import drawing, forget, replay
 from .models import INPUTS, Case, Step, cases
+from .row import tensors, total
 
 SEED = os.environ.get("SEED")
 
 # float64 has 53 bits, and no model multiplies by more than some thousand.
-REORDERED = {"rtol": 1e-9, "atol": 1e-9}
+REORDERED = 1e-9
 
 # What a pipeline may refuse: the message, and whether a case gives reason for it.
 REFUSED: dict[str, Callable[[Case], bool]] = {
@@ -67,21 +69,17 @@ def refusing() -> Iterator[None]:
         raise Refused from error
 
 
-class Unmodified(Plain):
+class Unmodified(Deferred):
     """What plain layers compute where PyTorch would refuse to go backward: tensors are saved as they were.
 
     A pipeline copies some of them, so that it may work where plain layers do not.
     """
 
-    def forward(self, value: Any) -> Any:
+    def run(self, value: Any) -> Any:
         # Deep copies have the strides of the original; with others, sums would be in another order.
         with saved_tensors_hooks(lambda x: copy.deepcopy(x.detach()), lambda x: x):
             parts = self.split(value)
-            outputs = super().forward(value) if len(parts) > 1 else nn.Sequential.forward(self, parts[0])
-        for layer in self.modules():
-            if isinstance(layer, Undivided):
-                layer.commit()
-        return outputs
+            return super().run(value) if len(parts) > 1 else nn.Sequential.forward(self, parts[0])
 
     def split(self, value: Any) -> list[Any]:
         if isinstance(value, Tensor):
@@ -91,27 +89,13 @@ class Unmodified(Plain):
         return list(zip(*(parts[id(x)] for x in value), strict=True))
 
 
-class Undivided(nn.BatchNorm1d):
-    """Batch norm with the running statistics of the mini-batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
-        vars(self).setdefault("met", []).append(x.detach().clone())
-        return nn.functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-
-    def commit(self) -> None:
-        if met := vars(self).pop("met", None):
-            super().forward(torch.cat(met))
-
-
 def leaves(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters, those too that no module has."""
     borrowed = {f"{n} borrows": m.borrowed[0].weight for n, m in model.named_modules() if hasattr(m, "borrowed")}
     return dict(model.named_parameters()) | borrowed
 
 
-def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[Tensor], Outcome, list[Tensor]]:
+def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return the inputs of a step, which depend on the seed alone, what it shows, and its outputs."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -124,7 +108,7 @@ def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[T
     with {"no grad": torch.no_grad, "inference": torch.inference_mode}.get(step.run, nullcontext)():
         # One may be a buffer.
         outputs = [y.clone() for x in inputs for y in tensors(call(INPUTS[case.input](x)))]
-    shown = Outcome([y.detach() for y in outputs], [y.requires_grad for y in outputs], {}, {})
+    shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in outputs]
     return inputs, shown, outputs
 
 
@@ -167,19 +151,18 @@ def finish(model: nn.Module, step: Step) -> None:
 def assert_equals_plain(case: Case) -> None:
     """Run a case as a pipeline and plainly, and compare all that they show; raise `Refused` if the pipeline raises."""
     module, plain = case.build(), Unmodified(case.build(), chunks=case.chunks)
-    for layer in plain.modules() if case.deferred_batch_norm else ():
-        if type(layer) is nn.BatchNorm1d and layer.track_running_stats:
-            layer.__class__ = Undivided
+    if case.deferred_batch_norm:
+        plain.defer()
     with refusing():
         model = piped(module, case.balance, **case.options())
     model.observer = (lambda _: nullcontext()) if case.observed else None
 
     for k, step in enumerate(case.steps):
         with refusing():
-            inputs, ours, outputs = forward(model, case, step, k)
+            inputs, shown, outputs = forward(model, case, step, k)
         replay(model, plain)
         try:
-            plain_inputs, theirs, plain_outputs = forward(plain, case, step, k)
+            plain_inputs, plain_shown, plain_outputs = forward(plain, case, step, k)
         except RuntimeError:
             with refusing():  # at the latest now
                 backward(model, step, inputs, outputs)
@@ -190,11 +173,10 @@ def assert_equals_plain(case: Case) -> None:
             raise
         with refusing():
             needed = [y if p.requires_grad else y.detach() for y, p in zip(outputs, plain_outputs, strict=True)]
-            ours.gradients = backward(model, step, inputs, needed)
-        theirs.gradients = backward(plain, step, plain_inputs, plain_outputs)
-        for run, outcome in ((model, ours), (plain, theirs)):
-            outcome.buffers = dict(run.named_buffers()) | {n: p.detach() for n, p in leaves(run).items()}
-        assert_same_outcome(ours, theirs, REORDERED if case.reorders else EXACT)
+            gradients = backward(model, step, inputs, needed)
+        plain_gradients = backward(plain, step, plain_inputs, plain_outputs)
+        all_of_it = (shown, gradients, model, leaves(model)), (plain_shown, plain_gradients, plain, leaves(plain))
+        assert differences(*all_of_it, REORDERED if case.reorders else 0.0) == []
 
         for layer in drawing(model):
             assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"

@@ -33,6 +33,18 @@ class Do(nn.Module):
         return self.function(self, x)
 
 
+def layer(given: Any) -> nn.Module:
+    """Return a module, or a layer that is a function of the tensors that it gets."""
+    if isinstance(given, nn.Module):
+        return given
+    return Do(lambda _, value: given(*(value if isinstance(value, tuple) else (value,))))
+
+
+def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
+    """Return what makes a model of modules and functions, each of which is made anew."""
+    return lambda: nn.Sequential(*(layer(make()) for make in layers))
+
+
 class Frozen(nn.BatchNorm1d):
     """Batch norm that stays in evaluation mode."""
 
@@ -42,6 +54,16 @@ class Frozen(nn.BatchNorm1d):
 
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
+
+
+def five(last: Callable[[], nn.Module] | None = None) -> nn.Sequential:
+    """Return the usual model."""
+    return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), linear() if last is None else last())
+
+
+def real(*, grad: bool = True) -> Tensor:
+    """Return the usual input: in three micro-batches, the last is smaller."""
+    return torch.randn(8, WIDTH).requires_grad_(grad)
 
 
 def weight() -> Parameter:
