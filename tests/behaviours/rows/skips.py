@@ -51,6 +51,11 @@ def output_changed() -> nn.Sequential:
     return nn.Sequential(stashing("a", lambda x, y: y), nn.ReLU(inplace=True), linear(), popping())
 
 
+def output_handed_on() -> nn.Sequential:
+    """The partition between hands on what shares memory with a skip."""
+    return nn.Sequential(stashing("a", lambda x, y: y), nn.Identity(), nn.ReLU(inplace=True), linear(), popping())
+
+
 def without_grad(run: nn.Module, x: Tensor) -> Any:
     with torch.no_grad():
         return [run(x) for _ in range(3)]
@@ -89,6 +94,8 @@ ROWS = [
     Row("a skip that is the output changed in place", output_changed, balance=(2, 2), use=steps),
     *(Row(f"a skip that is the output changed in place, {balance}", output_changed, balance=balance, use=steps,
           refused=APART) for balance in ((1, 3), (1, 1, 2))),
+    Row("a skip that is the output, handed on and changed in place", output_handed_on, balance=(1, 1, 3), use=steps,
+        refused=APART),
     Row("likewise without a gradient", output_changed, balance=(1, 3), use=without_grad,
         refused={"workers": SHARES, "ranks": SHARES}),
 ]  # fmt: skip

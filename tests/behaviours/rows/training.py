@@ -9,8 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compare import REORDERED, differences
-from ..pipe import Found, Pipe, Training, batch, mlp, squares
+from ...parts import Fails
+from ..actions import (
+    ON_PURPOSE,
+    as_with,
+    between_steps,
+    first_mask,
+    going_on,
+    in_autocast,
+    in_turn,
+    input_gradient,
+    losses,
+    masks,
+    moved,
+    next_batch,
+    of_the_mini_batch,
+    raised,
+    second_mask,
+    seeded,
+    sequence,
+    told,
+    trained,
+)  # fmt: skip
+from ..compare import REORDERED
+from ..layers import layer
+from ..pipe import Pipe, Training, batch, mlp, squares
+from ..wiring import OnFirst
 
 SPLIT = "how a mini-batch is split"
 PASSED = "what passes between partitions"
@@ -20,55 +44,6 @@ STEPS = "criteria and optimizers"
 STATE = "state files"
 EVALUATION = "evaluation"
 FAILURES = "an exception"
-
-
-class Function(nn.Module):
-    """A layer that is a function of its one input, which may be a tuple."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        """Run the function."""
-        return self.function(x)
-
-
-class On(nn.Module):
-    """Give one of several tensors to a layer, and hand on the others."""
-
-    def __init__(self, index: int, layer: nn.Module) -> None:
-        super().__init__()
-        self.index, self.layer = index, layer
-
-    def forward(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the layer."""
-        return (*x[: self.index], self.layer(x[self.index]), *x[self.index + 1 :])
-
-
-ON_PURPOSE = "on purpose"
-
-
-class Raises(nn.Module):
-    """A layer that hands on its input, and raises once: in forward, or in backward."""
-
-    def __init__(self, phase: str) -> None:
-        super().__init__()
-        self.phase = phase
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x, or raise."""
-        self.reach("forward")
-        if x.requires_grad:
-            x = x.clone()
-            x.register_hook(lambda grad: self.reach("backward"))
-        return x
-
-    def reach(self, phase: str) -> None:
-        """Raise, the first time."""
-        if phase == self.phase:
-            self.phase = ""
-            raise ValueError(ON_PURPOSE)
 
 
 class Residual(nn.Module):
@@ -85,18 +60,20 @@ class Residual(nn.Module):
         return result
 
 
-def with_functions(*functions: Callable[[Any], Any]) -> Callable[[], nn.Sequential]:
+def raises(phase: str) -> nn.Module:
+    """Return a layer that raises once: in forward, or in backward."""
+    fails = Fails()
+    fails.fail(phase, ValueError(ON_PURPOSE))
+    return fails
+
+
+def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
     """Return what makes the usual layers with functions in the middle."""
-    return lambda: mlp(*map(Function, functions))
+    return lambda: mlp(*map(layer, functions))
 
 
 def between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
     return lambda: mlp(*(layer() for layer in layers))
-
-
-def sequence(length: int) -> tuple[Tensor, Tensor]:
-    x, target = batch(8 * length, seed=length)
-    return x.view(8, length, 4), target.view(8, length, 3)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -104,13 +81,13 @@ def turned(x: Tensor) -> Tensor:
 
 
 def masked() -> nn.Sequential:
-    mask, product = Function(lambda x: (x, x > 0)), Function(lambda xs: xs[0] * xs[1])
-    return nn.Sequential(nn.Linear(4, 3), mask, On(0, nn.Linear(3, 3)), product)
+    product = layer(lambda x, mask: x * mask)
+    return nn.Sequential(nn.Linear(4, 3), layer(lambda x: (x, x > 0)), OnFirst(nn.Linear(3, 3)), product)
 
 
 def handed_on() -> nn.Sequential:
-    twice, total = Function(lambda x: (x, x)), Function(lambda xs: xs[0] + xs[1])
-    return nn.Sequential(nn.Linear(4, 3), twice, On(1, nn.Linear(3, 3)), On(1, nn.Tanh()), total, nn.Linear(3, 3))
+    twice, total = layer(lambda x: (x, x)), layer(lambda x, skip: x + skip)
+    return nn.Sequential(nn.Linear(4, 3), twice, OnFirst(nn.Linear(3, 3)), OnFirst(nn.Tanh()), total, nn.Linear(3, 3))
 
 
 def tied(first: nn.Linear, second: nn.Linear) -> nn.Linear:
@@ -140,145 +117,6 @@ def with_unused() -> nn.Sequential:
     layers = mlp()
     layers[2].register_parameter("unused", nn.Parameter(torch.ones(2)))
     return layers
-
-
-# What is done with a pipeline.
-
-
-def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
-    """Train by each mini-batch in turn."""
-
-    def action(pipe: Pipe) -> Pipe:
-        for given in batches:
-            pipe.train(*given)
-        return pipe
-
-    return action
-
-
-def seeded(count: int, **options: Any) -> list[Any]:
-    return [batch(8, seed, **options) for seed in range(count)]
-
-
-def input_gradient(pipe: Pipe) -> Found:
-    x, target = batch()
-    x.requires_grad_()
-    pipe.step(x, target)
-    return {"the input's gradient": x.grad} if x.grad is not None else {}
-
-
-def dropout_step(pipe: Pipe) -> Pipe:
-    """Run a step with one seed for all ranks."""
-    torch.manual_seed(7)
-    return pipe.step()
-
-
-def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Say whether another pipeline has the same losses and gradients."""
-
-    def action(pipe: Pipe) -> Found:
-        a, b = dropout_step(pipe).found(), dropout_step(pipe.again(**changes)).found()
-        return {"both are equal": not differences({n: a[n] for n in a if n in b}, {n: b[n] for n in a if n in b}, 1e-4)}
-
-    return action
-
-
-differ: list[bool] = []
-
-
-def first_mask(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, nn.functional.dropout(x)
-
-
-def second_mask(xs: tuple[Tensor, Tensor]) -> Tensor:
-    x = nn.functional.dropout(xs[0])
-    differ.append(not x.ne(0).equal(xs[1].ne(0)))
-    return x + xs[1]
-
-
-def masks(pipe: Pipe) -> Found:
-    differ.clear()
-    dropout_step(pipe)
-    return {"masks of two partitions differ": all(differ)} if differ else {}
-
-
-def of_the_mini_batch(pipe: Pipe) -> Found:
-    """Say whether the first layer's statistics are those of the mini-batch."""
-    found, norm = pipe.step().found(), nn.BatchNorm1d(4)
-    norm(pipe.row.given()[0])
-    names = [f"0.{name}" for name, _ in norm.named_buffers() if f"0.{name}" in found]
-    expected = {f"0.{name}": x for name, x in norm.named_buffers()}
-    kept = not differences({n: found[n] for n in names}, {n: expected[n] for n in names}, REORDERED)
-    return {"statistics are those of the mini-batch": kept} if names else {}
-
-
-def losses(pipe: Pipe) -> Found:
-    trained(*seeded(3, targets=4))(pipe)
-    return {name: x for name, x in pipe.found().items() if name.startswith("loss")}
-
-
-def in_turn(pipe: Pipe) -> Found:
-    pipes = [pipe, pipe.again()]
-    for seed in range(2):
-        for k, each in enumerate(pipes):
-            each.train(*batch(8, seed + k))
-    return {f"{k}: {name}": x for k, each in enumerate(pipes) for name, x in each.found().items()}
-
-
-def in_autocast(pipe: Pipe) -> Pipe:
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # with it, gradients are added up in bfloat16
-        return pipe.step()
-
-
-def moved(pipe: Pipe) -> Pipe:
-    pipe.train(*batch()).save()
-    other = pipe.again(balance=(3, 1), optimizer=None)
-    other.load()
-    return other.step(*batch(8, seed=1))
-
-
-def going_on(pipe: Pipe) -> Pipe:
-    trained(*seeded(2))(pipe).save()
-    other = pipe.again()
-    other.load()
-    return other.train(*batch(8, seed=2))
-
-
-def between_steps(pipe: Pipe) -> Pipe:
-    for given in seeded(2):
-        pipe.train(*given).evaluate(*batch(8, seed=5))
-    return pipe
-
-
-def heard(pipe: Pipe) -> list[BaseException]:
-    """Return what a step raises, with the errors that it says were the cause."""
-    errors: list[BaseException] = []
-    try:
-        pipe.step()
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            errors.append(cause)
-            cause = cause.__cause__
-    return errors
-
-
-def raised(pipe: Pipe) -> Found:
-    """Say whether a step raises on this rank, and whether it raises what the layer raised."""
-    errors = heard(pipe)
-    own = any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors)
-    return {"every rank raises": bool(errors), **({"the layer's own error": True} if own else {})}
-
-
-def told(pipe: Pipe) -> Found:
-    return {"says what was raised": any(ON_PURPOSE in str(error) for error in heard(pipe))}
-
-
-def next_batch(pipe: Pipe) -> Pipe:
-    heard(pipe)
-    pipe.module.zero_grad()
-    pipe.losses.clear()
-    return pipe.step(*batch(8, seed=1))
 
 
 def raising() -> Callable[[Tensor, Tensor], Tensor]:
@@ -323,10 +161,10 @@ ROWS = [
     T("a longer second sequence", SPLIT, "Text and audio have another length in each batch.",
       action=trained(sequence(5), sequence(7)), optimizer=sgd),
     T("several inputs", PASSED, "Models take a mask, or a second sequence, beside their input.",
-      lambda: nn.Sequential(Function(lambda xs: xs[0] * xs[1]), *mlp()), (2, 3),
+      lambda: nn.Sequential(layer(lambda a, b: a * b), *mlp()), (2, 3),
       lambda: ((batch()[0], batch()[0] + 1), batch()[1])),
     T("several outputs", PASSED, "A model may return scores and boxes, and its criterion take both.",
-      lambda: mlp().append(Function(lambda y: (y, y * 2))), (2, 3), action=lambda pipe: pipe.evaluate().step(),
+      lambda: mlp().append(layer(lambda y: (y, y * 2))), (2, 3), action=lambda pipe: pipe.evaluate().step(),
       criterion=lambda ys, target: ((ys[0] + ys[1] - target) ** 2).sum()),
     T("whole numbers as input", PASSED, "Tokens take no gradient.", lambda: nn.Sequential(nn.Embedding(5, 4), *mlp()),
       (2, 3), lambda: (torch.arange(8) % 5, batch()[1])),
@@ -338,9 +176,9 @@ ROWS = [
     T("a partition that begins in place", PASSED, "`ReLU(inplace=True)` may come first in a partition.",
       lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), (1, 2)),
     T("a tensor that the next partition ignores", PASSED, "It takes no gradient, and nobody may wait for one.",
-      with_functions(lambda x: (x, x * 2), lambda xs: xs[0]), (3, 3)),
+      with_functions(lambda x: (x, x * 2), lambda x, _: x), (3, 3)),
     T("a constant beside a tensor with gradient", PASSED, "A float mask, or positions, take no gradient.",
-      with_functions(lambda x: (x, x.detach() * 2), lambda xs: xs[0] * xs[1]), (3, 3)),
+      with_functions(lambda x: (x, x.detach() * 2), lambda x, y: x * y), (3, 3)),
     T("a skip over a partition, handed on", PASSED, "A tuple takes it through the partition between.", handed_on, (2,
       2, 2)),
     T("a skip over a partition, in a model as it is written", PASSED, "So U-Nets and encoders are written.", Residual,
@@ -351,7 +189,7 @@ ROWS = [
     T("dropout equal over balances", RANDOM, "A seed gives the same masks wherever layers are split.", dropped, (3, 4),
       action=as_with(balance=(2, 5)), unlike="which numbers a task draws depends on its partition"),
     T("dropout of another partition", RANDOM, "Partitions have masks of their own, though ranks have one seed.",
-      lambda: nn.Sequential(nn.Linear(4, 6), Function(first_mask), Function(second_mask), nn.Linear(6, 3)),
+      lambda: nn.Sequential(nn.Linear(4, 6), layer(first_mask), layer(second_mask), nn.Linear(6, 3)),
       action=masks),
     T("recomputation draws the same masks", RANDOM, "Or gradients are those of another network.", dropped, (3, 4),
       action=as_with(checkpoint="always")),
@@ -400,11 +238,11 @@ ROWS = [
       action=lambda pipe: pipe.evaluate(*batch(14))),
     *(T(f"in {phase} of the {place} partition", FAILURES, RAISES, layers, balance, action=raised)
       for phase in ("forward", "backward") for place, layers, balance in (
-          ("first", lambda phase=phase: nn.Sequential(Raises(phase), *mlp()), (3, 2)),
-          ("last", lambda phase=phase: mlp(Raises(phase)), (2, 3)))),
+          ("first", lambda phase=phase: nn.Sequential(raises(phase), *mlp()), (3, 2)),
+          ("last", lambda phase=phase: mlp(raises(phase)), (2, 3)))),
     T("in the criterion", FAILURES, RAISES, given=bad_target, action=raised, criterion=raising()),
     T("is told to every rank", FAILURES, "Whichever log is read, it says what went wrong.",
-      lambda: mlp(Raises("forward")), (2, 3), action=told),
+      lambda: mlp(raises("forward")), (2, 3), action=told),
     T("then the next mini-batch", FAILURES, "A program that leaves out a bad batch goes on with right gradients.",
       given=bad_target, action=next_batch, criterion=raising()),
 ]  # fmt: skip
