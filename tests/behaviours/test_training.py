@@ -39,4 +39,6 @@ def test_training(row: Training, engine: str, checkpoint: str, tmp_path: Path) -
             left(row, Piped, tmp_path / "ours")
         return
     ours = left(row, Piped, tmp_path / "ours")
+    if engine == "ranks" and not ours:
+        return  # another rank has seen it
     assert differences(ours, left(row, Layers, tmp_path / "plain"), row.tolerance) == []

@@ -82,8 +82,9 @@ class Looks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain, self.kind, self.marked = nn.Parameter(torch.ones(WIDTH)), Kind(torch.ones(WIDTH)), linear().bias
-        self.marked.decay = 0.1
+        self.plain, self.kind = nn.Parameter(torch.ones(WIDTH)), Kind(torch.ones(WIDTH))
+        self.marked = linear().bias
+        vars(self.marked)["decay"] = 0.1
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.tied = self.plain
         self.register_parameter("absent", None)
@@ -91,7 +92,7 @@ class Looks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert type(self.kind) is Kind and type(self.plain) is nn.Parameter and self.absent is None
         assert self.tied is self.plain and self.plain.is_leaf and self.plain.requires_grad
-        return x * self.plain + self.kind * self.marked * self.marked.decay + self.tied * self.frozen
+        return x * self.plain + self.kind * self.marked * vars(self.marked)["decay"] + self.tied * self.frozen
 
 
 def replaced(layer: Any) -> None:

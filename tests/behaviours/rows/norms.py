@@ -19,6 +19,10 @@ def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
     return made(lambda: nn.Conv2d(2, 4, 1), norm, nn.ReLU, nn.Flatten, lambda: nn.Linear(36, 3))
 
 
+def evaluating(build: Callable[[], nn.Sequential]) -> Callable[[], nn.Sequential]:
+    return lambda: build().eval()
+
+
 def given(size: int = 14) -> Tensor:
     return torch.randn(size, 2, 3, 3).requires_grad_()
 
@@ -69,12 +73,12 @@ def failing() -> nn.Sequential:
     return nn.Sequential(nn.BatchNorm2d(2), Fails(), nn.BatchNorm2d(2))
 
 
-DEFERRED = {"options": {"deferred_batch_norm": True}, "tolerance": REORDERED}  # moments of parts are combined
+DEFERRED: dict[str, Any] = {"options": {"deferred_batch_norm": True}, "tolerance": REORDERED}  # of combined moments
 
 ROWS = [
     *(Row(what, build, given, (1, 1, 1) if what == "at the start" else (1, 1, 3), use=steps, chunks=4)
       for what, build in NORMS.items()),
-    *(Row(f"{what}, evaluation", lambda build=build: build().eval(), given,
+    *(Row(f"{what}, evaluation", evaluating(build), given,
           (1, 1, 1) if what == "at the start" else (2, 3), use=steps, chunks=4) for what, build in NORMS.items()),
     *(Row(f"deferred, {batch} samples in {m}", channels(lambda: nn.BatchNorm2d(4)), partial(given, batch), balance,
           use=steps, chunks=m, **DEFERRED)

@@ -90,7 +90,7 @@ ROWS = [
     Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),
     Row("no parameters", of(torch.sin, torch.exp, torch.square)),
     Row("strides", made(Shifted, lambda: turned, Shifted, lambda: turned), lambda: torch.randn(6, 16, 32), (1, 2, 1)),
-    *(Row(f"types {d}", typed(d), lambda d=d: torch.randn(8, WIDTH, dtype=d).requires_grad_(), use=promised)
+    *(Row(f"types {d}", typed(d), partial(torch.randn, 8, WIDTH, dtype=d, requires_grad=True), use=promised)
       for d in (F16, BF16, C64)),
     Row("several types", typed(*SEVERAL), balance=(2, 2, 2, 3), use=promised),
 ]  # fmt: skip

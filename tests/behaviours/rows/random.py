@@ -20,6 +20,12 @@ from ..row import Row, step
 
 Drawn = Callable[[Tensor], Tensor]
 
+
+def attention(x: Tensor, dropout: float) -> Tensor:
+    q = x[None]
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)[0]
+
+
 DRAWS: dict[str, Drawn] = {
     "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
     "dropout in place": lambda x: F.dropout(torch.ones_like(x), 0.5, inplace=True),
@@ -35,7 +41,7 @@ DRAWS: dict[str, Drawn] = {
     "exponential in place": lambda x: torch.empty_like(x).exponential_(),
     "binomial": lambda x: torch.binomial(torch.full_like(x, 9), torch.full_like(x, 0.5)),
     "dirichlet": lambda x: torch._sample_dirichlet(torch.ones_like(x)),
-    "attention with dropout": lambda x: F.scaled_dot_product_attention(*[x.detach()[None]] * 3, dropout_p=0.5)[0],
+    "attention with dropout": lambda x: attention(x.detach(), 0.5),
     "initialization": lambda x: nn.Linear(4, len(x)).weight.detach(),
     "several": lambda x: torch.rand_like(x) * torch.randperm(4) + F.dropout(torch.ones_like(x)),
 }
@@ -131,7 +137,7 @@ def sometimes(x: Tensor) -> Tensor:
 QUIET: dict[str, Callable[[], Any]] = {
     "nothing": nn.Identity,
     "dropout in evaluation": lambda: nn.Dropout().eval(),
-    "attention without dropout": lambda: lambda x: F.scaled_dot_product_attention(*[x[None]] * 3)[0],
+    "attention without dropout": lambda: lambda x: attention(x, 0.0),
     "a generator of the layer's own": lambda: lambda x: x * torch.rand(4, generator=torch.Generator().manual_seed(1)),
 }
 
@@ -142,8 +148,8 @@ def rising() -> Tensor:
 
 WRONG = "in a later micro-batch, but not in the first one"
 WITHIN = r"within torch\.utils\.checkpoint"
-AUTO = {"options": {"engine": "auto"}, "without": {"ranks": "they are one engine"}}
-MORE = {"chunks": 4, "balance": (2, 1, 2)}
+AUTO: dict[str, Any] = {"options": {"engine": "auto"}, "without": {"ranks": "they are one engine"}}
+MORE: dict[str, Any] = {"chunks": 4, "balance": (2, 1, 2)}
 ONE = "one torch.Generator"
 
 ROWS = [
