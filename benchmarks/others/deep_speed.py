@@ -20,8 +20,7 @@ class DeepSpeed(Pipe):
     package, ranks = "deepspeed", True
 
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
-        row = self.row
-        if row.sample is not None or row.deferred_batch_norm:
+        if (row := self.row).sample is not None or row.deferred_batch_norm:
             raise NotOffered("it takes a list of layers" if row.sample is not None else "batch norm is by micro-batch")
         deepspeed.init_distributed("gloo")  # which takes the group that is there
         module = made(layers, balance, self._criterion, row.checkpoint == "always")
@@ -91,8 +90,8 @@ def made(layers: nn.Sequential, balance: list[int], criterion: Any, recomputed: 
         same = [i for i, other in enumerate(layers) if weight is not None and getattr(other, "weight", None) is weight]
         if len({bisect_right(ends, i) for i in same}) < 2:  # all in one partition
             return layer
-        names, sizes = ["weight", "bias"], (layer.in_features, layer.out_features)
-        return TiedLayerSpec(str(same[0]), nn.Linear, *sizes, tied_weight_attr=names)
+        weights, sizes = ["weight", "bias"], (layer.in_features, layer.out_features)
+        return TiedLayerSpec(str(same[0]), nn.Linear, *sizes, tied_weight_attr=weights)
 
     module = Balanced([spec(layer) for layer in layers], num_stages=len(balance), loss_fn=criterion, seed_layers=True,
                       activation_checkpoint_interval=max(balance) * recomputed, dynamic_shape=True)  # fmt: skip

@@ -52,8 +52,8 @@ class Adapter(NamedTuple):
         return found
 
 
-PRELOADED = ["benchmarks.conformance", "benchmarks.others.ours", "benchmarks.others.pipelining"]
-PRELOADED += ["torch.distributed.pipelining"]
+PRELOADED = ["benchmarks.harness", "benchmarks.others.ours", "benchmarks.others.pipelining"]
+PRELOADED += ["torch.distributed.pipelining", "tests.behaviours.rows.training"]
 PLAIN = Adapter("benchmarks.others.ours", "Layers")
 
 
