@@ -4,8 +4,7 @@
 
 Each model of a list goes through `torchgpipe.sequential`, and then through a `GPipe` of 1, 2 and 4 CPU partitions,
 with two micro-batches of a batch of five, in each mode of checkpointing. Outputs, gradients of all parameters and all
-buffers are compared with those of the model run on each micro-batch in turn. `--theirs` gives the same models to
-PyTorch's own `pipeline()`.
+buffers are compared with those of the model run on each micro-batch in turn.
 
 The lists are `torchvision`, `transformers` and `timm`; the last two need `pip install transformers timm`. A model that
 the record has already is not run again without `--again`, so a list goes on where it was stopped.
@@ -25,12 +24,11 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from benchmarks.any_model_lists import LISTS, Case
-from benchmarks.any_model_theirs import Unequal, theirs
 from benchmarks.harness import Found, by_case, command, continued, keep, render, start
 from reproduce.records.record import Record, Result, load
+from tests.behaviours.compare import differences
 from torchgpipe import GPipe, sequential
 from torchgpipe.checkpoint import MODES
-from torchgpipe.skip.skippable import skips_of
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 
@@ -38,11 +36,10 @@ PARTITIONS = (1, 2, 4)
 CHUNKS = 2
 TOLERANCE = 1e-4
 """Of the largest value of a tensor: gradients of a tensor that is used several times are added in another order."""
-ZERO = 1e-12
-"""What is less is rounding around zero, such as the gradient of a bias that softmax takes out again."""
-THEIRS = "PyTorch's pipeline()"
 
-Outcome = dict[str, Tensor | None]
+
+class Unequal(Exception):
+    """A pipeline does something else than its model."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,17 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("list", choices=LISTS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models of the list only")
     parser.add_argument("--again", action="store_true", help="also models that the record has")
-    parser.add_argument("--theirs", action="store_true", help=f"{THEIRS}, instead of this library's")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     record = start(options, "any_model", "models that become pipelines", {}, devices=max(PARTITIONS))
     record = replace(record, software={options.list: version(options.list)})
     if options.json is not None and options.json.exists():
         record = continued(record, load(options.json))
-    experiment = f"{options.list}, {THEIRS}" if options.theirs else options.list
     models = LISTS[options.list]()
-    there = by_case(record).get(experiment, {})
-    missing = [Result(experiment, name, "not run") for name in models if name not in there]
+    there = by_case(record).get(options.list, {})
+    missing = [Result(options.list, name, "not run") for name in models if name not in there]
     record = replace(record, results=[*record.results, *missing])
     todo = {
         name: models[name]
@@ -69,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.again or name not in there or there[name].status == "not run"
     }
     path = options.json if todo else None
-    keep(record, path, check(experiment, todo, _theirs if options.theirs else ours), len(todo), table)
+    keep(record, path, check(options.list, todo), len(todo), table)
 
 
-def check(experiment: str, models: Mapping[str, Callable[[], Case]], way: Callable[[str, str, Case], Result]) -> Found:
+def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
     """Yield the result of each model."""
     for name, build in models.items():
         torch.manual_seed(0)
         try:
-            yield [way(experiment, name, build())]
+            yield [ours(experiment, name, build())]
         except Exception as error:  # whatever a model, or a pipeline of it, runs into
             said = str(error) if isinstance(error, Unequal) else f"{type(error).__name__}: {error}"
             yield [Result(experiment, name, "failed", reason=_without_paths(said)[:600])]
@@ -87,12 +82,6 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]], way: Callab
 def _without_paths(said: str) -> str:
     """Return a message without the folder in which packages are on this machine."""
     return re.sub(r"/\S*/(site|dist)-packages/", "", said)
-
-
-def _theirs(experiment: str, name: str, case: Case) -> Result:
-    """Let PyTorch's `pipeline()` split the model in one of several places."""
-    config: dict[str, Any] = {"partitions": 2, "chunks": 2, "split": theirs(case, TOLERANCE)}
-    return Result(experiment, name, "measured", config=config)
 
 
 def ours(experiment: str, name: str, case: Case) -> Result:
@@ -127,12 +116,11 @@ def _ours(experiment: str, name: str, case: Case) -> Result:
             pipeline = GPipe(layers, balance(layers, n), devices=["cpu"] * n, chunks=CHUNKS, checkpoint=mode)
             if pipeline.state_dict().keys() != before.keys():
                 raise Unequal("the names of the state differ")
-            if said := compared(outcome(case, pipeline, [case.sample]), plain):
-                raise Unequal(f"{n} partitions, {mode}: {said}")
+            if said := differences(outcome(case, pipeline, [case.sample]), plain, TOLERANCE):
+                raise Unequal(f"{n} partitions, {mode}: {said[0]}")
             restore(case.module, before)
-    skips = sum(len(skips_of(layer)[0]) for layer in layers)
     config: dict[str, Any] = {"partitions": list(PARTITIONS), "chunks": CHUNKS, "checkpoint": list(MODES)}
-    return Result(experiment, name, "measured", config=config, values={"layers": len(layers), "skips": skips})
+    return Result(experiment, name, "measured", config=config)
 
 
 def restore(module: nn.Module, state: dict[str, Tensor]) -> None:
@@ -157,7 +145,7 @@ def split(sample: Any) -> list[Any]:
     return [*sample.chunk(CHUNKS)]
 
 
-def outcome(case: Case, model: nn.Module, samples: list[Any]) -> Outcome:
+def outcome(case: Case, model: nn.Module, samples: list[Any]) -> dict[str, Tensor | None]:
     """Run forward on each of the samples, then one backward; return outputs, gradients and buffers by name."""
     case.module.zero_grad()
     called = [model(**sample) if isinstance(sample, dict) else model(sample) for sample in samples]
@@ -168,29 +156,9 @@ def outcome(case: Case, model: nn.Module, samples: list[Any]) -> Outcome:
     )
     assert isinstance(total, Tensor)
     total.backward()
-    found: Outcome = {f"output {k}": y.detach() for k, y in enumerate(outputs)}
+    found: dict[str, Tensor | None] = {f"output {k}": y.detach() for k, y in enumerate(outputs)}
     found |= {f"gradient of {name}": p.grad for name, p in case.module.named_parameters()}
     return found | {f"buffer {name}": b.clone() for name, b in case.module.named_buffers()}
-
-
-def compared(found: Outcome, plain: Outcome) -> str:
-    """Return what differs first; nothing if all is equal."""
-    return next((f"{name}: {said}" for name, x in plain.items() if (said := difference(found[name], x))), "")
-
-
-def difference(y: Tensor | None, x: Tensor | None) -> str:
-    """Return how `y` differs from `x`; nothing if it does not."""
-    if x is None or y is None:
-        return "" if x is y else f"{'missing' if y is None else 'there, but not in the model'}"
-    if x.shape != y.shape:
-        return f"shape {tuple(y.shape)} for {tuple(x.shape)}"
-    if torch.equal(x, y):
-        return ""
-    most = (x.double() - y.double()).abs().max().item()
-    largest = x.double().abs().max().item()
-    return (
-        "" if most <= TOLERANCE * largest + ZERO else f"differs by {most:.2g}, where the largest value is {largest:.2g}"
-    )
 
 
 def table(record: Record, style: str = "simple") -> str:
@@ -198,31 +166,23 @@ def table(record: Record, style: str = "simple") -> str:
     cases = by_case(record)
     summary, lists = [], []
     for name in LISTS:
-        ways = [cases.get(experiment, {}) for experiment in (name, f"{name}, {THEIRS}")]
-        models = sorted({model for way in ways for model in way})
-        if not models:
+        if not (models := cases.get(name, {})):
             continue
-        statuses = [[each.status for each in way.values()] for way in ways]
-        counts = [str(each.count(status)) for each in statuses for status in ("measured", "failed")]
+        statuses = [result.status for result in models.values()]
+        counts = [str(statuses.count(status)) for status in ("measured", "failed")]
         summary.append([name, str((record.software or {})[name]), str(len(models)), *counts])
-        rows = []
-        for model in models:
-            values = ways[0][model].values if model in ways[0] else {}
-            sizes = [str(values.get(key, "")) for key in ("layers", "skips")]
-            rows.append([model, *sizes, *(_said(way.get(model)) for way in ways)])
-        listed = render(["model", "layers", "skips", "result", THEIRS], rows, style)
+        listed = render(["model", "result"], [[model, _said(models[model])] for model in sorted(models)], style)
         title = f"{name}: {len(models)} models"
         lists.append(f"<details><summary>{title}</summary>\n\n{listed}\n\n</details>" if style == "pipe" else listed)
-    headers = ["list", "version", "models", "equal", "refused or not equal", f"{THEIRS}: equal", "not equal"]
-    return "\n\n".join([render(headers, summary, style), *lists])
+    return "\n\n".join([render(["list", "version", "models", "equal", "refused or not equal"], summary, style), *lists])
 
 
-def _said(result: Result | None) -> str:
+def _said(result: Result) -> str:
     """Return how a model's check ended, in about 100 characters."""
-    if result is None or result.status == "not run":
+    if result.status == "not run":
         return "not run"
     if result.status == "measured":
-        return "equal" + next((f", {result.config[key]}" for key in ("split", "dtype") if key in result.config), "")
+        return f"equal, {result.config['dtype']}" if "dtype" in result.config else "equal"
     text = " ".join((result.reason or "").split()).replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= 100 else f"{text[:99]}…"
 

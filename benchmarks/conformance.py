@@ -2,9 +2,13 @@
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
-Each check trains or evaluates a small pipeline of two or three partitions on CPUs, once by each engine: this library's
-threads and ranks, PyTorch's `ScheduleGPipe` and `Schedule1F1B`, and DeepSpeed's pipeline, where `pip install deepspeed`
-has been. What can then be seen of it is compared with what the plain layers do.
+Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline of two or three partitions on CPUs,
+once by each engine: this library's threads and ranks, torchgpipe 0.0.7, PyTorch's `ScheduleGPipe` and `Schedule1F1B`,
+and DeepSpeed's pipeline. What can then be seen of it is compared with what the plain layers do. Two of them need a
+folder of their own:
+
+    pip install --no-deps --target FOLDER torchgpipe==0.0.7     # and then --older FOLDER
+    pip install --target FOLDER deepspeed                       # and then --deepspeed FOLDER, unless it is installed
 """
 
 from __future__ import annotations
@@ -13,27 +17,28 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions, version
+from pathlib import Path
 from typing import get_args
 
 from msgspec.structs import replace
 
-from benchmarks.conformance_checks import CHECKS
-from benchmarks.conformance_engines import Pipeline, Ranks, Threads
-from benchmarks.conformance_ranks import PRELOADED, Kind, run
-from benchmarks.conformance_theirs import DeepSpeed, Torch1F1B, TorchGPipe
 from benchmarks.harness import Found, by_case, command, keep, render, start
+from benchmarks.others.processes import PRELOADED, Adapter, Kind, run
 from reproduce.records.record import Record, Result
+from tests.behaviours.rows.training import ROWS
 
-ENGINES: dict[str, type[Pipeline]] = {
-    "threads": Threads,
-    "ranks": Ranks,
-    "ScheduleGPipe": TorchGPipe,
-    "Schedule1F1B": Torch1F1B,
-    "DeepSpeed": DeepSpeed,
+ENGINES: dict[str, Adapter] = {
+    "threads": Adapter("benchmarks.others.ours", "Threads"),
+    "ranks": Adapter("benchmarks.others.ours", "Ranks", ranks=True),
+    "0.0.7": Adapter("benchmarks.others.older", "Older"),
+    "ScheduleGPipe": Adapter("benchmarks.others.pipelining", "TorchGPipe", ranks=True),
+    "Schedule1F1B": Adapter("benchmarks.others.pipelining", "Torch1F1B", ranks=True),
+    "DeepSpeed": Adapter("benchmarks.others.deep_speed", "DeepSpeed", ranks=True),
 }
-PACKAGES = {"ScheduleGPipe": "torch", "Schedule1F1B": "torch", "DeepSpeed": "deepspeed"}
+PACKAGES = {"0.0.7": "torchgpipe", "ScheduleGPipe": "torch", "Schedule1F1B": "torch", "DeepSpeed": "deepspeed"}
 KINDS: tuple[Kind, ...] = get_args(Kind)
+CHECKS = {row.name: row for row in ROWS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,29 +46,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command("conformance", __doc__ or "")
     parser.add_argument("check", nargs="*", metavar="CHECK", help="these checks only, by name")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=[*ENGINES], help="these engines only")
+    parser.add_argument("--older", type=Path, metavar="FOLDER", help="where torchgpipe 0.0.7 is")
+    parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where DeepSpeed is, if it is not installed")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.check if name not in CHECKS]:
         parser.error(f"there is no check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
-    if importlib.util.find_spec("deepspeed") is None:
-        if options.engine == ["DeepSpeed"]:
-            parser.error("DeepSpeed is not installed: pip install deepspeed")
-        if "DeepSpeed" in options.engine:
-            print("DeepSpeed is not installed, and left out: pip install deepspeed", file=sys.stderr)
-        options.engine = [name for name in options.engine if name != "DeepSpeed"]
-    PRELOADED.extend(["deepspeed"] * ("DeepSpeed" in options.engine))
+    engines = {name: ENGINES[name] for name in options.engine}
+    sys.path += [str(options.deepspeed)] if options.deepspeed else []
+    there = {"0.0.7": options.older is not None, "DeepSpeed": importlib.util.find_spec("deepspeed") is not None}
+    for name in [name for name in engines if not there.get(name, True)]:
+        print(f"{name} is left out: it is not installed, see --help", file=sys.stderr)
+        del engines[name]
+    if "0.0.7" in engines:
+        engines["0.0.7"] = engines["0.0.7"]._replace(folder=str(options.older.absolute()))
+    PRELOADED.extend(["deepspeed.pipe"] * ("DeepSpeed" in engines))
+    options.engine = [*engines]
     checks = options.check or [*CHECKS]
     record = start(options, "conformance", "what pipelines get right", {}, devices=2)
-    software = {package: version(package) for name in options.engine if (package := PACKAGES.get(name))}
-    record = replace(record, software={**software})
-    keep(record, options.json, found(checks, options.engine), len(checks), table)
+    software = {PACKAGES[name]: found_version(PACKAGES[name], engine.folder)
+                for name, engine in engines.items() if name in PACKAGES}  # fmt: skip
+    record = replace(record, software=software)
+    keep(record, options.json, found(checks, engines), len(checks), table)
 
 
-def found(checks: Sequence[str], engines: Sequence[str]) -> Found:
+def found_version(package: str, folder: str) -> str:
+    """Return a package's version, as it is in a folder or installed."""
+    return next(each.version for each in distributions(name=package, path=[folder])) if folder else version(package)
+
+
+def found(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
     """Yield how each check ends by each engine."""
     for name in checks:
         results = []
-        for engine in engines:
-            kind, said = run(CHECKS[name], ENGINES[engine])
+        for engine, adapter in engines.items():
+            kind, said = run(CHECKS[name], adapter)
             results.append(Result(name, engine, "measured", values={"outcome": kind}, reason=said or None))
         yield results
 

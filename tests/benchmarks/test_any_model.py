@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.any_model import compared, main, ours, table
+from benchmarks.any_model import main, ours, table
 from benchmarks.any_model_lists import LISTS, Case, torchvision_models
 from reproduce.records.record import load
 
@@ -27,8 +26,7 @@ from reproduce.records.record import load
     ],
 )
 def test_torchvision(name: str) -> None:
-    found = ours("torchvision", name, torchvision_models()[name]()).values
-    assert found["skips"] != 0 or name == "squeezenet1_0"
+    assert ours("torchvision", name, torchvision_models()[name]()).status == "measured"
 
 
 class Pairwise(nn.Module):
@@ -44,23 +42,6 @@ class Pairwise(nn.Module):
 
 def test_a_batch_is_compared_by_micro_batches() -> None:
     assert ours("", "", Case(Pairwise(), torch.randn(5, 3))).status == "measured"
-
-
-ONE, OTHER = torch.ones(2), torch.tensor([1.0, 1.1])
-DIFFERENT: list[tuple[Any, Any, str]] = [
-    (ONE, ONE, ""),
-    (None, None, ""),
-    (ONE, ONE * (1 + 1e-6), ""),
-    (OTHER, ONE, "x: differs by 0.1, where the largest value is 1"),
-    (None, ONE, "x: missing"),
-    (ONE, None, "x: there, but not in the model"),
-    (ONE[:1], ONE, "x: shape (1,) for (2,)"),
-]
-
-
-@pytest.mark.parametrize("found, plain, said", DIFFERENT)
-def test_compared(found: Any, plain: Any, said: str) -> None:
-    assert compared({"x": found}, {"x": plain}) == said
 
 
 class Branching(Pairwise):

@@ -1,4 +1,4 @@
-"""The observer: its context is left by errors, and its own errors arrive. What it sees is in tests/transparency."""
+"""The observer: its context is left by errors, and its own errors arrive. What it sees is in tests/behaviours."""
 
 from __future__ import annotations
 

@@ -1,43 +1,22 @@
-"""Randomness: every operator that draws is noticed, and two passes of a task draw the same, whoever else draws.
-
-The generators that layers have, and `torch.utils.checkpoint` inside of layers, are in tests/transparency.
-"""
+"""Randomness: two passes of a task draw the same, whoever else draws. What layers see of it is in tests/behaviours."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.randomness import PrivateGenerator, Randomness, SeededDefault
 
-DRAWS: dict[str, Callable[[], Tensor]] = {
-    "rand": lambda: torch.rand(4),
-    "randint": lambda: torch.randint(100, (4,)),
-    "randperm": lambda: torch.randperm(9),
-    "multinomial": lambda: torch.multinomial(torch.ones(9), 5),
-    "bernoulli in place": lambda: torch.empty(16).bernoulli_(0.5),
-    "normal": lambda: torch.normal(torch.zeros(4), torch.ones(4)),
-    "normal of a size": lambda: torch.normal(0.0, 1.0, (4,)),
-    "uniform in place": lambda: torch.empty(4).uniform_(),
-    "exponential in place": lambda: torch.empty(4).exponential_(),
-    "poisson": lambda: torch.poisson(torch.full((16,), 5.0)),
-    "binomial": lambda: torch.binomial(torch.full((16,), 9.0), torch.full((16,), 0.5)),
-    "gamma": lambda: torch._standard_gamma(torch.full((4,), 2.0)),
-    "dirichlet": lambda: torch._sample_dirichlet(torch.ones(4)),
-    "dropout": lambda: F.dropout(torch.ones(16)),
-    "rrelu": lambda: F.rrelu(-torch.ones(4), training=True),
-    "attention with dropout": lambda: F.scaled_dot_product_attention(
-        torch.ones(1, 4, 2), torch.ones(1, 4, 2), torch.ones(1, 4, 2), dropout_p=0.5
-    ),
-    "initialization": lambda: nn.Linear(3, 3).weight.detach(),
-}
+from ..behaviours.rows.random import DRAWS
+
+X = torch.ones(4, 4)
 
 
 def private(seed: int = 7, drew: Callable[[], None] = lambda: None) -> PrivateGenerator:
@@ -80,13 +59,13 @@ def test_both_passes_draw_the_same(way: Callable[[], Randomness], default: bool)
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_the_default_generator_draws_what_a_private_one_draws(draw: Callable[[], Tensor]) -> None:
+def test_the_default_generator_draws_what_a_private_one_draws(draw: Callable[[Tensor], Tensor]) -> None:
     drew: list[str] = []
     with private(2**61):
-        expected = draw()
+        expected = draw(X)
     before = torch.get_rng_state()
     with SeededDefault(2**61, lambda: drew.append("drew")):
-        found = draw()
+        found = draw(X)
     assert torch.equal(found, expected)
     assert drew == ["drew"]
     assert torch.equal(torch.get_rng_state(), before)
@@ -110,55 +89,9 @@ def test_a_seeded_task_refuses(first: Callable[[], object], second: Callable[[],
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_attention_without_dropout_draws_nothing() -> None:
-    """PyTorch marks its operator as random all the same; one that draws costs the others of its partition time."""
-    drew: list[str] = []
-    q = torch.rand(1, 2, 16, 8)
-    with private(drew=lambda: drew.append("drew")):
-        F.scaled_dot_product_attention(q, q, q)
-        assert not drew
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    assert drew
-
-
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_private_generator(draw: Callable[[], Tensor]) -> None:
-    before = torch.get_rng_state()
-    drew: list[None] = []
-    with private(7, lambda: drew.append(None)):
-        one, other = draw(), draw()
-    assert len(drew) >= 2, "the draws were not noticed"
-    assert not torch.equal(one, other), "the generator does not go on"
-    assert torch.equal(torch.get_rng_state(), before), "the default generator has moved"
-    with private(7):
-        assert torch.equal(draw(), one)
-    others = []
-    for seed in range(20, 30):
-        with private(seed):
-            others.append(draw())
-    assert not all(torch.equal(other, one) for other in others), "the seed does not matter"
-
-
-QUIET: dict[str, Callable[[], object]] = {
-    "arithmetic": lambda: torch.ones(3) @ torch.ones(3),
-    "softmax": lambda: torch.ones(3).softmax(0),
-    "dropout in evaluation": lambda: F.dropout(torch.ones(3), training=False),
-    "empty": lambda: torch.empty(3),
-    "a generator of the layer's own": lambda: torch.rand(3, generator=torch.Generator().manual_seed(1)),
-}
-
-
-@pytest.mark.parametrize("function", QUIET.values(), ids=QUIET)
-def test_what_draws_nothing_is_not_taken_for_a_draw(function: Callable[[], object]) -> None:
-    drew: list[None] = []
-    with private(7, lambda: drew.append(None)):
-        function()
-    assert not drew
-
-
-@pytest.mark.parametrize("name", ["rand", "poisson"])  # takes a generator, or takes the default one
+@pytest.mark.parametrize("name", ["randint", "poisson"])  # takes a generator, or takes the default one
 def test_one_within_another(name: str) -> None:
-    draw = DRAWS[name]
+    draw = partial(DRAWS[name], X)
     drew: list[None] = []
     with private(2):
         alone = draw()
@@ -180,11 +113,11 @@ def test_an_operator_that_fails_puts_the_default_generator_back() -> None:
 
 
 def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("randperm", "poisson")  # both take the default generator
+    names = ("several", "poisson")  # both take the default generator
 
     def several(seed: int) -> Tensor:
         with private(seed):
-            return torch.stack([DRAWS[names[seed]]() for _ in range(10)])
+            return torch.stack([DRAWS[names[seed]](X) for _ in range(10)])
 
     expected = [several(k) for k in range(2)]
     before, results = torch.get_rng_state(), [torch.empty(0)] * 2

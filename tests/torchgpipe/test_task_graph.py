@@ -17,7 +17,6 @@ from torchgpipe.randomness import Randomness
 from torchgpipe.stage import Stage
 from torchgpipe.task_graph import TaskGraph
 
-from ..traced import Squared
 from .layers import Lambda
 
 CPU = torch.device("cpu")
@@ -43,13 +42,6 @@ class Task:
 
     def backward(self, *grads: Tensor | None, keep: bool = False) -> Flat:
         return self.graph.backward(grads, keep=keep)
-
-
-@BOTH
-def test_a_custom_function_at_the_end_keeps_the_graph(checkpoint: bool) -> None:
-    task = Task(nn.Linear(3, 3), Lambda(Squared.apply), checkpoint=checkpoint)
-    task.forward(torch.ones(2, 3))
-    assert task.backward(torch.ones(2, 3))[0] is not None
 
 
 @pytest.mark.parametrize("keep, outlives", [(False, (True, False)), (True, (True, True))], ids=["once", "kept"])
@@ -114,19 +106,3 @@ def test_nothing_is_held_after_the_last_backward(comes: bool, checkpoint: bool) 
     del outputs
     assert all(ref.expired() for ref in made) and storage.expired()
     assert len(result) == 1
-
-
-def test_a_copy_of_an_input_may_take_a_gradient_where_the_input_takes_none() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mul_(self.weight)
-
-    task = Task(nn.ReLU(inplace=True), Scale(), checkpoint=True)
-    outputs = task.forward(torch.ones(2, 3), needs=(False,))
-    assert task.needs == (True,)
-    assert task.backward(*outputs) == (None,)
-    assert task.contents.leaves.take()[0].tolist() == [2, 2, 2]  # type: ignore[union-attr]

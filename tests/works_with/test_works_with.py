@@ -5,10 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from reproduce.run.launch import Launched
-
+from ..behaviours.compare import REORDERED, differences
 from ..plain import Plain
+from ..ranks import current
 from .page import ENGINES, MODES, PAGE, Row, read, render
-from .ranks import RANKS, answer_all
-from .run import differences, left_by, names, pipeline
+from .run import left_by, names, pipeline
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 400  # seconds; only a hang takes as long
@@ -93,15 +93,15 @@ def plain(left: Callable[[Row, Any], Any]) -> Callable[[Row], Any]:
     return lambda row: found[row.name] if row.name in found else found.setdefault(row.name, left(row, Plain))
 
 
-@pytest.fixture(scope="module")
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What the rows for several ranks answer, of all tests that will ask: by rank, then by row, engine and mode."""
-    items: list[Any] = request.session.items
-    asked = [item.callspec.params for item in items if item.originalname == "test_on_several_ranks"]
-    rows = [(p["row"].name, p["engine"], p["mode"]) for p in asked]
-    with closing(Launched("spawn", RANKS, answer_all, rows, tmp_path_factory.mktemp("ranks"))) as launched:
-        assert all(link.poll(PATIENCE) for link in launched.links)
-        return [link.recv() for link in launched.links]
+def assert_answer(row: Row, engine: str, mode: str, left: Callable[[Row, Any], Any], plain: dict[str, Any]) -> None:
+    """Assert that the row's code leaves the same as with the plain layers, or that it is refused as the page says."""
+    refusal = row.refusal(engine, mode)
+    if refusal is not None:
+        with pytest.raises((RuntimeError, TypeError), match=re.escape(refusal)):
+            left(row, pipeline(engine, mode))
+    else:
+        assert len(plain) > 1, "there is nothing to compare"
+        assert differences(left(row, pipeline(engine, mode)), plain, REORDERED if row.rounded else 0.0) == []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,25 +110,19 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_in_one_process(row: Row, engine: str, mode: str, left: Any, plain: Any) -> None:
     if '"fork"' in row.code and not hasattr(os, "fork"):
         pytest.skip("this system does not fork")
-    refusal = row.refusal(engine, mode)
-    if refusal is not None:
-        with pytest.raises((RuntimeError, TypeError)) as caught:
-            left(row, pipeline(engine, mode))
-        assert refusal in str(caught.value)
-    else:
-        assert len(plain(row)) > 1, "there is nothing to compare"
-        assert differences(left(row, pipeline(engine, mode)), plain(row), rounded=row.rounded) == []
+    assert_answer(row, engine, mode, left, plain(row))
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
-def test_on_several_ranks(row: Row, engine: str, mode: str, answers: list[dict[str, str]]) -> None:
-    refusal = row.refusal(engine, mode)
-    for answer in answers:
-        said = answer[f"{row.name} {engine} {mode}"]
-        assert refusal in said if refusal else said == "right"
+def test_on_several_ranks(row: Row, engine: str, mode: str) -> None:
+    def left(row: Row, kind: Any) -> dict[str, Any]:
+        return left_by(row.code, names(kind, current().index, mesh=init_device_mesh("cpu", (2,))))
+
+    assert_answer(row, engine, mode, left, left(row, Plain))
 
 
 def test_the_table_is_current() -> None:

@@ -1,6 +1,6 @@
 """`sequential`: where it cuts, what stays the module's own, and what it leaves as it was.
 
-That the layers do what the module does is in tests/transparency/test_any_model.py.
+That the layers do what the module does is in tests/behaviours/test_any_model.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""torchgpipe 0.0.7, which has the name of this library, and so a process that does not import this one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.behaviours.pipe import NotOffered, Pipe
+from torchgpipe import GPipe
+
+
+class Older(Pipe):
+    """`GPipe` of 0.0.7, on CPUs."""
+
+    package = "torchgpipe"
+
+    def build(self, layers: Any, balance: list[Any]) -> nn.Module:
+        if self.row.sample is not None:
+            raise NotOffered("it takes a sequence of layers")
+        names = ("chunks", "checkpoint", "deferred_batch_norm")
+        options = {name: getattr(self.row, name) for name in names}
+        self.pipeline = GPipe(layers, balance, devices=["cpu"] * len(balance), **options)
+        # Its own names begin with the partition, so that they fit no other balance.
+        return Named(self.pipeline)
+
+    def call(self, x: Any) -> Any:
+        self.pipeline.train(self.module.training)
+        return self.pipeline(x)
+
+    def load_model(self, whole: dict[str, Tensor]) -> None:
+        raise NotOffered("names of its state begin with the partition, and fit one balance")
+
+
+class Named(nn.Sequential):
+    """The layers of all partitions, under the names of the whole model."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(OrderedDict(item for part in pipeline.partitions for item in part.named_children()))

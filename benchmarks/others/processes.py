@@ -1,0 +1,192 @@
+"""Run a row by an adapter, in processes of its own, and say how it ended.
+
+Processes are forked from one that has imported torch already. Their process group is set up through a file that they
+share. Each rank writes what the row has left there (losses, gradients, parameters) to a file of its own; here these
+are read and put together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.behaviours.compare import difference
+from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
+
+LIMIT = 60.0  # seconds for a row; those of a process group are fewer
+PATIENCE = timedelta(seconds=12)  # of all process groups, for one operation
+AFTER = 2.0  # seconds that other ranks have after one has ended, or has nothing more to do
+TOLERANCE = 1e-4  # of the largest value of a tensor
+
+Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
+
+
+class Adapter(NamedTuple):
+    """What runs a row: the module and name of a `Pipe`, and a folder of packages for its processes alone."""
+
+    module: str
+    name: str
+    ranks: bool = False
+    folder: str = ""
+
+    def load(self) -> type[Pipe]:
+        """Import it, with packages from its folder first."""
+        if self.folder:  # with a torchgpipe of its own
+            sys.path.insert(0, self.folder)
+            for name in [name for name in sys.modules if name.split(".")[0] in ("torchgpipe", "tests")]:
+                del sys.modules[name]
+        found: type[Pipe] = getattr(importlib.import_module(self.module), self.name)
+        return found
+
+
+PRELOADED = ["benchmarks.harness", "benchmarks.others.ours", "benchmarks.others.pipelining"]
+PRELOADED += ["torch.distributed.pipelining", "tests.behaviours.rows.training"]
+PLAIN = Adapter("benchmarks.others.ours", "Layers")
+
+
+class Outcome(NamedTuple):
+    """How a row ended, and what there is to say about it."""
+
+    kind: Kind
+    said: str = ""
+
+
+class Left(NamedTuple):
+    """What a row left on a rank: what was found, or how it ended otherwise."""
+
+    found: Found
+    outcome: Outcome | None
+    at: float
+
+    @property
+    def told(self) -> bool:
+        """Whether it ended as another rank had failed."""
+        return self.outcome is not None and self.outcome.said.startswith("RankFailed")
+
+
+def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
+    """Run a row by an adapter, and compare what it leaves with what the plain layers leave."""
+    expected = run_ranks(row, PLAIN, limit)
+    if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
+        raise AssertionError(f"{row.name}: the plain layers end in {expected}")
+    found = run_ranks(row, adapter, limit)
+    if isinstance(found, Outcome) and found.kind == "hangs":  # or the machine has
+        found = run_ranks(row, adapter, limit)
+    return found if isinstance(found, Outcome) else compared(found, expected[0])
+
+
+def compared(ranks: list[Found], plain: Found) -> Outcome:
+    """Return whether what all ranks have together is what the plain layers have."""
+    for name, y in (item for found in ranks for item in found.items()):
+        if name not in plain or y is False:
+            return Outcome("differs", f"not so: {name}" if y is False else f"{name}: there, but not in the model")
+        if said := difference(y, plain[name], TOLERANCE):
+            return Outcome("differs", f"{name} {said}")
+    missing = [name for name in plain if not any(name in found for found in ranks)]
+    return Outcome("differs", f"{missing[0]}: on no rank") if missing else Outcome("equal")
+
+
+def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
+    """Run a row on as many ranks as it has partitions; return what it leaves on each, or how it ended otherwise."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as name:
+        folder, ranks = Path(name), row.partitions if adapter.ranks else 1
+        processes = [
+            context.Process(target=_rank, args=(row.name, adapter, number, ranks, folder), daemon=True)
+            for number in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        first, end = None, time.monotonic() + limit
+        while running := [process for process in processes if process.exitcode is None]:
+            if first is None:
+                first = next((each for each in processes if each.exitcode), None)  # the first to end badly
+                if first is not None:
+                    end = time.monotonic() + AFTER
+            if time.monotonic() > end:
+                break
+            connection.wait([process.sentinel for process in running], timeout=max(0.01, end - time.monotonic()))
+        for process in running:
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+        left = [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.left"))]
+        # What a rank raises because it has heard of another's failure says less than that failure.
+        errors = sorted((each for each in left if each.outcome is not None), key=lambda each: (each.told, each.at))
+        ended = [k for k, each in enumerate(processes) if each not in running and not (folder / f"{k}.left").exists()]
+        if errors and (not ended or (errors[0].outcome.kind == "refused" and not errors[0].told)):
+            outcome: Outcome = errors[0].outcome
+            return outcome
+        if ended:
+            return Outcome("ends", _how(processes[ended[0]].exitcode or 0, (folder / f"{ended[0]}.log").read_text()))
+        if running:
+            return Outcome("hangs", f"not finished after {limit:g} seconds")
+        return [each.found for each in left]
+
+
+def _how(exit_code: int, log: str) -> str:
+    """Return how a process ended, and the line that it printed about it."""
+    how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+    lines = [line.strip() for line in log.splitlines() if "what()" in line or "Error" in line]
+    return f"{how}: {_without_folders(lines[-1])}"[:300] if lines else how
+
+
+def _without_folders(said: str) -> str:
+    return re.sub(r"(/[\w.+-]+)+/", "", said)
+
+
+def _rank(name: str, adapter: Adapter, number: int, ranks: int, folder: Path) -> None:
+    log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    found: Found = {}
+    outcome, package = None, ""
+    try:
+        pipe = adapter.load()
+        package = pipe.package
+        if ranks > 1:
+            os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
+            store = f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=store, rank=number, world_size=ranks, timeout=PATIENCE)
+        row = next(row for row in importlib.import_module("tests.behaviours.rows.training").ROWS if row.name == name)
+        result = row.action(pipe(row, folder))
+        found = result.found() if hasattr(result, "found") else result  # its class may have been imported anew
+        found = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+    except BaseException as error:
+        traceback.print_exc()
+        outcome = judged(error, package)
+    part = folder / f"{number}.part"
+    torch.save(Left(found, outcome, time.time()), part)
+    part.rename(folder / f"{number}.left")
+    end = time.monotonic() + AFTER
+    while outcome is None and len([*folder.glob("*.left")]) < ranks and time.monotonic() < end:
+        time.sleep(0.02)  # a connection that closes too early would be a failure of its own
+    os._exit(0 if outcome is None else 1)
+
+
+def judged(error: BaseException, package: str) -> Outcome:
+    """Return whether an error is a refusal: raised by the package's own code, with a message."""
+    if type(error).__name__ == NotOffered.__name__:
+        return Outcome("not offered", str(error))
+    while error.__cause__ is not None:  # what is around it says where it was
+        error = error.__cause__
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    own = f"/{package}/" in last.filename and (last.line or "").startswith("raise ")
+    said = " ".join(str(error).split())
+    name = type(error).__name__
+    text = f"{name}: {_without_folders(said)}"[:300] if said else f"{name} without a message"
+    return Outcome("refused" if own and said else "fails", text)

@@ -1,0 +1,171 @@
+"""A behaviour, `Row`: what is done with a small model. `check` does it with a pipeline and with `Plain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ..plain import Tensors, piped
+from .compare import differences
+from .deferred import Deferred
+from .draw import drawing, replay
+from .layers import five, real
+
+ENGINES = ("graph", "workers", "ranks")
+"""What rows run on. A new engine, or another schedule, is one more name here that `piped` knows."""
+
+MODES = ("always", "except_last", "never")
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "one micro-batch": {"chunks": 1},
+    "one partition": {"balance": ()},
+    "observed": {"observer": lambda task: nullcontext()},
+}
+
+
+def tensors(value: Tensors) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def total(outputs: Tensors) -> Tensor:
+    """Reduce everything that takes a gradient to a scalar, such that no two elements count alike."""
+
+    def one(y: Tensor) -> Tensor:
+        counts = torch.linspace(1, 2, y.numel(), dtype=y.real.dtype, device=y.device)
+        return ((y * y.conj()).real * counts.reshape(y.shape)).sum()
+
+    return sum(one(y) for y in tensors(outputs) if y.requires_grad)  # type: ignore[return-value]
+
+
+def step(run: nn.Module, value: Tensors, loss: Callable[[Any], Tensor] = total) -> list[Tensor]:
+    """Run forward and backward; return the outputs as they were before."""
+    run.zero_grad()
+    outputs = run(value)
+    shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in tensors(outputs)]
+    if any(y.requires_grad for y in tensors(outputs)):
+        loss(outputs).backward()
+    return shown
+
+
+def steps(run: nn.Module, value: Tensors) -> list[list[Tensor]]:
+    return [step(run, value) for _ in range(3)]
+
+
+def promised(run: nn.Module, value: Tensors) -> Any:
+    """Run a step, and say which outputs take a gradient: exactly those that take one without a pipeline."""
+    outputs = step(run, value)
+    return outputs, [y.requires_grad for y in outputs]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A behaviour.
+
+    Args:
+        layers: make the model.
+        given: make the input.
+        balance: layers per partition; without it, the last two layers have partitions of their own.
+        use: what is done with the model and the input. What it returns must be the same with a pipeline, as must
+            input, parameters, gradients and buffers be afterwards.
+        refused: what is raised instead, by engine, mode, both, or (`""`) in any case.
+        without: the engines, modes and variations that cannot do it, each with the reason.
+        tolerance: see compare.py; with a reason beside the row.
+        options: of the pipeline, as its user would give them.
+    """
+
+    name: str
+    layers: Callable[[], nn.Sequential] = five
+    given: Callable[[], Any] = real
+    balance: Sequence[int] | None = None
+    use: Callable[[Any, Any], Any] = step
+    refused: Mapping[str, str] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
+    tolerance: float = 0.0
+    chunks: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def refusal(self, engine: str, checkpoint: str) -> str | None:
+        """Return the message of the error that is raised, or `None` where none is."""
+        return next(
+            (self.refused[k] for k in (f"{engine} {checkpoint}", engine, checkpoint, "") if k in self.refused), None
+        )
+
+    def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
+        """Whether this is not to be run. A refusal may depend on where boundaries are."""
+        return bool({engine, checkpoint, variation} & {*self.without}) or bool(variation and self.refused)
+
+
+class Case(NamedTuple):
+    """A row with a variation, on an engine, in a mode."""
+
+    row: Row
+    variation: str
+    engine: str
+    checkpoint: str
+
+
+def cases(rows: Sequence[Row], *, every: bool) -> list[Case]:
+    """Return all cases of some rows; or a few of each, with every variation, engine and mode, in turns."""
+    found = []
+    for r, row in enumerate(rows):
+        ways = [(v, e, c) for v, e, c in product(VARIATIONS, ENGINES, MODES) if not row.left_out(v, e, c)]
+        if not every:
+            # Another one first in each row; each of those chosen has something that none before it has.
+            ways = ways[7 * r % len(ways) :] + ways[: 7 * r % len(ways)]
+            seen: set[str] = set()
+            missing: list[tuple[str, str, str]] = []
+            while len(seen) < len({x for way in ways for x in way}):
+                missing.append(max(ways, key=lambda way: len({*way} - seen)))
+                seen |= {*missing[-1]}
+            ways = missing
+        found += [Case(row, *way) for way in ways]
+    return found
+
+
+def made(row: Row) -> tuple[nn.Sequential, Any]:
+    """Return the model and the input of a row, the same each time."""
+    torch.manual_seed(0)
+    return row.layers(), row.given()
+
+
+def check(row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)) -> None:
+    """Assert that a pipeline does what plain layers do, or that it refuses it and has changed no gradient.
+
+    Partitions are on these devices in turn, and the plain layers on the first.
+    """
+    with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
+        _check(row, variation, engine, checkpoint, devices)
+
+
+def _check(row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str]) -> None:
+    layers, value = made(row)
+    options: dict[str, Any] = {"chunks": row.chunks, "engine": engine, "checkpoint": checkpoint, **row.options}
+    options["devices"] = devices
+    options |= {"balance": row.balance or (len(layers) - 2, 1, 1)} | VARIATIONS[variation]
+    observer, balance = options.pop("observer", None), options.pop("balance") or (len(layers),)
+    again, twin = made(row)
+    plain = Deferred(again, chunks=options["chunks"])
+    if options.get("deferred_batch_norm"):
+        plain.defer()
+    if refusal := row.refusal(engine, checkpoint):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=refusal):
+            row.use(piped(layers, balance, **options), value)
+        assert all(p.grad is None for p in layers.parameters())
+        return
+    model = piped(layers, balance, **options)
+    model.observer = observer
+    torch.manual_seed(1)
+    ours = row.use(model, value)
+    replay(model, plain)
+    for layer in drawing(model):
+        assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"
+    torch.manual_seed(1)
+    different = differences((ours, model, value), (row.use(plain, twin), plain, twin), row.tolerance)
+    assert not different, different

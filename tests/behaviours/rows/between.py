@@ -1,0 +1,178 @@
+"""Between forward and backward anything may change; a recomputation meets what its first pass met, or says so."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+
+from ..layers import WIDTH, Do, linear
+from ..row import Row
+
+Change = Callable[[Any, Tensor], object]
+
+
+class Block(nn.Module):
+    """Something inside of a layer, that may be replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x)).tanh()
+
+
+def layers(last: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
+    return nn.Sequential(linear(), nn.Dropout(0.0), Block(), last())
+
+
+def scale(size: int = 1) -> nn.Module:
+    """Scale by a constant buffer of `size` elements."""
+    return Do(lambda self, x: x * self.by[:1].clone(), by=torch.full((size,), 2.0))
+
+
+def counting(size: int) -> nn.Module:
+    """Scale by how often it ran in training, of which the second pass must not know."""
+    return Do(lambda self, x: x * count_of(self), by=torch.full((size,), 2.0))
+
+
+def count_of(layer: Any) -> Tensor:
+    if layer.training:
+        layer.by += 1
+    return layer.by[:1].clone()
+
+
+LARGE = 1 << 15  # elements: no copy is made of these
+
+
+def loss_of(run: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = run(x)
+    return y.square().sum()
+
+
+def with_change(change: Change) -> Callable[[Any, Tensor], Any]:
+    """Change something between forward and backward."""
+
+    def use(run: Any, x: Tensor) -> list[Tensor | None]:
+        parameters = [*run.parameters()]
+        if len(run[1]._forward_hooks) == 0 and isinstance(run[3], nn.LeakyReLU):
+            run[1].register_forward_hook(lambda module, inputs, y: 3 * y)
+        loss = loss_of(run, x)
+        change(run, x)
+        loss.backward()
+        return [p.grad for p in parameters]
+
+    return use
+
+
+def trained(run: nn.Module, x: Tensor) -> None:
+    for _ in range(3):
+        run.zero_grad()
+        loss_of(run, x).backward()
+
+
+def replaced_between_steps(replacement: Callable[[], nn.Module]) -> Callable[[Any, Tensor], None]:
+    def use(run: Any, x: Tensor) -> None:
+        trained(run, x)
+        run[2].norm = replacement()
+        trained(run, x)
+
+    return use
+
+
+def functional(run: nn.Module, x: Tensor) -> list[Tensor | None]:
+    """Give parameters that are computed, and a buffer."""
+    given = {name: torch.randn_like(p).requires_grad_() for name, p in run.named_parameters()}
+    state = {name: p * 2 for name, p in given.items()} | {"3.by": torch.full((1,), 3.0)}
+    loss = functional_call(run, state, x).square().sum()
+    loss.backward()
+    assert all(p.grad is None for p in run.parameters())
+    return [loss.detach(), *(p.grad for p in given.values())]
+
+
+class Loss(Tensor):
+    """A tensor subclass, whose backward runs with PyTorch's functions hidden from subclasses."""
+
+
+def watching() -> nn.Module:
+    """Behave otherwise where functions are hidden."""
+    return Do(lambda _, x: x * (2 if torch._C._is_torch_function_enabled() else 3))
+
+
+by = contextvars.ContextVar("by", default=3.0)
+
+
+def with_another_value(run: nn.Module, x: Tensor) -> None:
+    token = by.set(2.0)
+    loss = loss_of(run, x)
+    by.reset(token)
+    loss.backward()
+
+
+def in_inference_mode(run: nn.Module, x: Tensor) -> None:
+    loss = loss_of(run, x)
+    with torch.inference_mode():
+        loss.backward()
+
+
+# What may happen between forward and backward without any consequence, given a layer to do it to.
+HARMLESS: dict[str, tuple[Callable[[], nn.Module], Change]] = {
+    "evaluation of one layer": (lambda: nn.BatchNorm1d(WIDTH), lambda run, _: run[3].eval()),
+    "training of a frozen norm": (lambda: nn.BatchNorm1d(WIDTH).eval(), lambda run, _: run[3].train()),
+    "a constant": (scale, lambda run, _: run[3].by.fill_(7)),
+    "a constant that is replaced": (scale, lambda run, _: setattr(run[3], "by", torch.full((1,), 7.0))),
+    "a large constant that is replaced": (
+        partial(scale, LARGE), lambda run, _: setattr(run[3], "by", torch.full((1,), 7.0))),
+    "a parameter that is replaced": (
+        nn.Tanh, lambda run, _: setattr(run[0], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH)))),
+    "a parameter's data": (nn.Tanh, lambda run, _: setattr(run[0].weight, "data", torch.zeros(WIDTH, WIDTH))),
+    "a parameter that is frozen": (nn.Tanh, lambda run, _: run[0].weight.requires_grad_(False)),
+    "random numbers": (nn.Tanh, lambda run, _: torch.manual_seed(3)),
+    "a forward hook removed": (nn.LeakyReLU, lambda run, _: run[1]._forward_hooks.clear()),
+    "a forward hook added": (nn.LeakyReLU, lambda run, _: run[2].register_forward_hook(lambda m, i, y: 2 * y)),
+    "a forward pre-hook": (nn.LeakyReLU, lambda run, _: run[2].register_forward_pre_hook(lambda m, i: (2 * i[0],))),
+    "what a tool writes on a layer": (nn.LeakyReLU, lambda run, _: setattr(run[3], "calls", 5)),
+}  # fmt: skip
+
+# What is refused, with what says so: by the recomputation, or by autograd, as without a pipeline.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
+    "a parameter changed": (nn.Tanh, lambda run, _: run[0].weight.detach().add_(1), "'weight'"),
+    "a frozen parameter changed": (
+        lambda: linear().requires_grad_(False), lambda run, _: run[3].weight.add_(1), "'weight'"),
+    "a large constant changed": (partial(scale, LARGE), lambda run, _: run[3].by.add_(1), "'by'"),
+    "the input changed": (nn.Tanh, lambda run, x: x.detach().add_(1), "input of partition 0"),
+    "an inner layer": (nn.Tanh, lambda run, _: setattr(run[2], "norm", nn.Identity()), "was replaced"),
+    "an adapter": (nn.Tanh, lambda run, _: setattr(run[2], "adapter", linear()), "was replaced, added"),
+    "a parametrization": (nn.Tanh, lambda run, _: parametrizations.weight_norm(run[2].linear), "was replaced"),
+    "a setting of a layer": (
+        nn.LeakyReLU, lambda run, _: setattr(run[3], "negative_slope", 5.0), "'negative_slope' of LeakyReLU"),
+}  # fmt: skip
+CHANGED = r"buffer 'by' of Do in partition 1 was changed in forward"
+
+ROWS = [
+    *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change))
+      for what, (last, change) in HARMLESS.items()),
+    *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change),
+          refused={"always": says, "except_last": f"{says}|modified by an inplace operation"},
+          without={"never": "then autograd alone decides"})
+      for what, (last, change, says) in REFUSED.items()),
+    Row("a buffer that changes with every pass", partial(layers, partial(counting, 1)), balance=(2, 2), use=trained),
+    Row("a large buffer that changes with every pass", partial(layers, partial(counting, LARGE)), balance=(2, 2),
+        use=trained, refused={"always": CHANGED, "except_last": CHANGED}),
+    Row("functional_call", partial(layers, scale), balance=(2, 2), use=functional),
+    Row("a loss that is a tensor subclass", partial(layers, watching), balance=(2, 2),
+        use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward()),
+    Row("a context variable", lambda: nn.Sequential(*(Do(lambda _, x: x * by.get()) if k % 2 else linear()
+        for k in range(4))), balance=(2, 2), use=with_another_value),
+    Row("a norm for the inside of a layer", layers, use=replaced_between_steps(lambda: nn.BatchNorm1d(WIDTH))),
+    Row("a dropout for the inside of a layer", layers, use=replaced_between_steps(lambda: nn.Dropout(0.0))),
+    Row("a backward in inference mode", use=in_inference_mode),
+]  # fmt: skip

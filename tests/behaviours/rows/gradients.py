@@ -1,0 +1,168 @@
+"""Backward: through frozen layers, through parts of the outputs, twice, accumulated, and in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compare import REORDERED
+from ..layers import WIDTH, five, real
+from ..row import Row, promised, step
+
+
+class Fan(nn.Module):
+    """Return two outputs, each with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.other(x)
+
+
+def fan() -> nn.Sequential:
+    return five(Fan)
+
+
+def frozen(*prefixes: str) -> Callable[[], nn.Sequential]:
+    def build() -> nn.Sequential:
+        module = five()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith(prefixes))
+        return module
+
+    return build
+
+
+def backward_from(part: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Any]:
+    return lambda run, x: step(run, x, lambda outputs: part(*outputs))
+
+
+def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
+    y: Tensor = run(torch.randn(8, WIDTH) if x is None else x)
+    return y.square().sum()
+
+
+def thawed_between_steps(run: nn.Module, _: Tensor) -> list[Any]:
+    found = []
+    for frozen in (True, False, True):
+        run.zero_grad()
+        next(run.parameters()).requires_grad_(not frozen)
+        loss_of(run).backward()
+        found += [None if p.grad is None else p.grad.clone() for p in run.parameters()]
+    return found
+
+
+def hooked_layers(run: Any, x: Tensor) -> None:
+    run[2].register_full_backward_hook(lambda layer, grads, _: tuple(g * 2 for g in grads))
+    run[3].register_forward_hook(lambda layer, args, y: y * 3)
+    loss_of(run, x).backward()
+
+
+def where_they_are(run: nn.Module, x: Tensor) -> list[bool]:
+    """Gradients that are views of one tensor, as some optimizers have them."""
+    flat = torch.zeros(sum(p.numel() for p in run.parameters()))
+    views = flat.split([p.numel() for p in run.parameters()])
+    for p, view in zip(run.parameters(), views, strict=True):
+        p.grad = view.view_as(p)
+    before = [p.grad for p in run.parameters()]
+    for _ in range(2):
+        loss_of(run, x).backward()
+    return [p.grad is grad and bool(grad.any()) for p, grad in zip(run.parameters(), before, strict=True)]  # type: ignore[union-attr]
+
+
+def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
+    """Sums keep nothing, so that the pipeline itself must refuse."""
+    loss = run(x).sum()
+    loss.backward()
+    run.zero_grad()
+    loss.backward()
+
+
+def to_be_differentiated(run: nn.Module, x: Tensor) -> None:
+    """Refused at no cost."""
+    loss = loss_of(run, x)
+    try:
+        loss.backward(create_graph=True)
+    finally:
+        assert all(p.grad is None for p in run.parameters())
+        loss.backward()
+        assert all(p.grad is not None for p in run.parameters())
+        run.zero_grad()
+
+
+FROZEN: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "the first layer": ("0.",),
+    "the last partition": ("4.",),
+    "all but the first": ("2.", "4."),
+    "all but the last": ("0.", "2."),
+    "everything": ("",),
+}
+
+# What to go backward from, given a tuple of outputs with 4 and 3 features, of 8 samples in chunks of 3.
+PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the one": lambda a, b: a.square().sum(),
+    "the other": lambda a, b: b.square().sum(),
+    "last sample": lambda a, b: a[-1].sum(),
+    "middle micro-batch": lambda a, b: b[3:6].exp().sum(),
+    "different samples": lambda a, b: a[:2].sum() * b[5:].sum(),
+    "indexed": lambda a, b: a[[0, 5, 5]].square().sum(),
+    "one through a detour": lambda a, b: (a + b.detach().sum()).square().sum(),
+    "changed in place": lambda a, b: a.add_(1).mul_(2).square().sum() + b.sin_().sum(),
+    "hooked": lambda a, b: (a.register_hook(lambda grad: grad * 3), a.square().sum() + b.sum())[1],
+}
+
+Use = Callable[[Any, Tensor], Any]
+
+# What is done with a model. Exact:
+USES: dict[str, Use] = {
+    "thawed between steps": thawed_between_steps,
+    "gradients given by the caller": lambda run, x: run(x).backward(torch.tensor(2.0).expand(8, WIDTH)),
+    "hooks of layers": hooked_layers,
+    "gradients stay where they are": where_they_are,
+    "grad of one parameter": lambda run, x: torch.autograd.grad(loss_of(run, x), [*run.parameters()][1]),
+    "grad twice": lambda run, x: [
+        torch.autograd.grad(loss, [x, *run.parameters()], retain_graph=retain)
+        for loss in [loss_of(run, x)] for retain in (True, False)
+    ],
+    "grad of the input, then backward": lambda run, x: [
+        (torch.autograd.grad(loss, x, retain_graph=True), loss.backward()) for loss in [loss_of(run, x)]
+    ],
+    "backward of one parameter": lambda run, x: loss_of(run, x).backward(inputs=[[*run.parameters()][2]]),
+}  # fmt: skip
+
+# A plain parameter adds up all micro-batches' gradients before .grad, a pipeline those of each mini-batch and each
+# backward: so these sums are only up to rounding.
+SUMS: dict[str, Use] = {
+    "retain_graph, twice": lambda run, x: [
+        loss.backward(retain_graph=r) for loss in [loss_of(run, x)] for r in (True, True, False)
+    ],
+    "several mini-batches before a backward": lambda run, x: (loss_of(run, x) + loss_of(run)).backward(),
+    "several backwards before a step": lambda run, _: [loss_of(run).backward() for _ in range(3)],
+    "two forwards, then two backwards": lambda run, x: [y.backward() for y in [loss_of(run, x), loss_of(run)]],
+    "two forwards, then two backwards, the last first": lambda run, x: [
+        loss.backward() for loss in [loss_of(run, x), loss_of(run)][::-1]
+    ],
+    "one after itself": lambda run, x: loss_of(run, run(x)).backward(),
+}  # fmt: skip
+
+RETAIN = "retain_graph=True"
+
+ROWS = [
+    *(Row(f"frozen: {what}", frozen(*prefixes), use=promised) for what, prefixes in FROZEN.items()),
+    *(Row(f"frozen: {what}, input takes none", frozen(*prefixes), lambda: real(grad=False), use=promised)
+      for what, prefixes in FROZEN.items()),
+    *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
+    *(Row(what, use=use) for what, use in USES.items()),
+    *(Row(what, use=use, tolerance=REORDERED) for what, use in SUMS.items()),
+    Row("twice without retain_graph", use=twice_without_retain_graph, refused={"": RETAIN}),
+    Row("twice without retain_graph, one micro-batch", use=twice_without_retain_graph, refused={"": RETAIN}, chunks=1),
+    Row("a backward to be differentiated", use=to_be_differentiated,
+        refused={"always": "create_graph=True", "except_last": "create_graph=True"},
+        without={"never": "it can be"}),
+]  # fmt: skip

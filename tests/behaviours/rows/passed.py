@@ -1,0 +1,96 @@
+"""What goes in, between partitions and out: tuples, with tensors that take no gradient or cannot, and types."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import WIDTH, linear, made, real
+from ..row import Row, promised
+from ..wiring import OnFirst
+
+plain = partial(real, grad=False)
+
+
+def first() -> nn.Module:
+    return OnFirst(linear())
+
+
+def ids() -> Tensor:
+    return torch.arange(8).remainder(5)
+
+
+def two() -> tuple[Tensor, Tensor]:
+    return real(), real()
+
+
+def with_ids() -> tuple[Tensor, Tensor]:
+    return plain(), ids()
+
+
+def of(*layers: Any) -> Any:
+    """Return what makes a model: modules are given as what makes them, functions as they are."""
+    return made(*(x if x in (linear, first) else partial(lambda x: x, x) for x in layers))
+
+
+class Shifted(nn.Module):
+    """Its gradient is a sum over positions, which rounds by the order that they have in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def turned(x: Tensor) -> Tensor:
+    """Compute something whose gradient is not contiguous."""
+    return x.transpose(1, 2).contiguous().sin().transpose(1, 2)
+
+
+def typed(*types: torch.dtype) -> Any:
+    """Return what makes layers of one type after another."""
+
+    def cast(x: Tensor, to: torch.dtype) -> Tensor:
+        return (x.real if x.is_complex() and not to.is_complex else x).to(to)
+
+    return made(*(make for d in types for make in (
+        lambda d=d: partial(cast, to=d), lambda d=d: nn.Linear(WIDTH, WIDTH, dtype=d), nn.Tanh)))  # fmt: skip
+
+
+F16, BF16, C64 = torch.float16, torch.bfloat16, torch.complex64
+SEVERAL = (torch.float32, torch.complex128, torch.float64)
+
+ROWS = [
+    Row("in", of(lambda a, b: a * b, linear, linear), two),
+    Row("in, one without grad", of(lambda a, b: a * b, linear, linear), lambda: (plain(), real())),
+    Row("in, unused", of(lambda a, b: a, linear, linear), two),
+    Row("of one", of(lambda a: (a,), first, first), lambda: (real(),)),
+    Row("between, one unused", of(linear, lambda a: (a.sin(), a.exp()), lambda a, b: b, linear)),
+    Row("out", of(linear, linear, lambda a: (a, a.sum(1)))),
+    Row("all the way", of(first, first, first), two),
+    Row("longer and shorter",
+        of(lambda a, b: (a, b, a + b), lambda a, b, c: (a * c, b), lambda a, b: (a, b, a, b)), two),
+    Row("the same tensor twice", of(lambda a: (a, a), lambda a, b: a * b, linear)),
+    Row("an input is an output", of(lambda a: a, lambda a: (a, a.exp()), lambda a, b: (b, a))),
+    Row("views", of(lambda a: (a[:, :2], a.view(-1, 2, 2)), lambda a, b: a + b.sum(1), lambda a: a.t().t())),
+    Row("embedding", made(partial(nn.Embedding, 5, WIDTH), linear, linear), ids),
+    Row("an integer goes along",
+        of(first, lambda a, k: (a * (1 + k).unsqueeze(1), k), lambda a, k: (a[:, :2], k)), with_ids),
+    Row("an integer is made", of(linear, lambda a: (a, a.argmax(1)), lambda a, k: (a.gather(1, k.unsqueeze(1)), k))),
+    Row("an integer is first", of(lambda a: (a.argmax(1), a), lambda k, a: (k, a.exp()), lambda k, a: (k, a))),
+    Row("mask", of(linear, lambda a: (a, a > 0), lambda a, b: (a.masked_fill(b, 0.5), b))),
+    Row("detached", of(linear, lambda a: (a, a.detach()), lambda a, b: (a * b, b))),
+    Row("constants", of(linear, lambda a: (a, torch.ones(len(a), 1)), lambda a, b: a * b)),
+    Row("nothing takes grad", of(*[lambda a, k: (a, k)] * 3), with_ids),
+    Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),
+    Row("no parameters", of(torch.sin, torch.exp, torch.square)),
+    Row("strides", made(Shifted, lambda: turned, Shifted, lambda: turned), lambda: torch.randn(6, 16, 32), (1, 2, 1)),
+    *(Row(f"types {d}", typed(d), partial(torch.randn, 8, WIDTH, dtype=d, requires_grad=True), use=promised)
+      for d in (F16, BF16, C64)),
+    Row("several types", typed(*SEVERAL), balance=(2, 2, 2, 3), use=promised),
+]  # fmt: skip

@@ -1,0 +1,55 @@
+"""A pipeline of any module does what the module does with each micro-batch in turn."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchgpipe import sequential
+from torchgpipe.trace.parts import tensors_in
+
+from ..plain import piped
+from ..traced import CASES, Case
+from .compare import REORDERED, differences
+from .row import total
+
+
+def parts(value: Any, i: int, chunks: int) -> Any:
+    """Return micro-batch `i` of a sample: of each tensor that has a row for each sample, unless it is a shared mask."""
+    if isinstance(value, dict):
+        return {key: x if key == "mask" and x.dim() < 2 else parts(x, i, chunks) for key, x in value.items()}
+    if isinstance(value, tuple):
+        first, *masks = value
+        return (parts(first, i, chunks), *masks)
+    return value.chunk(chunks)[i] if isinstance(value, Tensor) else value
+
+
+def called(model: Any, sample: Any) -> Any:
+    if isinstance(sample, dict):
+        return model(**sample)
+    return model(*sample) if isinstance(sample, tuple) else model(sample)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None:
+    module, sample = case.make(), case.sample()
+    plain = copy.deepcopy(module)
+    layers = sequential(module, sample, **case.options)
+    n = min(n, len(layers))
+    balance = [len(layers) - n + 1] + [1] * (n - 1)
+    model = piped(layers, balance, chunks, **way)
+    outputs = called(model, sample)
+    expected = [called(plain, parts(sample, i, chunks)) for i in range(chunks)]
+    joined = tuple(torch.cat(column) for column in zip(*map(tuple, map(tensors_in, expected)), strict=True))
+    found = tuple(tensors_in(outputs))
+    assert type(outputs) is type(expected[0])
+    for y in (found, joined):
+        total(y).backward()
+    assert differences((found, module), (joined, plain), REORDERED) == []
+    assert dict(model.named_parameters()).keys() == dict(module.named_parameters()).keys()

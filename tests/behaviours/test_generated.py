@@ -1,0 +1,240 @@
+"""Generated models as pipelines: all that a user can see is that of the plain layers, or the call is refused.
+
+    MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
+
+runs other models than the suite does, and prints how many, and what was refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..plain import Plain, piped
+from ..ranks import current
+from .compare import differences
+from .deferred import Deferred
+from .draw import drawing, forget, replay
+from .models import INPUTS, Case, Step, cases
+from .row import tensors, total
+
+SEED = os.environ.get("SEED")
+
+# float64 has 53 bits, and no model multiplies by more than some thousand.
+REORDERED = 1e-9
+
+# What a pipeline may refuse: the message, and whether a case gives reason for it.
+REFUSED: dict[str, Callable[[Case], bool]] = {
+    "modified by an inplace operation|modified inplace|in an in-place operation|written-to": lambda c: (
+        c.in_place or c.has("changed between")
+    ),
+    "changed an input in place that shares memory": lambda c: c.in_place,
+    "partition . changed its input in place": lambda c: c.in_place,
+    "an input of partition . was changed in place after its forward": lambda c: (
+        c.in_place or c.has("constant", "changed between")
+    ),
+    "parameter .* was changed in place": lambda c: c.has(
+        "embedding, rescaled", "constant", "parameter in place", "changed between"
+    ),
+    "was changed in place before (the partition took it|it was sent)": lambda c: (
+        c.has("and its buffer in place") or c.in_place
+    ),
+    "two partitions have layers that change the same buffer": lambda c: c.has("shared norm", "shared spectral norm"),
+    "cannot defer .*, whose train": lambda c: c.has("batch norm, frozen"),
+    "draws random numbers within torch.utils.checkpoint": lambda c: c.has("dropout, checkpointed"),
+    "Inference tensor": lambda c: c.has("inference"),
+}
+
+
+class Refused(Exception):
+    """The pipeline raised the cause of this."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise Refused from error
+
+
+class Unmodified(Deferred):
+    """What plain layers compute where PyTorch would refuse to go backward: tensors are saved as they were.
+
+    A pipeline copies some of them, so that it may work where plain layers do not.
+    """
+
+    def run(self, value: Any) -> Any:
+        # Deep copies have the strides of the original; with others, sums would be in another order.
+        with saved_tensors_hooks(lambda x: copy.deepcopy(x.detach()), lambda x: x):
+            parts = self.split(value)
+            return super().run(value) if len(parts) > 1 else nn.Sequential.forward(self, parts[0])
+
+    def split(self, value: Any) -> list[Any]:
+        if isinstance(value, Tensor):
+            # Views of a leaf could not be changed in place.
+            return [part.clone() for part in super().split(value)]
+        parts = {id(x): self.split(x) for x in value}
+        return list(zip(*(parts[id(x)] for x in value), strict=True))
+
+
+def leaves(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters, those too that no module has."""
+    borrowed = {f"{n} borrows": m.borrowed[0].weight for n, m in model.named_modules() if hasattr(m, "borrowed")}
+    return dict(model.named_parameters()) | borrowed
+
+
+def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the inputs of a step, which depend on the seed alone, what it shows, and its outputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inputs = [case.leaf() for _ in range(2 if step.run == "two forwards" else 1)]
+    model.train(step.training)
+    call: Callable[[Any], Any] = model
+    if step.run == "functional_call":
+        weights = {name: 2 * p for name, p in model.named_parameters()}
+        call = lambda value: torch.func.functional_call(model, weights, (value,))  # noqa: E731
+    with {"no grad": torch.no_grad, "inference": torch.inference_mode}.get(step.run, nullcontext)():
+        # One may be a buffer.
+        outputs = [y.clone() for x in inputs for y in tensors(call(INPUTS[case.input](x)))]
+    shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in outputs]
+    return inputs, shown, outputs
+
+
+def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Tensor | None]:
+    """Go backward as the step does, and return all gradients."""
+    everything = {f"input {k}": x for k, x in enumerate(inputs)} | leaves(model)
+    wanted = {name: x for name, x in everything.items() if x.requires_grad}
+    found: dict[str, Tensor | None] = {}
+    if any(y.requires_grad for y in outputs) and step.run != "no backward":
+        loss = total(tuple(outputs))
+        if step.run == "autograd.grad" and wanted:
+            grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+            found = {f"{name} by grad": grad for name, grad in zip(wanted, grads, strict=True)}
+        else:
+            model.train(step.training and step.run != "evaluation between")
+            for p in leaves(model).values() if step.run == "changed between" else ():
+                p.detach().mul_(0.9)
+            if step.run == "backward twice" and outputs[0].requires_grad:
+                total(outputs[0]).backward(retain_graph=True)
+            loss.backward(inputs=[*wanted.values()][::2] or None if step.run == "inputs" else None)
+    return found | {name: x.grad for name, x in everything.items()}
+
+
+def finish(model: nn.Module, step: Step) -> None:
+    """Change the parameters as an optimizer would, or otherwise."""
+    parameters = [*leaves(model).values()]
+    for p in parameters:
+        if p.grad is not None and step.after.startswith("update"):
+            p.data.sub_(p.grad.to_dense().sign(), alpha=0.1)
+        if p.grad is not None and step.after == "update, zero":
+            p.grad.zero_()
+        elif step.after != "accumulate":
+            p.grad = None
+    if step.after == "freeze" and parameters:
+        parameters[0].requires_grad_(not parameters[0].requires_grad)
+    if step.after == "reload":
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def assert_equals_plain(case: Case) -> None:
+    """Run a case as a pipeline and plainly, and compare all that they show; raise `Refused` if the pipeline raises."""
+    module, plain = case.build(), Unmodified(case.build(), chunks=case.chunks)
+    if case.deferred_batch_norm:
+        plain.defer()
+    with refusing():
+        model = piped(module, case.balance, **case.options())
+    model.observer = (lambda _: nullcontext()) if case.observed else None
+
+    for k, step in enumerate(case.steps):
+        with refusing():
+            inputs, shown, outputs = forward(model, case, step, k)
+        replay(model, plain)
+        try:
+            plain_inputs, plain_shown, plain_outputs = forward(plain, case, step, k)
+        except RuntimeError:
+            with refusing():  # at the latest now
+                backward(model, step, inputs, outputs)
+            # Or a partition had a copy of what plain layers would change: a view of a parameter.
+            pairs = zip(leaves(model).values(), leaves(plain).values(), strict=True)
+            if case.has("parameter in place", "embedding, rescaled") or all(p.equal(q) for p, q in pairs):
+                return
+            raise
+        with refusing():
+            needed = [y if p.requires_grad else y.detach() for y, p in zip(outputs, plain_outputs, strict=True)]
+            gradients = backward(model, step, inputs, needed)
+        plain_gradients = backward(plain, step, plain_inputs, plain_outputs)
+        all_of_it = (shown, gradients, model, leaves(model)), (plain_shown, plain_gradients, plain, leaves(plain))
+        assert differences(*all_of_it, REORDERED if case.reorders else 0.0) == []
+
+        for layer in drawing(model):
+            assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"
+        forget(model)
+        finish(model, step)
+        finish(plain, step)
+        # A gradient of zero has any sign, after rounding.
+        for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
+            q.data.copy_(p.data)
+
+
+def runs_plainly(case: Case) -> bool:
+    """Return whether PyTorch lets plain layers do all of it."""
+    plain = Plain(case.build(), chunks=case.chunks)
+    try:
+        for k, step in enumerate(case.steps):
+            inputs, _, outputs = forward(plain, case, step, k)
+            backward(plain, step, inputs, outputs)
+            finish(plain, step)
+    except RuntimeError:
+        return False
+    return True
+
+
+def verdict(case: Case) -> str:
+    """Check a case; return "equal", or what was refused."""
+    try:
+        assert_equals_plain(case)
+    except Refused as refused:
+        error = refused.__cause__
+        assert error is not None
+        for message, has_reason in REFUSED.items():
+            if re.search(message, str(error)) and has_reason(case):
+                return f"refused{'' if runs_plainly(case) else ', as by PyTorch'}: {message}"
+        raise error from None
+    return "equal"
+
+
+@pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)])
+def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
+    models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
+    if n is not None:
+        models //= 10
+    found: Counter[str] = Counter()
+
+    # Ranks take seconds to fail, so a case that they fail on is not made smaller.
+    phases = [*hypothesis.Phase] if n is None else [hypothesis.Phase.generate]
+
+    @hypothesis.settings(max_examples=models, derandomize=SEED is None, database=None, phases=phases)
+    @hypothesis.given(case=cases(n))
+    def holds(case: Case) -> None:
+        found["models"] += 1
+        found[verdict(case) if n is None else current().agreed(n, case, verdict)] += 1
+
+    try:
+        (holds if SEED is None else hypothesis.seed(int(SEED))(holds))()
+    finally:
+        print("", *(f"{count:6} {what}" for what, count in found.most_common()), sep="\n")
+    refused = sum(count for what, count in found.items() if what.startswith("refused:"))
+    # Of few models, chance refuses more.
+    assert refused < (0.1 if n is None else 0.4) * found["models"], f"what is refused tests nothing: {found}"
