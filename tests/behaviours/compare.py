@@ -58,7 +58,7 @@ def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
         return f"shape {tuple(y.shape)} of {y.dtype} for {tuple(x.shape)} of {x.dtype}"
     if x.requires_grad and not y.requires_grad:
         return "takes no gradient"
-    x, y = (each.detach().as_subclass(Tensor).to_dense().to(x.device) for each in (x, y))
+    x, y = (each.detach().to_dense().as_subclass(Tensor).to(x.device) for each in (x, y))
     if torch.equal(x, y):
         return ""
     x, y = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (x, y))
