@@ -28,7 +28,7 @@ from benchmarks.harness import Found, by_case, command, continued, keep, render,
 from reproduce.records.record import Record, Result, load
 from tests.behaviours.compare import differences
 from torchgpipe import GPipe, sequential
-from torchgpipe.checkpoint import MODES
+from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 

@@ -26,9 +26,9 @@ from torch import nn
 
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.distributed.patience import waiting_for
+from torchgpipe.distributed.liveness.patience import waiting_for
 from torchgpipe.plan import plan
-from torchgpipe.saves import Saves
+from torchgpipe.state.saves import Saves
 from torchgpipe.timeline import record
 
 

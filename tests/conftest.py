@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from torchgpipe.distributed import idle
+from torchgpipe.distributed.liveness import idle
 
 from .pairs import covering
 from .ranks import Ranks, current, is_rank

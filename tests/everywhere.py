@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._autograd import keeps_graph
 from torchgpipe.distributed import DistributedGPipe, RankFailed
-from torchgpipe.microbatch import Flat
-from torchgpipe.parameters import TOKEN
 from torchgpipe.partition import translate_old_state
+from torchgpipe.task.parameters import TOKEN
+from torchgpipe.tensors._autograd import keeps_graph
+from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.trace.parts import Slots
 
 from .ranks import Rank, current

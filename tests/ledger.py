@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from reproduce.run.live_bytes import LiveBytes, Watch
-from torchgpipe.observe import Task
-from torchgpipe.plan.operators import tensors_in
+from torchgpipe.plan.hardware.operators import tensors_in
+from torchgpipe.tensors.observe import Task
 
 
 class Ledger(LiveBytes):

@@ -33,8 +33,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reproduce.run.launch import Ended, Launched
-from torchgpipe.distributed.wires import _open
+from reproduce.run.engines.launch import Ended, Launched
+from torchgpipe.distributed.connections import _open
 
 WORLD = 4
 PATIENCE = 60  # seconds; only what hangs takes as long

@@ -16,9 +16,9 @@ from reproduce.machine.devices import Devices
 from reproduce.run.emulation import Emulation
 from reproduce.run.training import Balancer, FakeData
 from torchgpipe import GPipe
-from torchgpipe.plan.count import count
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.predict import Setup
 
 from .plain import piped

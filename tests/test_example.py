@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from reproduce.run.launch import TORCHRUN, python
-from torchgpipe.saved_files import read
+from reproduce.run.engines.launch import TORCHRUN, python
+from torchgpipe.state.saved_files import read
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.checkpoint import checkpointed
-from torchgpipe.observe import Task
+from torchgpipe.tensors.checkpoint import checkpointed
+from torchgpipe.tensors.observe import Task
 
 from .ledger import Ledger
 from .parts import Pop, Stash

@@ -7,8 +7,8 @@ Start at `GPipe`, or with any module at `pipeline` and `sequential`; `torchgpipe
 from __future__ import annotations
 
 from torchgpipe.__version__ import __version__
-from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe
+from torchgpipe.tensors.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.trace import sequential
 from torchgpipe.trace.pipeline import pipeline
 

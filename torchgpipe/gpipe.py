@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checkpoint import Mode
-from torchgpipe.engines import Engine, EngineName, check_engine, make_engine
-from torchgpipe.microbatch import TensorOrTensors, check, gather
+from torchgpipe.engine.engines import Engine, EngineName, check_engine, make_engine
+from torchgpipe.engine.workers import WorkersEngine
 from torchgpipe.partition import Init, choose_devices, shared_buffers
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.workers import WorkersEngine
+from torchgpipe.tensors.checkpoint import Mode
+from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather
 
 Device = int | str | torch.device
 
@@ -51,7 +51,7 @@ class GPipe(Partitioned):
 
     Attributes:
         balance, devices, chunks, checkpoint, partitions: as above.
-        observer: called with each `torchgpipe.observe.Task`, returns a context to run it in; `None` by default.
+        observer: called with each `torchgpipe.tensors.observe.Task`, returns a context to run it in; `None` by default.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.randomness import default_generators
+from torchgpipe.task.randomness import default_generators
 from torchgpipe.trace.layer import Layers
 
 Init = Callable[[int, nn.Module], object]

@@ -10,15 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._autograd import averages_gradients
-from torchgpipe.ambient import Modes
-from torchgpipe.batchnorm import DeferredBatchNorm, commit
-from torchgpipe.checkpoint import MODES, Mode
-from torchgpipe.contents import begins_in_place
-from torchgpipe.item import versions
-from torchgpipe.microbatch import TensorOrTensors, mapped, scatter
 from torchgpipe.norm import clip_grad_norm_
-from torchgpipe.observe import Observer
 from torchgpipe.partition import (
     AVERAGED,
     Elsewhere,
@@ -30,10 +22,18 @@ from torchgpipe.partition import (
     split,
     translate_old_state,
 )
-from torchgpipe.randomness import check_apart
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.verify import verify_skippables
-from torchgpipe.stage import Stage
+from torchgpipe.task.ambient import Modes
+from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
+from torchgpipe.task.contents import begins_in_place
+from torchgpipe.task.randomness import check_apart
+from torchgpipe.task.stage import Stage
+from torchgpipe.tensors._autograd import averages_gradients
+from torchgpipe.tensors.checkpoint import MODES, Mode
+from torchgpipe.tensors.item import versions
+from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter
+from torchgpipe.tensors.observe import Observer
 from torchgpipe.trace.layer import Layers, keep_names
 
 T = TypeVar("T")

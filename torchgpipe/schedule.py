@@ -1,19 +1,5 @@
-"""Deterministic clock cycles: which tasks may run at once (torchgpipe paper, section 3.2.1)."""
+"""Clock cycles of tasks."""
 
-from __future__ import annotations
+from torchgpipe.engine.schedule import clock_cycles
 
-from collections.abc import Iterator
-
-
-def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield, cycle by cycle, the tasks (i, j) of micro-batch i < m on partition j < n with i + j = k.
-
-    There are m + n - 1 cycles; within one, partitions are in ascending order.
-    """
-    for k in range(m + n - 1):
-        yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
-
-
-def overlaps(m: int, n: int) -> bool:
-    """Return whether any clock cycle has more than one task: `m` micro-batches on `n` partitions, of both several."""
-    return m > 1 and n > 1
+__all__ = ["clock_cycles"]

@@ -25,7 +25,7 @@ from reproduce.error import Error
 from reproduce.models import unet
 from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
-from torchgpipe.checkpoint import MODES, Mode, checkpointed
+from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 
 FILE = Path(__file__).with_name("counts.json")
 

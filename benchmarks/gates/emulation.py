@@ -33,14 +33,14 @@ from reproduce.run.timed import time_step
 from reproduce.run.training import Balancer, FakeData, Training
 from reproduce.run.turns import turns
 from reproduce.tables.layout import grid
-from torchgpipe.checkpoint import Mode
-from torchgpipe.plan.count import count
-from torchgpipe.plan.here import hand_over
+from torchgpipe.engine.schedule import overlaps
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.hardware.here import hand_over
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.replay import Costs, Timeline, replay
-from torchgpipe.randomness import PrivateGenerator
-from torchgpipe.schedule import overlaps
+from torchgpipe.task.randomness import PrivateGenerator
+from torchgpipe.tensors.checkpoint import Mode
 
 WAYS = ("measured", "emulated", "with sharing")
 PROFILES = 3  # the median of so many predictions counts

@@ -33,8 +33,8 @@ from reproduce.tables import layout
 from reproduce.tables.layout import Column
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
-from torchgpipe.observe import Task
 from torchgpipe.plan.replay import Costs, replay
+from torchgpipe.tensors.observe import Task
 
 IMAGE = (3, 224, 224)
 WARM_UP = 2  # rounds: the first starts the workers

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchgpipe._autograd
+import torchgpipe.tensors._autograd
 
 
 class Tally:
@@ -100,7 +100,7 @@ def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
     noted_engine = SimpleNamespace(**{name: getattr(engine, name) for name in names} | {"run_backward": run_backward})
     yield threading.Thread, "start", noted_start
     yield torch.autograd.Variable, "_execution_engine", noted_engine  # for loss.backward()
-    yield torchgpipe._autograd, "_engine", noted_engine  # for tasks
+    yield torchgpipe.tensors._autograd, "_engine", noted_engine  # for tasks
 
     def noted(make: Callable[[], Any]) -> Callable[[], _Noted]:
         return lambda: _Noted(make(), tally)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchgpipe.microbatch import TensorOrTensors, gather, scatter
+from torchgpipe.tensors.microbatch import TensorOrTensors, gather, scatter
 
 VALUES: dict[str, TensorOrTensors] = {
     "a tensor of 64 x 8": torch.rand(64, 8),

@@ -8,7 +8,7 @@ from reproduce.cli.shared import devices, on
 from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, PUBLISHED_BALANCE, Experiment, Row, Scale
 from reproduce.experiments.choose import why_not
 from reproduce.machine.devices import Devices, find_devices
-from reproduce.run import engines
+from reproduce.run.engines import engines
 from reproduce.tables.layout import Column, Table, many, table
 
 OURS = "nobody has published these rows; those named .../mb are at equal micro-batch size"

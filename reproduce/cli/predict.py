@@ -24,8 +24,8 @@ from reproduce.tables.predicted import beside_emulated
 from torchgpipe.plan import Hardware
 from torchgpipe.plan import plan as make_plan
 from torchgpipe.plan.amount import amount, parse_amount
-from torchgpipe.plan.headroom import HEADROOM, room
-from torchgpipe.plan.optimizer import OPTIMIZERS
+from torchgpipe.plan.count.optimizer import OPTIMIZERS
+from torchgpipe.plan.hardware.headroom import HEADROOM, room
 from torchgpipe.plan.planner import HERE
 
 ALL = "all"

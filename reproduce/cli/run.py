@@ -21,7 +21,7 @@ from reproduce.records.published import published
 from reproduce.records.record import FREED_MEMORY, SUCCESS, write_atomically
 from reproduce.report.trace import Tracer, matplotlib_problem
 from reproduce.run.accuracy.datasets import prepare
-from reproduce.run.engines import OFFERED
+from reproduce.run.engines.engines import OFFERED
 from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_recorder, prepare_folder
@@ -30,7 +30,7 @@ from reproduce.run.training import Balancer
 from reproduce.tables.all import document, tables
 from reproduce.tables.engines import GROUP as ENGINES
 from reproduce.tables.layout import many
-from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
+from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware
 
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 

@@ -11,7 +11,7 @@ import click
 import torch
 
 from reproduce.experiments.choose import suggestion
-from torchgpipe.plan.hardware import hardware_names, load_hardware
+from torchgpipe.plan.hardware.hardware import hardware_names, load_hardware
 from torchgpipe.plan.planner import HERE
 
 T = TypeVar("T")

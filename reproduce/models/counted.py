@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from reproduce.models import MODELS
-from torchgpipe.plan.alike import Alike
-from torchgpipe.plan.count import Counts, count
-from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.count.alike import Alike
+from torchgpipe.plan.count.count import Counts, count
+from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
 
 ALIKE = Alike()

@@ -16,7 +16,7 @@ import torchgpipe
 from reproduce import models
 from reproduce.models.resnet import torchvision_model
 from reproduce.predict.largest import MODELS
-from torchgpipe.microbatch import mapped
+from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.trace.layer import Layers
 
 PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}

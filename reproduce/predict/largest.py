@@ -8,12 +8,12 @@ from math import inf
 
 from reproduce import models
 from reproduce.models.counted import counted
-from torchgpipe.checkpoint import Mode
 from torchgpipe.plan import Hardware, Impossible
-from torchgpipe.plan.count import Counts
-from torchgpipe.plan.optimizer import optimizer_named
+from torchgpipe.plan.count.count import Counts
+from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor
-from torchgpipe.plan.search import search
+from torchgpipe.plan.search.search import search
+from torchgpipe.tensors.checkpoint import Mode
 
 # what it is called -> the model, the papers' batch size, optimizer
 MODELS = {

@@ -17,8 +17,8 @@ from reproduce.models.counted import counted, setup_of
 from reproduce.records.places import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result, rounded
-from torchgpipe.plan.count import Counts, count
-from torchgpipe.plan.hardware import Hardware
+from torchgpipe.plan.count.count import Counts, count
+from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here

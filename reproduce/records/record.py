@@ -40,7 +40,7 @@ SUCCESS = ("measured", "emulated", "published", "predicted")
 
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
-"""What trains the partitions of a measured row at once (`reproduce.run.engines`)."""
+"""What trains the partitions of a measured row at once (`reproduce.run.engines.engines`)."""
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -23,12 +23,12 @@ from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.models.counted import counted, setup_of
 from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, record_tasks, update
-from torchgpipe.observe import Kind, Task
-from torchgpipe.plan.hardware import Hardware, hardware_names
+from torchgpipe.engine.schedule import overlaps
+from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.replay import Costs, Timeline, replay
-from torchgpipe.schedule import overlaps
+from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Mark
 
 MOST_EXECUTED = 4  # micro-batches of a step; the times of equal ones stand for the rest

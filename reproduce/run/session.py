@@ -16,12 +16,12 @@ from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.datasets import AccuracyNeeds
 from reproduce.run.emulation import Link, own_links
-from reproduce.run.engines import why_not
+from reproduce.run.engines.engines import why_not
 from reproduce.run.failure import Failure
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer, FakeData, Training
-from torchgpipe.plan.hardware import Hardware, load_hardware
+from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
 from torchgpipe.plan.replay import Timeline
 
 UNITS = {

@@ -23,9 +23,9 @@ from msgspec import structs
 from reproduce.experiments import PUBLISHED_BALANCE, Row
 from reproduce.records.record import Engine
 from reproduce.run.emulation import Emulation, executed, memory_needed
-from reproduce.run.engines import check_same
+from reproduce.run.engines.engines import check_same
+from reproduce.run.engines.processes import Processes
 from reproduce.run.failure import Failure, explain
-from reproduce.run.processes import Processes
 from reproduce.run.progress import duration
 from reproduce.run.session import Session
 from reproduce.run.timed import EmulatedSteps, MeasuredSteps, time_step, watch, watched

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from reproduce.experiments import EQUAL_LAYERS, PLANNED, Row
 from reproduce.machine.devices import MOST_DEVICES, Devices
-from reproduce.run.engines import Work
+from reproduce.run.engines.engines import Work
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
-from torchgpipe.engines import EngineName
-from torchgpipe.observe import Observer, observed
+from torchgpipe.engine.engines import EngineName
 from torchgpipe.plan import plan
+from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 
 PROFILE_SECONDS = 1.0  # for each balance

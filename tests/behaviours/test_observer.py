@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
-from torchgpipe.checkpoint import checkpointed
-from torchgpipe.observe import Task
+from torchgpipe.tensors.checkpoint import checkpointed
+from torchgpipe.tensors.observe import Task
 
 from ..plain import piped
 from .layers import linear, only_a_skip

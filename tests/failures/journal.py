@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.checkpoint import checkpointed
-from torchgpipe.observe import Kind, Task
+from torchgpipe.tensors.checkpoint import checkpointed
+from torchgpipe.tensors.observe import Kind, Task
 
 from ..parts import Fails, explode
 from ..plain import piped

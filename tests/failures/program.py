@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.saves import Saves
+from torchgpipe.state.saves import Saves
 
 from ..parts import Fails
 from .faults import SILENCE, Keyboard, cut_off, cuts_links

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from torchgpipe.checkpoint import checkpointed
-from torchgpipe.observe import Kind, Task
-from torchgpipe.relay import Relay
+from torchgpipe.engine.relay import Relay
+from torchgpipe.tensors.checkpoint import checkpointed
+from torchgpipe.tensors.observe import Kind, Task
 
 from ..ledger import Ledger, assert_eventually, assert_no_thread_more
 from ..parts import Fails, Pop, Stash

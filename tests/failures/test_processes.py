@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from reproduce.run.launch import Launched
-from torchgpipe.saves import Saves
+from reproduce.run.engines.launch import Launched
+from torchgpipe.state.saves import Saves
 
 from . import program
 from .faults import PATIENCE, SILENCE, all_stop, dies, hangs, stops

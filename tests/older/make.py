@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.saves import Saves
 from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.state.saves import Saves
 
 DATA = Path(__file__).with_name("data")
 X = torch.arange(24.0).reshape(6, 4) % 5

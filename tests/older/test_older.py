@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from reproduce.records.record import load, save
-from torchgpipe.saves import Saves
+from torchgpipe.state.saves import Saves
 
 from .make import DATA, X, adam, drawn, piped
 

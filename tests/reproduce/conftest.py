@@ -10,7 +10,7 @@ import pytest
 import reproduce.machine.devices
 import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, Experiment
-from reproduce.run.launch import python
+from reproduce.run.engines.launch import python
 from reproduce.tables.layout import WIDTH
 
 from .made import RUN
@@ -39,7 +39,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python (reproduce/run/launch.py); what a test that failed has left running is killed."""
+    """Start Python (reproduce/run/engines/launch.py); what a test that failed has left running is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:

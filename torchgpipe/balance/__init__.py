@@ -15,8 +15,8 @@ from torch import nn
 
 from torchgpipe.balance.minimise import check_partitions, minimise_heaviest
 from torchgpipe.balance.profile import profile_sizes, profile_times
-from torchgpipe.microbatch import TensorOrTensors, check
 from torchgpipe.skip import verify_skippables
+from torchgpipe.tensors.microbatch import TensorOrTensors, check
 from torchgpipe.trace.layer import flat
 
 __all__ = ["balance_by_size", "balance_by_time"]

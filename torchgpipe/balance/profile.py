@@ -18,9 +18,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.microbatch import TensorOrTensors, check, mapped, scatter, tensors_of
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, check, mapped, scatter, tensors_of
 from torchgpipe.trace.layer import batched
 
 T = TypeVar("T")

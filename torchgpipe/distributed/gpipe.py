@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe._autograd import backward_id, sharded
-from torchgpipe.checkpoint import Mode
-from torchgpipe.contents import modules_of
+from torchgpipe.distributed.connections import Wires
 from torchgpipe.distributed.step import Step, shared_failure
-from torchgpipe.distributed.wires import Wires
-from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.partition import Init, choose_devices
 from torchgpipe.partitioned import Partitioned
-from torchgpipe.randomness import check_apart, own_generators
 from torchgpipe.skip.layout import Crossing, skip_layout
+from torchgpipe.task.contents import modules_of
+from torchgpipe.task.randomness import check_apart, own_generators
+from torchgpipe.tensors._autograd import backward_id, sharded
+from torchgpipe.tensors.checkpoint import Mode
+from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
 
 
 class DistributedGPipe(Partitioned):

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wire import Message, Receiver, Sender
-from torchgpipe.distributed.wires import Wires, check_serial
-from torchgpipe.item import Item
-from torchgpipe.microbatch import Flat
-from torchgpipe.program import Links
-from torchgpipe.relay import Stopped
-from torchgpipe.seeds import Seeds
+from torchgpipe.distributed.connections import Wires, check_serial
+from torchgpipe.distributed.wires.wire import Message, Receiver, Sender
+from torchgpipe.engine.program import Links
+from torchgpipe.engine.relay import Stopped
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task_graph import leaves
+from torchgpipe.task.seeds import Seeds
+from torchgpipe.task.task_graph import leaves
+from torchgpipe.tensors.item import Item
+from torchgpipe.tensors.microbatch import Flat
 
 
 class Messages(Links):
-    """A program's links over wires, in one mini-batch's forward or backward; see `torchgpipe.program.Links`."""
+    """A program's links over wires, in one mini-batch's forward or backward; see `torchgpipe.engine.program.Links`."""
 
     kind: str
     step: int

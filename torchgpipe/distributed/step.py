@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.batch import Batch, linked, one_node
+from torchgpipe.distributed.connections import Wires
 from torchgpipe.distributed.links import Backward, Forward
-from torchgpipe.distributed.wires import Wires
-from torchgpipe.microbatch import Flat, TensorOrTensors, gather, tensors_of
-from torchgpipe.observe import Observer
-from torchgpipe.program import Program
-from torchgpipe.relay import Stopped
+from torchgpipe.engine.batch import Batch, linked, one_node
+from torchgpipe.engine.program import Program
+from torchgpipe.engine.relay import Stopped
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.stage import Stage
-from torchgpipe.task_graph import leaves
+from torchgpipe.task.stage import Stage
+from torchgpipe.task.task_graph import leaves
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
+from torchgpipe.tensors.observe import Observer
 
 
 @contextmanager

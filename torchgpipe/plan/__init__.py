@@ -28,8 +28,8 @@
 
 from __future__ import annotations
 
-from torchgpipe.plan.hardware import Hardware, hardware_names, load_hardware
-from torchgpipe.plan.impossible import Impossible
+from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware
 from torchgpipe.plan.planner import Plan, plan
+from torchgpipe.plan.search.impossible import Impossible
 
 __all__ = ["Hardware", "Impossible", "Plan", "hardware_names", "load_hardware", "plan"]

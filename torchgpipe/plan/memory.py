@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torchgpipe.checkpoint import checkpointed
-from torchgpipe.plan.count import Counts
-from torchgpipe.plan.footprint import Stashed
+from torchgpipe.plan.count.count import Counts
+from torchgpipe.plan.count.footprint import Stashed
+from torchgpipe.plan.count.task import Task, task_bytes
 from torchgpipe.plan.predict import Setup, crossing
-from torchgpipe.plan.task import Task, task_bytes
+from torchgpipe.tensors.checkpoint import checkpointed
 
 __all__ = ["Device", "setup_memory"]
 

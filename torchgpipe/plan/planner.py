@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.gpipe import GPipe
-from torchgpipe.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.plan.amount import parse_amount
-from torchgpipe.plan.beside import DataParallel, data_parallel
-from torchgpipe.plan.count import count
-from torchgpipe.plan.hardware import Hardware, load_hardware
-from torchgpipe.plan.headroom import check_headroom, room
-from torchgpipe.plan.impossible import Impossible, hopeless
-from torchgpipe.plan.optimizer import OPTIMIZERS, optimizer_named
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
+from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
+from torchgpipe.plan.hardware.headroom import check_headroom, room
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.reason import reason
 from torchgpipe.plan.report import WIDTH, describe_numbers, describe_setup
-from torchgpipe.plan.search import Found, search
-from torchgpipe.plan.trial import Candidate
+from torchgpipe.plan.search.beside import DataParallel, data_parallel
+from torchgpipe.plan.search.impossible import Impossible, hopeless
+from torchgpipe.plan.search.search import Found, search
+from torchgpipe.plan.search.trial import Candidate
 from torchgpipe.skip import verify_skippables
+from torchgpipe.tensors.checkpoint import MODES, Mode
+from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.trace.layer import flat
 
 __all__ = ["HERE", "Plan", "plan"]

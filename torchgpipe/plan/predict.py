@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from torchgpipe.checkpoint import Mode, checkpointed
-from torchgpipe.plan.count import Counts
-from torchgpipe.plan.footprint import Footprint, LayerCount, Stashed
-from torchgpipe.plan.hardware import Hardware
-from torchgpipe.plan.operators import Operator
-from torchgpipe.plan.optimizer import STATELESS, Optimizer
+from torchgpipe.engine.schedule import overlaps
+from torchgpipe.plan.count.count import Counts
+from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed
+from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
+from torchgpipe.plan.hardware.hardware import Hardware
+from torchgpipe.plan.hardware.operators import Operator
 from torchgpipe.plan.replay import Costs, Timeline, replay, shared
-from torchgpipe.schedule import overlaps
+from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
 __all__ = ["LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.profile import placed_copy, undisturbed
-from torchgpipe.microbatch import TensorOrTensors, tensors_of
-from torchgpipe.plan.count import Counts
-from torchgpipe.plan.hardware import Hardware
-from torchgpipe.plan.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
+from torchgpipe.plan.count.count import Counts
+from torchgpipe.plan.hardware.hardware import Hardware
+from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
+from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup
-from torchgpipe.plan.timing import Seconds, time_alone, time_step
+from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
 __all__ = ["Curve", "Profile", "ProfiledPredictor", "predictor_here", "profile_layers"]

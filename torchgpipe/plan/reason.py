@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor
-from torchgpipe.plan.search import Found
-from torchgpipe.plan.trial import Candidate
+from torchgpipe.plan.search.search import Found
+from torchgpipe.plan.search.trial import Candidate
 
 __all__ = ["reason"]
 

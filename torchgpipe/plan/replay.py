@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torchgpipe.observe import Kind
+    from torchgpipe.tensors.observe import Kind
 
 __all__ = ["Costs", "Event", "Timeline", "bubbles", "replay", "shared"]
 

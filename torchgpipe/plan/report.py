@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from torchgpipe.plan.amount import amount
-from torchgpipe.plan.beside import DataParallel
-from torchgpipe.plan.trial import Candidate
+from torchgpipe.plan.search.beside import DataParallel
+from torchgpipe.plan.search.trial import Candidate
 
 __all__ = ["balance_text", "describe_numbers", "describe_setup"]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count, pairwise
 from typing import Any
 
-from torchgpipe.observe import Kind, Task
 from torchgpipe.plan.replay import Timeline, bubbles
+from torchgpipe.tensors.observe import Kind, Task
 
 MICROSECONDS = 1e6
 PROCESS = 1  # not 0: that process and its thread 0 are the system's idle ones, which Perfetto does not show

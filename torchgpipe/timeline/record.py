@@ -13,9 +13,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from torchgpipe.observe import Kind
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.plan.replay import Event, Timeline, bubbles
+from torchgpipe.tensors.observe import Kind
 from torchgpipe.timeline.clocks import clocks_ahead
 from torchgpipe.timeline.perfetto import perfetto
 from torchgpipe.timeline.stopwatch import Stopwatch

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchgpipe.observe import Task
 from torchgpipe.plan.replay import Event
+from torchgpipe.tensors.observe import Task
 
 
 class Mark:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.microbatch import TensorOrTensors, tensors_of
-from torchgpipe.observe import NOTHING
 from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
+from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.tensors.observe import NOTHING
 from torchgpipe.trace.calls import Device, Held, Value
 from torchgpipe.trace.cut import Plan, held_in, values_in
 from torchgpipe.trace.generalise import Grows

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checkpoint import MODES, Mode
 from torchgpipe.gpipe import GPipe
-from torchgpipe.plan.hardware import Hardware
+from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.planner import HERE, plan
+from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.trace.sequential import Whole, sequential
 
 

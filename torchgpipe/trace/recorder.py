@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe._autograd import storage_of
+from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.trace.calls import CONSTANTS, Call, Device, Held, Value
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import Untraceable, refused, where

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.parts import Slots
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.contents import SMALL
+from torchgpipe.task.contents import SMALL
 
 from ...traced import Squared
 from ..compare import REORDERED

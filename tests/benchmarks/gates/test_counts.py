@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import benchmarks.gates.counts
-import torchgpipe.relay
+import torchgpipe.engine.relay
 from benchmarks.gates.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
-from torchgpipe import randomness
-from torchgpipe.task_graph import TaskGraph
+from torchgpipe.task import randomness
+from torchgpipe.task.task_graph import TaskGraph
 
-relay: Any = torchgpipe.relay
+relay: Any = torchgpipe.engine.relay
 HERE = "linear n2m4 always workers"  # of eight tasks
 FOUND = Counts(Counter({"aten.detach.default": 16, "aten.empty.default": 0, "aten.add.Tensor": -2}), nodes=8, waits=4)
 ROW = FOUND.totals()

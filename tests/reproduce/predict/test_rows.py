@@ -13,8 +13,8 @@ from reproduce.records.places import RESULTS
 from reproduce.records.published import published
 from reproduce.records.record import Record, load
 from reproduce.tables.predicted import predicted_tables, speed_up_errors, throughput_errors
-from torchgpipe.plan.hardware import load_hardware
-from torchgpipe.plan.headroom import HEADROOM
+from torchgpipe.plan.hardware.hardware import load_hardware
+from torchgpipe.plan.hardware.headroom import HEADROOM
 
 P40 = load_hardware("p40x8")
 

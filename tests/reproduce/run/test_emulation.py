@@ -17,9 +17,9 @@ from reproduce.experiments import COMPONENTS, EXPERIMENTS, PLANNED, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import MOST_EXECUTED, Emulation, Executed, executed, memory_needed
 from reproduce.run.training import Balancer, FakeData, Training, record_tasks
-from torchgpipe.observe import Kind, Task
 from torchgpipe.plan import plan
 from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Timed
 
 CPU = Devices("cpu", 2, threads=1)

@@ -19,11 +19,11 @@ from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Engine, load
-from reproduce.run.engines import OFFERED, Engaged, check_same, why_not
-from reproduce.run.processes import Processes
+from reproduce.run.engines.engines import OFFERED, Engaged, check_same, why_not
+from reproduce.run.engines.processes import Processes
 from reproduce.run.timed import MeasuredSteps
-from torchgpipe.observe import Task
 from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.tensors.observe import Task
 
 from .fakes import Fake, Run
 from .works import failing, ids, killed, work

@@ -11,7 +11,7 @@ import torch
 from reproduce.experiments import EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import Link, own_links
-from torchgpipe.plan.hardware import hardware_names, load_hardware
+from torchgpipe.plan.hardware.hardware import hardware_names, load_hardware
 
 BALANCES = {2: (30, 35), 4: (16, 16, 16, 17)}
 

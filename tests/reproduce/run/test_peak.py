@@ -17,9 +17,9 @@ from reproduce.machine.devices import Devices
 from reproduce.run.live_bytes import LiveBytes
 from reproduce.run.peak import measure_peak
 from reproduce.run.training import Balancer, FakeData, Training
-from torchgpipe.plan.count import count
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
 
 FLOAT = 4

@@ -12,7 +12,7 @@ import torch
 
 from reproduce.experiments import Experiment, Row
 from reproduce.run.training import FakeData
-from torchgpipe.plan.hardware import load_hardware
+from torchgpipe.plan.hardware.hardware import load_hardware
 
 from .fakes import SECONDS, Fake, Run, kept
 

@@ -14,7 +14,7 @@ from reproduce.experiments import EQUAL_LAYERS, EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
-from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.task.batchnorm import DeferredBatchNorm
 
 CPU = Devices("cpu", 2, threads=1)
 DEVICE = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reproduce.run.engines import Work
-from reproduce.run.processes import Processes
-from torchgpipe.checkpoint import Mode
+from reproduce.run.engines.engines import Work
+from reproduce.run.engines.processes import Processes
+from torchgpipe.tensors.checkpoint import Mode
 
 from ...parts import Fails
 

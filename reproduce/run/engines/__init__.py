@@ -1,0 +1,4 @@
+"""What trains partitions at once: threads, ranks, PyTorch's schedules, and the processes of the last two.
+
+It may import `torchgpipe`, and of `reproduce` what lies below `run`.
+"""

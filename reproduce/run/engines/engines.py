@@ -1,0 +1,166 @@
+"""Engines: what trains the partitions of a pipeline at once, on the same work.
+
+- `threads`: `GPipe`, a thread for each partition of this process;
+- `ranks`: `DistributedGPipe`, a process for each;
+- `ScheduleGPipe` and `Schedule1F1B`: PyTorch's own schedules of `torch.distributed.pipelining`, a process for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from reproduce.error import Error
+from reproduce.experiments import Row
+from reproduce.experiments.row import COMPONENTS
+from reproduce.machine.devices import Devices
+from reproduce.records.record import Engine
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.skip.layout import skip_layout
+from torchgpipe.tensors.checkpoint import Mode, checkpointed
+
+FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
+FIRST = 2  # steps: one before the parameters have been updated, and one after it; rounding grows from step to step
+ROUNDING = 1e-4  # relative; a convolution's gradient is rounded otherwise in each start of Python
+SCHEDULES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
+OFFERED: dict[str, tuple[Engine, ...]] = {"threads": ("threads",), "ranks": ("ranks",), "torch": SCHEDULES}
+"""The names that a user may ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be trained: a pipeline's layers and settings, a mini-batch, and the optimizer of some layers.
+
+    `loss(output, target)` is a mean over samples.
+    """
+
+    layers: nn.Sequential
+    balance: Sequence[int]
+    chunks: int
+    input: Tensor | None
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    checkpoint: Mode = "never"
+    deferred_batch_norm: bool = False
+
+
+class Engaged:
+    """Some work on an engine, a training step at a time. Where partitions are processes, each of them makes one.
+
+    Attributes:
+        steps: how many were done.
+        pipeline: what a timeline can be recorded of; `None` for PyTorch's schedules.
+    """
+
+    def __init__(self, engine: Engine, work: Work) -> None:
+        make = {"threads": _threads, "ranks": _ranks}.get(engine)
+        module, self._forward_and_backward = make(work) if make else _scheduled(engine, work)
+        self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
+        self.steps = 0
+        # An optimizer refuses to have no parameters.
+        self._optimizers = [work.optimizer(module)] if any(True for _ in module.parameters()) else []
+
+    def step(self) -> float | None:
+        """Do one whole training step; return its loss, or `None` where this process does not know it."""
+        self.steps += 1
+        loss = self._forward_and_backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return None if loss is None else float(loss)
+
+
+Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
+"""What an optimizer updates, and what runs forward and backward and returns the loss."""
+
+
+def _threads(work: Work) -> Made:
+    devices = ["cpu"] * len(work.balance)
+    return _called(GPipe(work.layers, work.balance, devices=devices, **_settings(work)), work)
+
+
+def _ranks(work: Work) -> Made:
+    model = DistributedGPipe(work.layers, work.balance, **_settings(work))
+    return _called(model, work if model.rank == 0 else replace(work, input=None))
+
+
+def _settings(work: Work) -> dict[str, Any]:
+    return {name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")}
+
+
+def _called(model: GPipe | DistributedGPipe, work: Work) -> Made:
+    loss, x, target = work.loss, work.input, work.target  # the work's layers are not kept: a rank needs its own only
+
+    def run() -> Tensor:
+        value = model.loss(loss, x, target)
+        value.backward()
+        return value.detach()
+
+    return model, run
+
+
+def _scheduled(engine: Engine, work: Work) -> Made:
+    from reproduce.run.engines.schedules import schedule  # only where it is asked for: it takes long to import
+
+    rank, n = dist.get_rank(), len(work.balance)
+    first, end = [*pairwise([0, *accumulate(work.balance)])][rank]
+    part, recomputed = work.layers[first:end], checkpointed(work.checkpoint, work.chunks)
+    made = schedule(engine, part, chunks=work.chunks, checkpointed=recomputed, loss=work.loss)
+    inputs = [work.input] if rank == 0 else []
+    losses: list[Tensor] = []
+    more = {"target": work.target, "losses": losses} if rank + 1 == n else {}
+
+    def run() -> Tensor | None:
+        try:
+            made.step(*inputs, **more)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # a stage says what a layer has raised in many lines
+        # The schedule has divided the gradients by the number of micro-batches, so that they are of this mean.
+        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    return part, run
+
+
+def check_same(losses: Sequence[float | None], others: Sequence[float | None], what: str) -> None:
+    """Compare the losses of the first steps of some work on two engines, as many as both have done.
+
+    Raises:
+        Error: they differ by more than rounding: these are not the same computation, and times say nothing.
+    """
+    count = min(len(losses), len(others), FIRST)
+    ours, theirs = (torch.tensor(each[:count], dtype=torch.float64) for each in (losses, others))
+    if not torch.allclose(ours, theirs, rtol=ROUNDING, atol=0, equal_nan=True):
+        raise Error(f"{what}: the losses are {losses[:count]}, but {others[:count]} on another engine")
+
+
+def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
+    """Return why an engine cannot run a row, in words; `None` where it can."""
+    if engine == "threads":
+        return None
+    if row.partitions is None:
+        return "there is no pipeline"
+    if row.partitions == 1:
+        return "there is one partition only"
+    if devices.kind != "cpu":
+        return "processes are measured on CPUs only"
+    if row.components != COMPONENTS:
+        return "only GPipe can do without a component"
+    if engine == "ranks":
+        return None
+    if row.deferred_batch_norm:
+        return "PyTorch's schedules know no deferred batch norm"
+    if row.batch_size % (row.chunks or 1):
+        return "PyTorch's schedules need micro-batches of equal size"
+    if engine == "Schedule1F1B" and (row.chunks or 1) < row.partitions:
+        return FEW
+    with torch.device("meta"):
+        skips = skip_layout(row.build())
+    return "PyTorch's schedules know no skips" if skips else None

@@ -1,0 +1,100 @@
+"""Run a pipeline's partitions in processes of their own, a step at a time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from reproduce.error import Error
+from reproduce.records.record import Engine
+from reproduce.run.engines.engines import Work
+from reproduce.run.engines.launch import Ended, Launched
+from reproduce.run.engines.ranks import serve
+from reproduce.run.failure import Failure
+from torchgpipe.plan.replay import Event, Timeline
+
+AHEAD = 0.01  # seconds from a request to its step, so that every rank has heard of it before
+GRACE = 2.0  # seconds in which other ranks may say how they fail, when one has failed
+
+
+class Processes:
+    """As many processes as a pipeline has partitions, with as many threads each as this one has.
+
+    They end by `close()`, with this process, or when one of them fails.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._folder = TemporaryDirectory()
+        store = str(Path(self._folder.name, "store"))
+        self._ranks = Launched("spawn", count, serve, count, torch.get_num_threads(), store)
+
+    def make(self, engine: Engine, work: Callable[[], Work]) -> None:
+        """Make on every rank what `work` returns, a function that another process can import, and run it by `engine`.
+
+        What was made before is given up.
+
+        Raises:
+            Error, torch.OutOfMemoryError: a rank has failed.
+        """
+        self._ask(engine, work)
+
+    def step(self) -> tuple[float, float]:
+        """Run a training step; return the seconds from when all ranks were ready until all were done, and the loss.
+
+        Raises:
+            Error, torch.OutOfMemoryError: a rank has failed.
+        """
+        seconds, loss, _ = self._step("step")
+        return seconds, loss
+
+    def record(self) -> Timeline:
+        """Run a training step of ranks, and return its timeline.
+
+        Raises:
+            Error, torch.OutOfMemoryError: a rank has failed.
+        """
+        seconds, _, (events,) = self._step("record")
+        return Timeline([Event(*each) for each in events], seconds, self._count)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._ranks.close()
+        self._folder.cleanup()
+
+    def _step(self, what: str) -> tuple[float, float, Any]:
+        start = time.perf_counter() + AHEAD
+        ends, losses, recorded = zip(*self._ask(what, start), strict=True)
+        return max(ends) - start, losses[-1], recorded[0]
+
+    def _ask(self, *request: Any) -> list[Any]:
+        """Return what each rank answers."""
+        self._ranks.tell(request)
+        answers: dict[int, Any] = {}
+        failures: list[Failure] = []
+        busy = {*range(self._count)}
+        while busy and (heard := [*self._ranks.hear(busy, GRACE if failures else None)]):
+            for k, said in heard:
+                if isinstance(said, Ended):
+                    said = "failed", Failure("failed", f"a rank's process has ended {said.how}")
+                kind, value = said
+                if kind == "waits":
+                    print(value, file=sys.stderr)
+                    continue
+                busy.remove(k)
+                if kind == "answer":
+                    answers[k] = value
+                else:
+                    failures.append(value)
+        if not failures:
+            return [answers[k] for k in range(self._count)]
+        self.close()
+        # The rank that failed says what happened, and others only that it did.
+        first = min(failures, key=lambda each: each.reason.startswith("RankFailed"))
+        raise torch.OutOfMemoryError(first.reason) if first.status == "out of memory" else Error(first.reason)

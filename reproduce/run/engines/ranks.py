@@ -1,0 +1,92 @@
+"""Be one rank of a pipeline: `processes.py` starts as many as it has partitions.
+
+Each hears the same requests: an engine and a function that makes its work; `"step"` or `"record"`, a step with its
+timeline, and the time at which it begins. It answers by a pair: `"answer"` with nothing, or with when its step was
+over, the loss and the timeline's tasks; or `"failed"` with why, and then it ends. So it does when the process ends that
+asks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reproduce.run.engines.engines import Engaged
+from reproduce.run.failure import explain
+from torchgpipe.distributed.liveness.patience import waiting_for
+from torchgpipe.timeline import record
+
+PATIENCE = timedelta(days=365)  # others may take their turns for as long as they like
+
+
+def serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
+    """Answer requests until there are no more, with so many threads; ranks meet by a file, `store`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    for output in (1, 2):  # what ranks print would be in the middle of a table
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    torch.set_num_threads(threads)
+    requests = _listen(link)
+    engaged: Engaged | None = None
+    try:
+        with waiting_for("other ranks", lambda line: link.send(("waits", line))):
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=PATIENCE
+            )
+        while True:
+            what, given = pickle.loads(requests.get())
+            if what in ("step", "record"):
+                assert engaged is not None
+                answer = _recorded(engaged, given) if what == "record" else (*_step(engaged, given), None)
+            else:
+                engaged = answer = None  # or two of them would need memory at once, and threads
+                gc.collect()
+                engaged = Engaged(what, given())
+            link.send(("answer", answer))
+    except Exception as error:
+        link.send(("failed", explain(error)))
+        os._exit(1)  # whatever else this process waits for
+
+
+def _recorded(engaged: Engaged, start: float) -> tuple[float, float | None, Any]:
+    assert engaged.pipeline is not None
+    with record(engaged.pipeline) as recording:
+        end, loss = _step(engaged, start)
+    return end, loss, [each.events for each in recording.steps]
+
+
+def _step(engaged: Engaged, start: float) -> tuple[float, float | None]:
+    """Run a step that begins on all ranks at once, at a time of the clock that all processes of a machine share.
+
+    Return when it is over, and its loss.
+    """
+    torch.manual_seed(engaged.steps)  # as `MeasuredSteps` does, so that random layers do the same
+    while time.perf_counter() < start:
+        pass  # awake, as ranks are that have just done another step
+    loss = engaged.step()
+    return time.perf_counter(), loss
+
+
+def _listen(link: Connection) -> SimpleQueue[bytes]:
+    """Return a queue of requests. When the process that asks has ended, so does this one, also in a step."""
+    requests: SimpleQueue[bytes] = SimpleQueue()
+
+    def hear() -> None:
+        try:
+            while True:
+                requests.put(link.recv_bytes())
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=hear, name="requests", daemon=True).start()
+    return requests

@@ -1,0 +1,270 @@
+"""`balance_by_time` and `balance_by_size`: any model works, stays as it was, and misuse is told."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance import balance_by_size, balance_by_time
+from torchgpipe.skip import Namespace
+from torchgpipe.skip.scope import current_scope
+
+from ..layers import Lambda, Pop, Stash
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+BALANCES: dict[str, Callable[..., list[int]]] = {
+    "time": lambda *args, **kwargs: balance_by_time(*args, timeout=0.02, **kwargs),
+    "size": lambda *args, **kwargs: balance_by_size(*args, chunks=2, **kwargs),
+}
+either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
+Sequential, Linear = nn.Sequential, nn.Linear
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+class Step(nn.Module):
+    """Count forwards outside of the buffers, and replace a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.seen = self.seen + x.detach().sum(0)
+        return x
+
+
+def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[nn.Module, nn.Module]:
+    namespace = Namespace()
+    return Stash(skip, Linear(4, 4)).isolate(namespace), Pop(join).isolate(namespace)  # type: ignore[operator]
+
+
+def skips() -> nn.Sequential:
+    """A skip over four layers, one within a layer, and one that is None."""
+    outer_stash, outer_pop = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
+    inner = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
+    none_stash, none_pop = pair(lambda x: None, lambda x, none: x)
+    return nn.Sequential(outer_stash, none_stash, nn.Sequential(*inner), Linear(4, 4), none_pop, outer_pop)
+
+
+def weight_norm() -> nn.Sequential:
+    layer = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    layer(torch.rand(1, 4))  # leaves a weight that has a graph
+    return nn.Sequential(layer, nn.ReLU())
+
+
+def recurrent() -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(nn.LSTM(4, 4), Lambda(lambda out: out[0])), nn.Linear(4, 4))
+
+
+def swap(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[1], pair[0]
+
+
+X = torch.rand(6, 4)
+X_GRAD = torch.rand(6, 4, requires_grad=True)
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
+    "plain": (lambda: Sequential(Linear(4, 4), Linear(4, 4)), X),
+    "input requires grad": (lambda: Sequential(Linear(4, 4), nn.Tanh()), X_GRAD),
+    "batch norm": (lambda: Sequential(Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)), X),
+    "dropout": (lambda: Sequential(nn.Dropout(), Linear(4, 4)), X_GRAD),
+    "in place": (lambda: Sequential(nn.ReLU(inplace=True), Linear(4, 4)), X),
+    "in place on a leaf": (lambda: Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)), X_GRAD),
+    "frozen": (lambda: Sequential(Linear(4, 4), nn.ReLU(), Linear(4, 4)).requires_grad_(False), X),
+    "half frozen": (lambda: Sequential(Linear(4, 4).requires_grad_(False), Linear(4, 4)), X),
+    "integers in": (lambda: Sequential(nn.Embedding(5, 4), Linear(4, 4)), torch.randint(5, (6,))),
+    "integers out": (lambda: Sequential(Linear(4, 4), Lambda(lambda x: x.argmax(1))), X),
+    "detached": (lambda: Sequential(Linear(4, 4), Lambda(Tensor.detach), Linear(4, 4)), X),
+    "tuple": (lambda: Sequential(Lambda(swap), Lambda(swap), Lambda(swap)), (X_GRAD, X)),
+    "skips": (skips, X),
+    "one layer twice": (lambda: Sequential(*[Linear(4, 4)] * 2), X),
+    "state of its own": (lambda: Sequential(Step(), Linear(4, 4), Step()), X),
+    "weight norm": (weight_norm, X),
+    "recurrent": (recurrent, X),
+    "double": (lambda: Sequential(Linear(4, 4), nn.Tanh()).double(), X.double()),
+}
+
+
+# What is set to evaluation mode beforehand, and whether each of two layers then runs in training mode.
+MODES: dict[str, tuple[Callable[[Any], object], list[bool]]] = {
+    "training": (lambda module: module, [True, True]),
+    "evaluation": (lambda module: module.eval(), [True, True]),
+    "first layer in evaluation": (lambda module: module[0].eval(), [False, True]),
+}
+modes = pytest.mark.parametrize("mode, training", MODES.values(), ids=MODES)
+
+
+def state(module: nn.Module, sample: Any) -> list[object]:
+    """Everything that profiling could change, as it is now."""
+    parameters, samples = [*module.parameters()], (sample,) if isinstance(sample, Tensor) else sample
+    random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    return [
+        [x.tolist() for x in (*module.state_dict().values(), *samples, *random)],
+        [id(x) for x in (*parameters, *module.buffers())],
+        [(x.requires_grad, None if x.grad is None else x.grad.tolist()) for x in (*parameters, *samples)],
+        [(m.training, type(m), getattr(m, "steps", None)) for m in module.modules()],
+        [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dict(current_scope())],
+    ]
+
+
+@either
+@on_devices
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+@modes
+@pytest.mark.parametrize("build, sample", MODELS.values(), ids=MODELS)
+def test_model_stays_as_it_was(
+    build: Callable[[], nn.Sequential], sample: Any, mode: Any, training: object, device: str, balance_by: Any
+) -> None:
+    model = build()
+    mode(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter) if parameter.requires_grad else None
+    before = state(model, sample)
+    balance = balance_by(2, model, sample, device=device)
+    assert len(balance) == 2 and min(balance) >= 1 and sum(balance) == len(model)
+    assert state(model, sample) == before
+
+
+@either
+def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
+    model = nn.Sequential(nn.LazyLinear(1000), nn.LazyLinear(1000), nn.LazyLinear(1))
+    assert sum(balance_by(2, model, X)) == 3
+    assert [type(layer) for layer in model] == [nn.LazyLinear] * 3
+
+
+class Look(nn.Module):
+    """Note whether it is in training, and whether gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[bool, bool]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add((self.training, x.requires_grad and torch.is_grad_enabled() and not x.is_inference()))
+        return x
+
+    def __deepcopy__(self, memo: object) -> Look:
+        twin = Look().train(self.training)
+        twin.seen = self.seen
+        return twin
+
+
+@either
+@modes
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_layers_run_as_in_training_but_frozen_parts_stay_frozen(
+    mode: Callable[[nn.Module], object], training: list[bool], context: Any, balance_by: Any
+) -> None:
+    with context():
+        looks = [Look(), Look()]
+        model = nn.Sequential(*(nn.Sequential(Linear(4, 4), look) for look in looks))
+        mode(model)
+        sample = torch.rand(6, 4)
+        before = state(model, sample)
+        balance_by(1, model, sample)
+        assert state(model, sample) == before
+    assert [look.seen for look in looks] == [{(trains, True)} for trains in training]
+
+
+@either
+def test_one_copied_layer_at_a_time(balance_by: Callable[..., list[int]]) -> None:
+    copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Linear(4, 4)
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            """Called by `copy.deepcopy`, on the copy."""
+            super().__setstate__(state)
+            copies.add(self)
+            assert len(copies) == 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self in copies
+            return self.linear(x)
+
+    balance_by(2, nn.Sequential(*(Counted() for _ in range(4))), X)
+    assert not copies
+
+
+@either
+def test_error_in_a_layer_arrives_and_leaves_nothing_behind(balance_by: Callable[..., list[int]]) -> None:
+    def fail(x: Tensor) -> Tensor:
+        torch.rand(1)
+        raise ZeroDivisionError("in layer")
+
+    model = skips()
+    model[2] = Lambda(fail)
+    before = state(model, X)
+    with pytest.raises(ZeroDivisionError, match="in layer"):
+        balance_by(2, model, X)
+    assert state(model, X) == before
+
+
+@pytest.mark.parametrize("available, device", [(False, "cpu"), (True, "cuda")])
+@pytest.mark.parametrize("name", ["profile_times", "profile_sizes"])
+def test_default_device(name: str, available: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(f"torchgpipe.balance.{name}", profile := Mock(return_value=[1.0]))
+    (balance_by_time if name == "profile_times" else balance_by_size)(1, nn.Sequential(nn.ReLU()), X)
+    assert profile.call_args.args[-1] == torch.device(device)
+
+
+class Locked(nn.ReLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+RELUS = nn.Sequential(nn.ReLU(), nn.ReLU())
+# Arguments of both, the error, and what its one line says.
+MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
+    ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
+    ((1.5, RELUS, X), TypeError, "partitions must be an int, got 1.5"),
+    ((True, RELUS, X), TypeError, "partitions must be an int, got True"),
+    ((1, nn.ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
+    ((1, nn.Sequential(), X), ValueError, "cannot fill 1 partitions with 0 layer"),
+    ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
+    ((1, nn.Sequential(Pop()), X), TypeError, "pops 'skip', which no earlier layer stashes"),
+    ((1, nn.Sequential(nn.ReLU(), Locked()), X), TypeError, r"layer 1 \(Locked\) cannot be copied .*lock"),
+    ((1, nn.Sequential(nn.ReLU(), Lambda(lambda x: [x])), X), TypeError, "output of layer 1 must be a tensor"),
+]
+
+
+# What only one of them refuses.
+OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
+    (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
+    (balance_by_time, X, {"timeout": float("nan")}, "timeout must be .* got nan"),
+    (balance_by_time, X, {"device": "meta"}, "nothing takes time on device 'meta'"),
+    (balance_by_size, X, {"chunks": 0}, "chunks must be a positive int, got 0"),
+    (balance_by_size, X, {"chunks": 2.0}, "chunks must be a positive int, got 2.0"),
+    (balance_by_size, X, {"param_scale": -1.0}, "param_scale must be .* got -1.0"),
+    (balance_by_size, X, {"param_scale": float("nan")}, "param_scale must be .* got nan"),
+    (balance_by_size, (X, X[:1]), {"chunks": 2}, "one batch size"),
+]
+
+
+@pytest.mark.parametrize(
+    "balance_by, arguments, options, error, message",
+    [
+        *((each, arguments, {"device": "cpu"}, *rest) for arguments, *rest in MISUSE for each in BALANCES.values()),
+        *((each, (1, RELUS, sample), options, ValueError, said) for each, sample, options, said in OF_ONE),
+    ],
+)
+def test_misuse(balance_by: Any, arguments: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        balance_by(*arguments, **options)

@@ -1,0 +1,220 @@
+"""Ranks on GPUs: results, failures, and what their wires give to streams and to NCCL. When: ../test_simulated.py.
+
+There may be no GPU here, so streams are stand-ins (../simulated.py), and so are NCCL and processes (threads.py). The
+GPUs are `cpu:0`, `cpu:1`, …. tests/test_cuda.py runs real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe, RankFailed
+from torchgpipe.distributed.wires import cuda
+from torchgpipe.distributed.wires.cuda import Departure, Transfer
+from torchgpipe.distributed.wires.layout import dense
+from torchgpipe.distributed.wires.wire import Message, Route, Sender
+from torchgpipe.engine.relay import Stopped
+
+from ...parts import Fails
+from ..layers import partitions
+from .test_wire import PLACED
+from .threads import GPUS, Pair, play
+
+WAYS = {"NCCL": GPUS, "staging": ["one"] * 4, "staging, as two ranks share a GPU": ["one", "two", "three", "one"]}
+
+
+def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
+    torch.manual_seed(0)
+    return partitions([nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)], skips, torch.cos)
+
+
+def train(model: Any, x: Tensor, target: Tensor) -> dict[str, Any]:
+    """Run a step; return the gradients."""
+    model.zero_grad()
+    model.loss(nn.functional.mse_loss, x, target).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("skips", [(), ((0, 2), (0, 2), (1, 3))], ids=["no skip", "skips"])
+def test_results_are_those_of_one_process(
+    way: str, skips: Any, checkpoint: Any, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, target = torch.rand(7, 3), torch.rand(7, 3)
+    expected = train(GPipe(*layers(*skips), devices=["cpu"] * 4, chunks=4, checkpoint=checkpoint), x, target)
+    copies = [layers(*skips) for _ in range(4)]
+    world = play(monkeypatch, streams, WAYS[way])
+
+    def program(rank: int) -> Any:
+        model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", chunks=4, checkpoint=checkpoint)
+        found = [train(model, x, target) for _ in range(2)][-1]
+        model.close()
+        return found
+
+    found = {name: grad for own in world.run(program) for name, grad in own.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    assert len(world.pairs) == (2 * (2 * 3 + 2 * len({*skips})) if way == "NCCL" else 0)
+    assert all(pair.aborted for pair in world.pairs), "they are given back when the pipeline is closed"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("victim", range(4))
+def test_a_failure_ends_all_that_streams_wait_for(
+    way: str, phase: str, victim: int, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = [layers((0, 2)) for _ in range(4)]
+    world = play(monkeypatch, streams, WAYS[way])
+    ready = threading.Barrier(4, timeout=20)
+    batch = torch.rand(8, 3), torch.rand(8, 3)
+
+    def program(rank: int) -> None:
+        model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", chunks=4, checkpoint="always")
+        if rank == victim:
+            next(layer for layer in model.partition.modules() if isinstance(layer, Fails)).fail(
+                phase, ValueError("on purpose"), calls_before=2
+            )
+        with pytest.raises((ValueError, RankFailed), match="on purpose"):
+            for _ in range(2):
+                train(model, *batch)
+        ready.wait()
+        if rank == 0:
+            assert all(pair.aborted for pair in world.pairs)
+        model.close()
+        ready.wait()
+        train(model, *batch)  # it works again
+        model.close()
+
+    assert world.run(program) == [None] * 4
+    assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
+
+
+X = torch.arange(12.0)
+TENSORS = {
+    **{name: x for name, (x, _) in PLACED.items()},
+    "of a layer": nn.Parameter(X.clone()),
+    "bfloat16": X.bfloat16(),
+    "truth": X > 3,
+    "a conjugate": torch.complex(X, X).conj(),
+}
+
+
+@pytest.mark.parametrize("way", ["NCCL", "staging"])
+@pytest.mark.parametrize("x", TENSORS.values(), ids=TENSORS)
+def test_any_tensor_travels(x: Tensor, way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, back = ends(way, streams, monkeypatch)
+    monkeypatch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is one device in truth
+    sent = there.depart((x, None, x)).tensors
+    assert [y is not None and y.is_meta for y in sent] == [way == "NCCL", False, way == "NCCL"]
+    y, nothing, again = back.arrive(sent)
+    assert nothing is None
+    for each in (y, again):
+        assert each is not None and each.dtype == x.dtype and each.stride() == dense(x).stride()
+        assert torch.equal(each, x.detach())
+        assert not each.is_meta
+
+
+def ends(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, Transfer]:
+    """Return both ends of a wire from rank 0 to rank 1."""
+    world = play(monkeypatch, streams, GPUS[:2])
+    pairs: list[Any] = [Pair(world, "forward 0 1") if way == "NCCL" else None for _ in (0, 1)]
+    return Transfer(torch.device("cpu", 0), pairs[0], 1), Transfer(torch.device("cpu", 1), pairs[1], 0)
+
+
+OUTSIDE = ["cpu:0 copies waits for cpu:0 compute", "memory is used by cpu:0 copies"]
+INSIDE = ["cpu:1 compute waits for cpu:1 copies", "memory is used by cpu:1 compute"]
+WAITS = {
+    "NCCL": [*OUTSIDE, *INSIDE],
+    "staging": [*OUTSIDE, "copy to host on cpu:0 copies", "copy to cpu:1 on cpu:1 copies", *INSIDE],
+}
+
+
+@pytest.mark.parametrize("way", WAITS)
+def test_waits(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, back = ends(way, streams, monkeypatch)
+    real = Tensor.copy_
+
+    def noted(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            streams.log.append(f"copy to host on {streams.current[-1].name}")
+        return real(x, y)
+
+    monkeypatch.setattr(Tensor, "copy_", noted)
+    streams.log.clear()
+    departure = there.depart((X,))
+    # Memory of the host must be filled before it is sent. NCCL has begun, and keeps the memory until it has ended.
+    assert (departure.before is None, departure.after is None) == ((way == "NCCL"), (way == "staging"))
+    back.arrive(departure.tensors)
+    assert streams.log == WAITS[way]
+
+
+@pytest.mark.parametrize("way", ["NCCL", "staging"])
+def test_nothing_is_done_where_nothing_is_to_move(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, back = ends(way, streams, monkeypatch)
+    on_host = torch.rand(3, device="meta")  # another kind of device than the GPUs here
+    streams.log.clear()
+    assert there.depart((None, on_host)) == Departure((None, on_host))
+    assert there.depart(()) == Departure(())
+    assert back.arrive((None,)) == (None,)
+    assert streams.log == []
+
+
+def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_of_nccl() -> None:
+    began: list[str] = []
+    noted: Any = Mock(late=1)  # a group, a transfer, and what the transfer says is to be waited for
+    noted.begin.side_effect = lambda: began.append(threading.current_thread().name)
+    noted.depart.side_effect = lambda tensors: Departure(tensors, noted.before, noted.after)
+    sender = Sender(Route(noted, 1, 0, lambda error: None, noted))
+    sender.give(Message(1, None, ()))
+    assert not noted.depart.called, "it is late by one message"
+    sender.release()
+    sender.settle()
+    sender.stop()
+    sender.thread.join()
+    first, second, *others = [name for name, *_ in noted.mock_calls]
+    assert {first, second} == {"begin", "depart"} and began == ["gpipe-to-1"]
+    assert others == ["before.synchronize", "send", "send().wait", "after.synchronize"]
+
+
+def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for broken, error in ((True, RuntimeError), (False, Stopped)):
+        transfer, _ = ends("NCCL", streams, monkeypatch)
+        pair: Any = transfer._group
+        if broken:
+            pair.abort()
+        else:
+            transfer.abort()
+        with pytest.raises(error):
+            transfer.depart((X,))
+
+
+def test_ranks_on_other_kinds_of_devices_are_refused(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = play(monkeypatch, streams, GPUS[:2])
+    monkeypatch.setattr(cuda, "_identity", lambda device: cuda._UNFIT if device.type == "cpu" else cuda._NO_GPU)
+
+    def program(rank: int) -> None:
+        device = ["cpu:0", "meta"][rank]
+        model = DistributedGPipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], device=device)
+        with pytest.raises(
+            (ValueError, RankFailed), match="the kind of device is 'cpu' on rank 0 and 'meta' on rank 1"
+        ):
+            model(torch.rand(3, 3))
+        model.close()
+
+    assert world.run(program) == [None] * 2
+
+
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"])
+def test_where_the_host_would_wait_for_nccl_it_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setenv(name, "1")
+    assert cuda._identity(torch.device("cuda", 0)) == cuda._UNFIT

@@ -1,0 +1,137 @@
+"""Saved states over ranks: going on to the same numbers, on as many ranks or others, and failures of one rank."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe, RankFailed
+from torchgpipe.state.saves import Saves
+
+WORLD = 4
+pytestmark = pytest.mark.ranks(WORLD)
+
+Model = GPipe | DistributedGPipe
+
+
+def layers(seed: int, *, draws: bool) -> nn.Sequential:
+    torch.manual_seed(seed)
+    drawing = [nn.Dropout(0.3) if draws else nn.Tanh() for _ in range(3)]
+    return nn.Sequential(
+        nn.Linear(5, 6), drawing[0], nn.BatchNorm1d(6), nn.Linear(6, 6), drawing[1], nn.Linear(6, 7), drawing[2],
+        nn.Linear(7, 4),
+    )  # fmt: skip
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def trained(model: Model, optimizer: torch.optim.Optimizer, data: torch.Generator, steps: int) -> list[Tensor]:
+    """Return the losses, and what the model and the optimizer are in the end."""
+    seen = []
+    for _ in range(steps):
+        x, target = torch.randn(8, 5, generator=data), torch.randint(4, (8,), generator=data)
+        loss = model.loss(nn.functional.cross_entropy, x, target)
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    values = [x for each in optimizer.state.values() for x in each.values()]
+    return [*seen, *(x.detach().clone() for x in [*model.state_dict().values(), *values])]
+
+
+def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
+    assert [*map(torch.equal, first, second)] == [True] * len(second) and len(first) == len(second)
+
+
+def shared_folder() -> Path:
+    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(where)
+    return Path(str(where[0]))
+
+
+def test_going_on() -> None:
+    """After a step and a save, a new pipeline of as many ranks trains on to the same numbers, dropout included."""
+    for chunks in (3, 1):
+        saves, found = Saves(shared_folder()), None
+        for run in ("undisturbed", "first", "second"):
+            torch.manual_seed(1 if run != "second" else 2)
+            model = DistributedGPipe(
+                layers(3 + (run == "second"), draws=True), [2, 2, 2, 2], chunks=chunks, deferred_batch_norm=True
+            )
+            optimizer, data = optimizer_of(model), torch.Generator().manual_seed(5)
+            if run == "undisturbed":
+                expected = trained(model, optimizer, data, 4)[2:]
+            elif run == "first":
+                assert saves.load(model, optimizer) is None
+                trained(model, optimizer, data, 2)
+                saves.save(1, model, optimizer, data=data.get_state(), plain={"a": [1, (2.5,)]})
+            else:
+                found = Saves(saves.folder).load(model, optimizer)
+                assert found is not None and found["step"] == 1 and found["plain"] == {"a": [1, (2.5,)]}
+                data.set_state(found["data"])
+                seen = trained(model, optimizer, data, 2)
+            model.close()
+        assert_equal(seen, expected)
+
+
+def test_on_other_ranks() -> None:
+    """Without random numbers, which depend on the balance, so do 2 ranks and one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"]
+    saves = Saves(shared_folder())
+    model = DistributedGPipe(layers(3, draws=False), [2, 2, 2, 2], chunks=3)
+    optimizer, data = optimizer_of(model), torch.Generator().manual_seed(5)
+    trained(model, optimizer, data, 2)
+    saves.save(1, model, optimizer, data=data.get_state())
+    expected = trained(model, optimizer, data, 2)[:2]
+    others: list[Model] = [
+        DistributedGPipe(layers(4, draws=False), [3, 5], mesh=mesh, chunks=3),
+        GPipe(layers(5, draws=False), [1, 6, 1], devices=["cpu"] * 3, chunks=3),
+    ]
+    for other in others:
+        optimizer = optimizer_of(other)
+        found = Saves(saves.folder).load(other, optimizer)
+        assert found is not None
+        data.set_state(found["data"])
+        assert_equal(trained(other, optimizer, data, 2)[:2], expected)
+    with pytest.raises(ValueError, match="has 1 of 4 ranks"):
+        saves.save(3, other, optimizer)
+    model.close()
+
+
+def test_failures() -> None:
+    """If a rank does not see the folder, or gives something else, all ranks raise."""
+    rank = dist.get_rank()
+    folder = shared_folder()
+    model = DistributedGPipe(layers(3, draws=False), [2, 2, 2, 2])
+    optimizer = optimizer_of(model)
+    trained(model, optimizer, torch.Generator(), 1)
+    error: type[Exception] = RuntimeError if rank == 2 else RankFailed
+    with pytest.raises(error, match=r"rank 2 does not see .*part-\w+, but rank 0 does: all ranks need one folder"):
+        Saves(folder / "other" if rank == 2 else folder).save(0, model, optimizer)
+    model.close()
+    assert not [*folder.glob("*-step-*")]
+    saves = Saves(folder)
+    saves.save(0, model, optimizer)
+    with pytest.raises((ValueError, RankFailed), match="different values of data to save"):
+        saves.save(1, model, optimizer, data=torch.tensor([rank]), epoch=float("nan"))
+    model.close()
+    saves.save(1, model, optimizer)
+    assert saves.load(model, optimizer) == {"step": 1}
+    # Every rank finds it out, and may hear before that another one has.
+    with pytest.raises((ValueError, RankFailed), match=r"is of another model: it lacks model\.\d\.weight") as caught:
+        Saves(folder).load(
+            other := DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None
+        )
+    assert "\n" not in str(caught.value)
+    other.close()
+    model.close()

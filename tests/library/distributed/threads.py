@@ -1,0 +1,237 @@
+"""Ranks that are threads of this process, with stand-ins for what needs processes or GPUs.
+
+Gloo is played by boxes in memory, and NCCL by operations that take their time on simulated streams (../simulated.py).
+The pipeline, its links, its wires and their threads are real. What NCCL does in truth, only GPUs can tell.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, UserDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from torchgpipe.distributed import connections as wires
+from torchgpipe.distributed.wires import cuda
+from torchgpipe.engine import batch
+from torchgpipe.task.seeds import Seeds
+
+PATIENCE = 30.0
+GPUS = ["one", "two", "three", "four"]
+
+
+@dataclass(eq=False)
+class Parcel:
+    """A tensor on its way."""
+
+    tensor: Tensor
+    taken: bool = False
+
+
+class Work(NamedTuple):
+    """An operation of gloo, for which some thread waits."""
+
+    group: Group
+    peer: int
+    attempt: Callable[[], bool]
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        world, name, own = self.group.world, self.group.name, self.group.own
+        patience = PATIENCE if timeout is None else timeout.total_seconds()
+        with world.changed:
+            lost = {(name, own), (name, self.peer)}
+            done = world.changed.wait_for(lambda: (self.attempt() and "done") or lost & world.closed, patience)
+            if not done and timeout is not None:  # gloo closes the connections of the group
+                world.closed.add((name, own))
+            world.changed.notify_all()
+        if done != "done":
+            raise RuntimeError("Connection closed by peer")
+
+
+@dataclass(eq=False)
+class Group:
+    """A group of gloo as one of its ranks sees it."""
+
+    world: World
+    name: str
+    own: int
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        parcel = Parcel(tensors[0].clone())
+        with self.world.changed:
+            self.world.sent[wires.KINDS[tag], self.own, peer] += 1
+            self.world.box(self.name, self.own, peer, tag).append(parcel)
+            self.world.changed.notify_all()
+        return Work(self, peer, lambda: parcel.taken)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        box = self.world.box(self.name, peer, self.own, tag)
+
+        def take() -> bool:
+            if box:
+                parcel = box.popleft()
+                tensors[0][: len(parcel.tensor)] = parcel.tensor
+                parcel.taken = True
+                return True
+            return False
+
+        return Work(self, peer, take)
+
+
+@dataclass(eq=False)
+class Move(Parcel):
+    """A tensor on its way by NCCL: when its sender's stream comes to it, and when it has arrived."""
+
+    pair: Pair | None = None
+    ready: float = 0.0
+    before: Move | None = None
+    end: float = 0.0
+
+    def wait(self) -> None:
+        """Let the host wait."""
+        assert threading.current_thread().name.startswith("gpipe-to-"), "a program waits for a stream"
+        assert self.pair is not None
+        world, pair = self.pair.world, self.pair
+        with world.changed:
+            assert world.changed.wait_for(lambda: self.taken or pair.aborted, PATIENCE)
+
+
+@dataclass(eq=False)
+class Pair:
+    """A group of NCCL, from one rank to another, as one of the two sees it. What it moves first takes no time."""
+
+    world: World
+    name: str
+    aborted: bool = False
+    latest: Move | None = None
+
+    def __post_init__(self) -> None:
+        self.kind, source, target = self.name.split("/")[-1].rsplit(" ", 2)
+        self.source, self.target = int(source), int(target)
+
+    def send(self, tensors: list[Tensor], *_: int) -> Waited:
+        self._check()
+        world, stream = self.world, self.world.streams.current[-1]
+        if self.latest is not None:
+            world.issued[self.source].append(("send", self.kind, self.source, self.target))
+        self.latest = stream.work = Move(tensors[0].clone(), pair=self, ready=stream.clock, before=self.latest)
+        with world.changed:
+            world.box(self.name).append(self.latest)
+            world.changed.notify_all()
+        return Waited()
+
+    def recv(self, tensors: list[Tensor], *_: int) -> Waited:
+        self._check()
+        world, stream, box = self.world, self.world.streams.current[-1], self.world.box(self.name)
+        with world.changed:
+            assert world.changed.wait_for(lambda: box or self.latest is not None, PATIENCE)
+            assert box, "a receive was issued before its sending"
+            self.latest = move = box.popleft()
+        start = max(move.ready, move.before.end if move.before else 0.0, stream.clock)
+        low, high = sorted((self.source, self.target))
+        stream.clock = move.end = start + (world.streams.seconds.get((low, high), 0.0) if move.before else 0.0)
+        tensors[0].copy_(move.tensor)
+        with world.changed:
+            move.taken = True
+            world.changed.notify_all()
+        return Waited()
+
+    def abort(self) -> None:
+        with self.world.changed:
+            assert not self.aborted
+            self.aborted = True
+            self.world.changed.notify_all()
+
+    def _check(self) -> None:
+        if self.aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+
+
+class Waited:
+    def wait(self) -> None:
+        """Let the current stream wait; its clock says so already."""
+
+
+@dataclass
+class World:
+    """All ranks.
+
+    `streams` say how long NCCL takes between two of them, `issued` what each rank's program has given it, and `sent`
+    how often gloo has sent by each wire.
+    """
+
+    n: int
+    streams: Any
+    boxes: dict[Any, deque[Any]] = field(default_factory=dict)
+    closed: set[Any] = field(default_factory=set)
+    sent: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    pairs: list[Pair] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    here: threading.local = field(default_factory=threading.local)
+
+    def __post_init__(self) -> None:
+        self.issued: list[list[tuple[Any, ...]]] = [[] for _ in range(self.n)]
+
+    def box(self, *key: Any) -> deque[Any]:
+        """Return what is on its way there; both ends may be the first to ask."""
+        return self.boxes.setdefault(key, deque())
+
+    def pair(self, store: str, own: int, *_: Any) -> Pair:
+        """Make a group of NCCL."""
+        self.pairs.append(Pair(self, store))
+        assert own == (self.here.rank == self.pairs[-1].target)
+        return self.pairs[-1]
+
+    def run(self, program: Callable[[int], Any]) -> list[Any]:
+        """Run a program on every rank; return what each returns, or its exception."""
+        results: list[Any] = [None] * self.n
+
+        def rank(index: int) -> None:
+            self.here.rank = index
+            try:
+                results[index] = program(index)
+            except BaseException as error:
+                results[index] = error
+
+        threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(self.n)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+            assert not thread.is_alive(), "ranks wait for each other"
+        return results
+
+
+class OfEach(threading.local, UserDict[Any, int]):
+    """How often a rank, which is a thread, has met the others."""
+
+    def __missing__(self, key: Any) -> int:
+        return 0
+
+
+def play(monkeypatch: pytest.MonkeyPatch, streams: Any, gpus: Sequence[str]) -> World:
+    """Let threads be ranks, whose GPUs have these names."""
+    world = World(len(gpus), streams)
+    for name, value in {
+        "is_initialized": lambda: True,
+        "get_rank": lambda: world.here.rank,
+        "get_process_group_ranks": lambda group: [*range(world.n)],
+        "ProcessGroupGloo": lambda store, own, *_: Group(world, store, own),
+        "ProcessGroupNCCL": world.pair,
+    }.items():
+        monkeypatch.setattr(dist, name, value, raising=False)
+    for module in (wires, cuda):
+        monkeypatch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
+    monkeypatch.setattr(wires, "_get_default_store", lambda: "")
+    monkeypatch.setattr(wires.Wires, "_gather", lambda self: None)
+    monkeypatch.setattr(wires, "_made", OfEach())
+    # These ranks have one default generator.
+    monkeypatch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
+    monkeypatch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
+    return world

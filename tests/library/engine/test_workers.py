@@ -1,0 +1,138 @@
+"""The workers engine: partitions really run at once, forward and backward, and recompute in time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.engine.schedule import clock_cycles
+from torchgpipe.tensors.checkpoint import Mode, checkpointed
+from torchgpipe.tensors.observe import Task
+
+from ...plain import piped
+
+# Long enough for a busy machine. It passes only if the other side is there, however long that takes.
+WAIT = 120
+
+
+def pipeline(*layers: nn.Module, chunks: int, checkpoint: Any = "never") -> GPipe:
+    return piped(nn.Sequential(*layers), [1] * len(layers), chunks, checkpoint=checkpoint, engine="workers")
+
+
+def linears(n: int, **options: Any) -> GPipe:
+    return pipeline(*(nn.Linear(2, 2) for _ in range(n)), **options)
+
+
+def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
+    """Run a mini-batch of one sample for each micro-batch, with an observer that may return a context."""
+    model.observer = lambda task: observer(task) or nullcontext()
+    model(torch.ones(model.chunks, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("m, n", [(2, 2), (4, 2), (2, 4), (4, 3), (5, 4)])
+def test_every_clock_cycle_runs_at_once(m: int, n: int, checkpoint: str) -> None:
+    """Each task waits for all others of its cycle, in forward and in backward."""
+    tasks = [len(cycle) for cycle in clock_cycles(m, n)]
+    cycles = {direction: [threading.Barrier(parties) for parties in tasks] for direction in ("forward", "backward")}
+    met: list[str] = []
+
+    def meet(task: Task) -> None:
+        if task.kind != "recompute":
+            cycles[task.kind][task.micro_batch + task.partition].wait(WAIT)
+            met.append(task.kind)
+
+    step(linears(n, chunks=m, checkpoint=checkpoint), meet)
+    assert Counter(met) == {"forward": m * n, "backward": m * n}
+
+
+def test_recomputation_starts_before_its_gradient_arrives() -> None:
+    """Partition 0 recomputes while partition 1 is still in the backward that the gradient comes from."""
+    barrier = threading.Barrier(2)
+    met: list[Task] = []
+
+    def meet(task: Task) -> None:
+        if task in (("recompute", 1, 0), ("backward", 1, 1)):
+            barrier.wait(WAIT)
+            met.append(task)
+
+    step(linears(2, chunks=2, checkpoint="always"), meet)
+    assert len(met) == 2
+
+
+def test_each_partition_has_a_thread_of_its_own_for_good() -> None:
+    threads: list[set[threading.Thread]] = [set(), set(), set()]
+    model = linears(3, chunks=3, checkpoint="always")
+    for _ in range(3):
+        step(model, lambda task: threads[task.partition].add(threading.current_thread()))
+    assert [len(t) for t in threads] == [1, 1, 1]
+    assert len(set.union(*threads)) == 3
+    # The last partition's is the caller's, which would only wait.
+    assert threads[2] == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("chunks, n", [(1, 3), (4, 1)])
+def test_no_thread_where_nothing_can_overlap(chunks: int, n: int) -> None:
+    before = set(threading.enumerate())
+    step(linears(n, chunks=chunks), lambda task: None)
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Mode) -> None:
+    n, m = 3, 4
+    seen: list[tuple[str, Task]] = []
+
+    @contextmanager
+    def note(task: Task) -> Iterator[None]:
+        seen.append(("begin", task))
+        time.sleep(0.02 * (task.kind == "recompute"))
+        yield
+        seen.append(("end", task))
+
+    step(linears(n, chunks=m, checkpoint=checkpoint), note)
+
+    count = checkpointed(checkpoint, m)
+    for j in range(n):
+        kinds = [(kind, i) for i in reversed(range(m)) for kind in ["recompute"] * (i < count) + ["backward"]]
+        begun = [task for what, task in seen if (what, task.partition) == ("begin", j)]
+        assert [task[:2] for task in begun if task.kind != "forward"] == kinds
+
+    def recomputed(what: str, i: int, j: int) -> int:
+        return seen.index((what, Task("recompute", i, j)))
+
+    for i in range(count):
+        for j in range(1, n):
+            # The gradient that it is for is on the way.
+            assert recomputed("end", i, j) < recomputed("begin", i, j - 1)
+            # The gradient before it was taken, which is after the recomputation that this one is for.
+            if i + 1 < count:
+                assert recomputed("end", i + 1, j - 1) < recomputed("begin", i, j)
+
+
+def test_a_layer_that_knows_its_pipeline_does_not_keep_it() -> None:
+    layer = nn.Linear(2, 2)
+    model = pipeline(layer, nn.Linear(2, 2), chunks=2)
+    layer.__dict__["pipeline"] = model
+    before = set(threading.enumerate())
+    model(torch.rand(4, 2))
+    threads = set(threading.enumerate()) - before
+    gone = weakref.ref(model)
+
+    del model, layer
+    gc.collect()
+
+    assert gone() is None
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()

@@ -1,0 +1,234 @@
+"""Plans: never slower than the plain balance with any m, within the memory, and clear where there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.plan import Hardware, Impossible, load_hardware, plan
+from torchgpipe.plan.amount import amount, parse_amount
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.count.optimizer import optimizer_named
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
+from torchgpipe.plan.search.search import chunk_choices
+from torchgpipe.tensors.checkpoint import MODES
+
+NODE = replace(load_hardware("p40x8"), launch=1e-9, link_latency=1e-9)
+CPU = replace(NODE, launch_overlaps=False, workspace=1000.0)
+X = torch.empty(4, 32)
+
+
+def model() -> nn.Sequential:
+    sizes = [32, 64, 256, 256, 128, 512, 64, 32, 8]
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+
+LAYERS: tuple[Callable[[], nn.Module], ...] = (
+    lambda: nn.Linear(6, 6),
+    lambda: nn.LayerNorm(6),
+    nn.GELU,
+    nn.Identity,
+    lambda: nn.BatchNorm1d(6),
+    lambda: nn.Sequential(nn.Linear(6, 512), nn.GELU(), nn.Linear(512, 6)),
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(st.data())
+def test_never_slower_than_the_plain_balance_with_any_m(data: st.DataObject) -> None:
+    """With every m, every mode and any memory; and where the plain balance fits, there is a plan."""
+    made = [make() for make in data.draw(st.lists(st.sampled_from(LAYERS), min_size=2, max_size=9))]
+    layers, x = nn.Sequential(nn.Linear(6, 6), *made), torch.empty(4, 6)
+    batch_size, n = data.draw(st.sampled_from([1, 12, 37, 64])), data.draw(st.sampled_from([1, 2, 3, 5]))
+    memory = data.draw(st.sampled_from([1e5, 2e5, 3e5, 1e6]))
+    name = data.draw(st.sampled_from(["sgd", "adam"]))
+    optimizer = optimizer_named(name, foreach=True)
+    predictor, plain = Predictor(count(layers, x), NODE), []
+    for m in range(1, batch_size + 1):
+        seconds = predictor.layers(Setup(batch_size, (1,), m).sizes[0])
+        costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
+        for mode in MODES:
+            setup = Setup(batch_size, tuple(minimise_heaviest(costs, min(n, len(layers)))), m, mode, optimizer)
+            if max(device.peak for device in setup_memory(predictor.counts, setup)) <= memory:
+                plain.append(predictor.step(setup).seconds)
+    try:
+        found = plan(layers, x, batch_size=batch_size, devices=n, memory=memory, headroom=0, hardware=NODE,
+                     optimizer=name)  # fmt: skip
+    except Impossible:
+        assert not plain
+    else:
+        assert max(found.peaks) <= memory
+        assert found.seconds <= min(plain, default=math.inf) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 37, 512])
+def test_every_m_is_tried(batch_size: int) -> None:
+    tried = {tuple(micro_batch_sizes(batch_size, m)) for m in chunk_choices(batch_size)}
+    assert tried == {tuple(micro_batch_sizes(batch_size, m)) for m in range(1, batch_size + 1)}
+
+
+def test_finds_the_best_of_all_balances() -> None:
+    predictor = Predictor(count(model(), X), NODE)
+    found = plan(model(), X, batch_size=64, devices=3, hardware=NODE, chunks=[8], checkpoint=["always"])
+    every = [
+        predictor.step(Setup(64, tuple(b - a for a, b in pairwise((0, *cuts, 8))), 8, "always")).seconds
+        for n in (1, 2, 3)
+        for cuts in combinations(range(1, 8), n - 1)
+    ]
+    assert found.seconds <= min(every) * 1.02
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_keeps_to_the_memory(share: float) -> None:
+    free = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam")
+    room = max(free.peaks) * share
+    tight = plan(model(), X, batch_size=1024, devices=4, hardware=NODE, optimizer="adam", memory=room, headroom=0)
+    assert max(tight.peaks) <= room
+    assert tight.seconds >= free.seconds
+    setup = Setup(1024, tuple(tight.balance), tight.chunks, tight.checkpoint, optimizer_named("adam", foreach=True))
+    assert tight.peaks == [device.peak for device in setup_memory(count(model(), X), setup)]
+
+
+@pytest.mark.parametrize(
+    ("node", "headroom", "left"), [(NODE, None, 0.15), (NODE, 0.5, 0.5), (CPU, None, 0), (CPU, 1, 1)]
+)
+def test_leaves_headroom_to_the_allocator(node: Hardware, headroom: float | None, left: float) -> None:
+    arguments: dict[str, Any] = {"batch_size": 1024, "devices": 4, "memory": "8MiB", "optimizer": "adam"}
+    found = plan(model(), X, hardware=node, headroom=headroom, **arguments)
+    assert max(found.peaks) <= found.room == pytest.approx((found.memory - node.workspace) / (1 + left))
+    assert ("left to the allocator" in str(found)) == (found.room < found.memory)
+
+
+def test_without_an_optimizer_nothing_is_updated() -> None:
+    arguments: dict[str, Any] = {"batch_size": 64, "devices": 1, "hardware": NODE, "chunks": 8, "checkpoint": "always"}
+    updated, plain = (plan(model(), X, optimizer=name, **arguments) for name in ("sgd", "none"))
+    parameters = sum(p.nbytes for p in model().parameters())
+    traffic = 3.0 * parameters / (NODE.memory_bandwidth * NODE.memory_efficiency["elementwise"])
+    assert updated.seconds - plain.seconds == pytest.approx(traffic)
+    assert updated.peaks == plain.peaks
+
+
+def test_describes_a_pipeline_and_itself() -> None:
+    layers = model()
+    found = plan(layers, X, batch_size=64, devices=2, memory="1GiB", hardware="h100x8", optimizer="adam")
+    pipeline = found.gpipe(devices=["cpu"] * len(found.balance))
+    assert isinstance(pipeline, GPipe)
+    assert (pipeline.balance, pipeline.chunks, pipeline.checkpoint) == (found.balance, found.chunks, found.checkpoint)
+    assert pipeline(torch.rand(64, 32)).shape == (64, 8)
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    for word in (str(found.balance), found.checkpoint, "h100x8", "predicted, not measured", "bubble", "1.0 GiB"):
+        assert word in text
+
+
+def test_a_layer_fits_whose_gradients_are_made_once() -> None:
+    """Parameters and gradients take 2 P; a second micro-batch would add P."""
+    layer = nn.Sequential(nn.Linear(4096, 4096))
+    room = 2.5 * sum(p.nbytes for p in layer.parameters())
+    arguments: dict[str, Any] = {"batch_size": 4, "devices": 1, "headroom": 0, "hardware": NODE, "optimizer": "sgd"}
+    found = plan(layer, torch.empty(1, 4096), memory=room, **arguments)
+    assert found.chunks == 1
+    with pytest.raises(Impossible, match=r"layer 0 .* alone needs"):
+        plan(layer, torch.empty(1, 4096), memory=room * 0.79, **arguments)
+
+
+def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {"batch_size": 3000, "devices": 1, "memory": "4MiB", "headroom": 0, "hardware": NODE}
+    free = plan(model(), X, **arguments)
+    monkeypatch.setattr("torchgpipe.plan.search.search.MOST_TASKS", 3 * 2)
+    found = plan(model(), X, **arguments)
+    assert found.chunks > 2
+    assert max(found.peaks) <= 4 * 2**20
+    assert found.seconds >= free.seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"memory": "1.5MiB", "devices": 1}, Impossible, "use more devices"),
+        ({"memory": 2.2 * 2**20, "devices": 1, "batch_size": 3000}, Impossible, "no balance fits 1 device"),
+        ({"memory": "4MiB", "devices": 1, "optimizer": "adam"}, Impossible, "what its step makes need 4.2 MiB"),
+        (
+            {"memory": 400 * 1024, "devices": 8, "batch_size": 8},
+            Impossible,
+            r"layer 4 \(4\) alone needs .* KiB of 400.0 KiB",
+        ),
+        (
+            {"memory": "4MiB", "devices": 1, "batch_size": 3000, "chunks": [1], "checkpoint": ["never"]},
+            Impossible,
+            r"what was asked for .*chunks=1 .*'never'.*chunks=3000 .*'always' needs",
+        ),
+        ({"memory": "lots"}, ValueError, "text such as '24GiB'"),
+        ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
+        ({"headroom": -0.1}, ValueError, "headroom must be a share of the tensors' bytes, from 0 on"),
+        ({"headroom": "15%"}, ValueError, "such as 0.15 for 15 %; got '15%'"),
+        ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
+        ({"batch_size": 0}, ValueError, "batch_size must be"),
+        ({"devices": 0}, ValueError, "devices must be a whole number of at least 1, got 0"),
+        ({"devices": 2.0}, ValueError, "devices must be a whole number of at least 1, got 2.0"),
+        ({"chunks": [0]}, ValueError, "chunks must be whole numbers from 1 to the batch size 64"),
+        ({"chunks": 1.5}, TypeError, "chunks must be one whole number or a sequence of them, got 1.5"),
+        ({"chunks": 65}, ValueError, "chunks must be whole numbers from 1 to the batch size 64, got 65"),
+        ({"chunks": []}, ValueError, "chunks must name at least one whole number, got none"),
+        ({"checkpoint": ["often"]}, ValueError, "checkpoint must be among"),
+        ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
+        ({"module": nn.Linear(1, 1)}, TypeError, "only an nn.Sequential"),
+    ],
+)
+def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"module": model(), "sample": X, "batch_size": 64, "headroom": 0, "hardware": NODE, **change}
+    with pytest.raises(error, match=message) as raised:
+        plan(**arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5mib", 1.5 * 2**20), (1024, 1024), ("7", 7)]
+)
+def test_amounts(text: str | float, nbytes: float) -> None:
+    assert parse_amount(text) == nbytes
+    assert parse_amount(amount(nbytes)) == pytest.approx(nbytes, rel=0.05)
+
+
+def test_a_model_on_meta_cannot_be_moved() -> None:
+    with torch.device("meta"):
+        layers = model()
+    found = plan(layers, X, batch_size=64, devices=2, hardware="h100x8")
+    for devices in (None, ["cpu"] * len(found.balance)):
+        with pytest.raises(ValueError, match="on device 'meta' and has no values to move: build it on a real device"):
+            found.gpipe(devices=devices)
+    assert found.gpipe(devices=["meta"] * len(found.balance)).balance == found.balance
+
+
+def test_autocast_and_master_weights() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    x = torch.empty(2, 64)
+    whole: dict[str, Any] = {"devices": 1, "hardware": "a100x8", "chunks": 1, "checkpoint": "never"}
+
+    def peak(model: nn.Sequential, x: torch.Tensor, batch_size: int = 2, **more: Any) -> float:
+        return plan(model, x, batch_size=batch_size, **whole, **more).peaks[0]
+
+    plain = nn.Sequential(*layers)
+    for batch_size, more in ((2, True), (1024, False)):  # casts of weights are kept for backward; activations are half
+        assert (peak(plain, x, batch_size, autocast=torch.bfloat16) > peak(plain, x, batch_size)) is more
+    half = nn.Sequential(*layers).half()
+    parameters = sum(p.nbytes for p in half.parameters())
+    kept, master = (peak(half, x.half(), optimizer="adam", master_weights=flag) for flag in (False, True))
+    assert master - kept >= 4 * parameters  # the copy, and its state, which is twice as large as the parameters'
+    with pytest.raises(ValueError, match="master_weights is for parameters in 16 bits"):
+        peak(plain.float(), x, master_weights=True)
+    with pytest.raises(ValueError, match=r"autocast must be torch\.float16 or torch\.bfloat16"):
+        peak(plain, x, autocast=torch.float64)

@@ -1,0 +1,168 @@
+"""Profiles: layers' seconds become lines, and plans are made of them. Time passes only where a layer says so."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.plan import plan, profiled
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.hardware import here
+from torchgpipe.plan.hardware.here import describe_here
+from torchgpipe.plan.profiled import Curve, predictor_here, profile_layers
+
+from ..simulated import Clock, spend
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    """Take seconds for each sample, and some besides; backward takes twice as long."""
+
+    def __init__(self, fixed: float, each: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seconds = fixed, each
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = self.seconds[0] + self.seconds[1] * len(x)
+        return spend(self.linear(x), seconds, 2 * seconds)
+
+
+@pytest.fixture(autouse=True)
+def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied() -> float:
+        clock.now += 2**-20
+        return clock.now
+
+    monkeypatch.setattr(here, "perf_counter", copied)
+    # All threads have one clock here, so that work beside other work would take as long as both.
+    monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "at"),
+    [
+        ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
+        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # nothing fixed
+        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # nothing but fixed
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: never faster for more samples
+        ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),  # never below nothing, nor worse than in proportion
+        ([2.0, 3.0, 7.0, 8.0], {1: 1.5, 2: 2.0, 3: 2.5, 4: 3.0, 6: 5.0, 8: 7.0, 12: 7.5, 16: 8.0, 32: 10.0}),
+        ([2.0, 4.0, 3.0, 8.0], {1: 1.25, 4: 3.5, 8: 3.5, 16: 8.0, 32: 16.0}),
+        ([9.0, 8.0, 1.0, 6.0], {1: 6.0, 2: 6.0, 8: 6.0, 16: 6.0, 32: 6.0}),
+    ],
+)
+def test_the_curve_through_measurements(seconds: list[float], at: dict[int, float]) -> None:
+    curve = Curve.through([2, 4, 8, 16][: len(seconds)], seconds)
+    assert {size: curve.at(size) for size in at} == at
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(1, (2, 4)), (3, (2, 4)), (4, (2, 4)), (6, (3, 6)), (9, (2, 4, 9)), (16, (2, 4, 8, 16))]
+)
+def test_layers_are_timed_for_the_sample_and_by_halves(samples: int, sizes: tuple[int, ...], whole: bool) -> None:
+    found = profile_layers(nn.Sequential(Layer(1, 0.5), Layer(0, 2)), torch.rand(samples, 4), whole=whole)
+    assert (found.sizes, found.whole) == (sizes, whole)
+    assert [[curve.at(8) for curve in curves] for curves in (found.forward, found.graph)] == [[5, 16], [5, 16]]
+    assert [curve.at(8) for curve in found.backward] == [10, 32]
+
+
+class Wide(Layer):
+    """Have no memory for more than one layer at once."""
+
+    alive = 0
+
+    def __deepcopy__(self, memo: Any) -> Wide:
+        Wide.alive += 1
+        weakref.finalize(copied := Wide(*self.seconds), Wide.forget).atexit = False
+        if Wide.alive > 1:
+            raise torch.OutOfMemoryError
+        return copied
+
+    @staticmethod
+    def forget() -> None:
+        Wide.alive -= 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "memory", "how"),
+    [(Layer, "1GiB", "in whole steps"), (Layer, "1.5KiB", "each alone"), (Wide, "1GiB", "each alone")],
+)
+def test_a_model_that_does_not_fit_is_timed_layer_by_layer(layer: type[Layer], memory: str, how: str) -> None:
+    """By what is predicted for a step, or because there is no memory after all."""
+    model, sample = nn.Sequential(*(layer(0, 1) for _ in range(4))), torch.rand(8, 4)
+    found = plan(model, sample, batch_size=8, devices=4, memory=memory, chunks=4, checkpoint="always")
+    assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
+    assert found.balance == [1, 1, 1, 1]
+    # A micro-batch of two takes a partition 2 s, and again, and 4 s backward; three recomputations hide.
+    assert found.seconds == pytest.approx((2 + 2 + 4) * (4 + 4 - 1) - 3 * 2, rel=1e-3)
+
+
+def test_layers_without_memory_are_timed_all_the_same() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Layer(1, 0.5), nn.BatchNorm1d(4), Layer(0, 2))
+    found = profile_layers(model, torch.rand(4, 4))
+    assert [line.at(8) for line in found.forward] == [5, 0, 16]
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+
+
+def test_a_frozen_layer_has_no_backward() -> None:
+    model = nn.Sequential(Layer(1, 0).requires_grad_(False), Layer(1, 0))
+    assert [line.at(4) for line in profile_layers(model, torch.rand(4, 4)).backward] == [0, 2]
+
+
+def test_a_plan_from_a_profile() -> None:
+    layers = nn.Sequential(*(Layer(0, each) for each in (1, 1, 1, 1, 2, 2)))
+    x = torch.rand(4, 4)
+    random = torch.get_rng_state()
+    found = plan(layers, x, batch_size=64, devices=2, memory="1GiB", chunks=[4], checkpoint=["never"])
+    assert torch.equal(torch.get_rng_state(), random)
+    assert found.balance == [4, 2]
+    # Two equal partitions, four micro-batches of 16; the rest is gradients added up, and the optimizer.
+    assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
+    assert "layers profiled on this machine's CPU" in str(found).replace("\n" + " " * 12, " ")
+    assert "hardware description" not in str(found)
+    assert max(map(len, str(found).splitlines())) <= 80
+    assert found.gpipe(devices=["cpu", "cpu"]).balance == [4, 2]
+    # Validation predicts by the same: `predictor_here`.
+    predictor = predictor_here(layers, x, count(layers, x), devices=2, memory=2**30)
+    assert predictor.step(found.candidates[0].setup).seconds == found.seconds
+
+
+class Greedy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            raise torch.OutOfMemoryError
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 4)), torch.empty(4, 4, device="meta"),
+         "nothing takes time on device 'meta': give a sample on the device .* such as hardware='h100x8'"),
+        (nn.Sequential(nn.Linear(4, 4), Greedy()), torch.rand(6, 4),
+         "layer 1 cannot be profiled on cpu with 3 samples, for which it has no memory: give a smaller sample"),
+    ],
+)  # fmt: skip
+def test_refuses_in_one_line(model: nn.Sequential, sample: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        plan(model, sample, batch_size=8, devices=1)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    device = torch.device("cuda:0")
+    found = describe_here(device, None, None)
+    assert found.devices == torch.cuda.device_count() and found.memory > 2**30
+    assert 0 < found.link_bandwidth < math.inf
+    profile = profile_layers(nn.Sequential(nn.Linear(4, 4)), torch.rand(4, 4, device=device))
+    assert profile.device == device

@@ -1,0 +1,96 @@
+"""The search against every balance of small models: none beats the bound, and what is found is near the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from tests.library.layers import Pop, Stash
+from torchgpipe.plan import load_hardware, plan
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.count.optimizer import optimizer_named
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.search.balances import Work
+from torchgpipe.plan.search.search import search
+from torchgpipe.plan.search.trial import Candidate, Trial, assess
+from torchgpipe.tensors.checkpoint import MODES
+
+BATCH_SIZE, CHUNKS, NUMBERS = 12, [1, 2, 5, 12], [1, 2, 3]
+
+
+def features() -> tuple[nn.Sequential, torch.Tensor]:
+    widths = [64, 512, 2048, 256, 256, 1024, 64]
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))), torch.empty(2, 128, 64)
+
+
+def images() -> tuple[nn.Sequential, torch.Tensor]:
+    """A skip across several layers, and tensors that shrink."""
+    layers = (nn.Conv2d(3, 16, 3, padding=1), Stash(), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1),
+              Pop(), nn.MaxPool2d(2), nn.Conv2d(16, 64, 3))  # fmt: skip
+    return nn.Sequential(*layers), torch.empty(2, 3, 32, 32)
+
+
+def every(predictor: Predictor, name: str) -> Iterator[Candidate]:
+    """Yield every setup of the model."""
+    layers = len(predictor.counts)
+    for n in NUMBERS:
+        for cuts in combinations(range(1, layers), n - 1):
+            balance = tuple(b - a for a, b in pairwise((0, *cuts, layers)))
+            for m in CHUNKS:
+                for mode in MODES:
+                    yield assess(predictor, Setup(BATCH_SIZE, balance, m, mode, optimizer_named(name, foreach=True)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("hardware", ["p40x8", "h100x8"])
+@pytest.mark.parametrize("build", [features, images])
+def test_against_every_setup(
+    build: Callable[[], tuple[nn.Sequential, torch.Tensor]], hardware: str, device: str, optimizer: str
+) -> None:
+    """With memory for all of them, for half, and for so few that moving single layers seldom leads to another."""
+    predictor = Predictor(count(*build(), device=device), load_hardware(hardware))
+    setups = list(every(predictor, optimizer))
+    for x in setups:
+        work, n = Work(predictor, replace(x.setup, balance=())), len(x.setup.balance)
+        assert work.bound(n) <= work.bound_of(x.setup.balance) <= x.seconds
+        assert work.has_room(n, x.peak)
+    peaks = sorted(each.peak for each in setups)
+    for memory, near in ((peaks[-1], 1.01), (peaks[len(peaks) // 2], 1.02), (peaks[len(peaks) // 20], 1.1)):
+        found = search(predictor, batch_size=BATCH_SIZE, memory=memory, partitions=NUMBERS, chunks=CHUNKS,
+                       optimizer=optimizer_named(optimizer, foreach=True))  # fmt: skip
+        for n, each in found.items():
+            fitting = [x.seconds for x in setups if len(x.setup.balance) == n and x.peak <= memory]
+            assert each.bound <= min(fitting, default=each.bound)
+            if each.best is not None:
+                assert each.best.peak <= memory
+        fastest = min(x.seconds for x in setups if x.peak <= memory)
+        assert fastest <= min(each.limit for each in found.values()) <= fastest * near
+
+
+def test_moves_layers_until_there_is_room() -> None:
+    """From the worst balance."""
+    predictor = Predictor(count(*features()), load_hardware("p40x8"))
+    work = Work(predictor, Setup(BATCH_SIZE, (), 4, "always"))
+    setups = [replace(work.setup, balance=tuple(balance)) for balance in ((4, 1, 1), (2, 1, 3))]
+    most, room = (max(device.peak for device in setup_memory(predictor.counts, setup)) for setup in setups)
+    assert room < most
+    trial = Trial(work, assess(predictor, setups[0]), room)
+    assert trial.lacking
+    trial.improve(0.0)
+    assert not trial.lacking and trial.best.peak <= room
+
+
+def test_every_number_of_devices_has_its_best() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))
+    found = plan(model, torch.empty(2, 512), batch_size=4096, devices=5, hardware="p40x8")
+    assert list(found.by_devices) == [1, 2, 3, 4, 5]
+    assert found.seconds == min(each.limit for each in found.by_devices.values())
+    assert found.bound == min(each.bound for each in found.by_devices.values()) <= found.seconds
+    assert found.gap == found.seconds / found.bound - 1

@@ -1,0 +1,165 @@
+"""Saved states are whole or not there, wherever the process dies that saves, and of one job only."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchgpipe.state.saves import Saves
+
+from .test_saves import adam, piped, same, train
+
+PATIENCE = 300  # seconds; only a hang takes as long
+
+
+def forked(run: Callable[[], object]) -> int:
+    """Run something in a process of its own; return its exit code, or minus the signal that ended it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
+        child = os.fork()
+    if not child:
+        try:
+            run()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def assert_passes_alone(run: Callable[..., None], *args: Any) -> None:
+    """Run something in a new process, which may fork: this one has threads of other tests, and what they locked."""
+    process = get_context("spawn").Process(target=run, args=args)
+    process.start()
+    process.join(PATIENCE)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_second_job_is_refused(tmp_path: Path) -> None:
+    assert_passes_alone(two_jobs, tmp_path)
+
+
+def two_jobs(tmp_path: Path) -> None:
+    model = piped(1)
+    optimizer = adam(model)
+    first = Saves(tmp_path)
+    first.save(0, model, optimizer)
+
+    def second() -> None:
+        with pytest.raises(RuntimeError, match=r"another job saves into .* give each job a folder of its own"):
+            Saves(tmp_path).save(1, model, optimizer)
+
+    assert forked(second) == 0
+    Saves(tmp_path).save(1, model, optimizer)  # this process holds the lock
+    assert forked(second) == 0, "the lock is still held"
+    first.save(0, model, optimizer)
+    assert first.load(model, optimizer) == {"step": 0}
+
+    def third() -> None:
+        Saves(tmp_path).save(1, model, optimizer)
+
+    files = len(os.listdir("/proc/self/fd"))
+    del first
+    assert forked(third) == 0, "the lock is held though nobody needs it"
+    assert len(os.listdir("/proc/self/fd")) < files
+
+
+def dies_at(operation: int, folder: Path) -> None:
+    """Kill this process before the operation of that number on files in a folder."""
+    left = operation
+
+    def count(name: str, *_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sync = os.fsync
+
+    def fsync(file: Any) -> None:
+        count("fsync")
+        sync(file)
+        count("synced")
+
+    def audit(event: str, given: Any) -> None:
+        if event.startswith(("open", "os.", "shutil.")) and given and str(folder) in str(given[0]):
+            count(event)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    sys.addaudithook(audit)
+
+
+def dies_of_writing(times: int, folder: Path) -> None:
+    """Kill this process where it has written 100 bytes, 200, 400, … into a file."""
+    size = 100 << times
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@pytest.mark.parametrize("dies", [dies_at, dies_of_writing])
+def test_whole_or_not_there(dies: Callable[[int, Path], None], tmp_path: Path) -> None:
+    """Wherever the process dies while it saves, there is the state before or this one, each of them whole."""
+    assert_passes_alone(saves_and_dies, dies, tmp_path)
+
+
+def saves_and_dies(dies: Callable[[int, Path], None], tmp_path: Path) -> None:
+    os.fsync = lambda fd: None  # no machine dies here
+    saved = [piped(k) for k in (1, 2)]
+    optimizers = [*map(adam, saved)]
+    for model, optimizer in zip(saved, optimizers, strict=True):
+        train(model, optimizer, torch.Generator(), 1)
+    Saves(tmp_path / "first", keep=1).save(0, saved[0], optimizers[0])
+    loaded, found = piped(3), set()
+    for k in range(1000):
+        folder = tmp_path / str(k)
+        shutil.copytree(tmp_path / "first", folder)
+
+        def child(k: int = k, folder: Path = folder) -> None:
+            dies(k, folder)
+            Saves(folder, keep=1).save(1, saved[1], optimizers[1])
+
+        ended = forked(child) == 0
+        optimizer = adam(loaded)
+        state = Saves(folder).load(loaded, optimizer)
+        assert state is not None
+        step = state["step"]
+        assert same([*loaded.state_dict().items()], [*saved[step].state_dict().items()])
+        assert same(optimizer.state_dict()["state"], optimizers[step].state_dict()["state"])
+        found.add((ended, step))
+        Saves(folder, keep=1).save(2, loaded, optimizer)
+        assert len([*folder.iterdir()]) == 2  # the state and the lock
+        if ended:
+            break
+    assert found == {(False, 0), (True, 1)} | ({(False, 1)} if dies is dies_at else set())
+
+
+def test_no_space(tmp_path: Path) -> None:
+    """What cannot be written is said in a line, and what was saved before stays."""
+    model, saves = piped(1), Saves(tmp_path)
+    optimizer = adam(model)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for before in ("nothing was saved before", "what was saved before stays"):
+        for size in (0, 100, 3000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+            try:
+                with pytest.raises(OSError, match=rf"step 1 cannot be saved in .*: File too large; {before}") as caught:
+                    saves.save(1, model, optimizer)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            assert "\n" not in str(caught.value)
+            assert not [*tmp_path.glob("part-*")]
+        saves.save(0, model, optimizer)
+        assert saves.load(model, optimizer) == {"step": 0}

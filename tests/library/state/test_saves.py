@@ -1,0 +1,237 @@
+"""Saved states in one process: whole or not there, going on to the same numbers, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from torchgpipe import GPipe
+from torchgpipe.state.saves import Saves
+
+Optimizers = Callable[[GPipe], torch.optim.Optimizer]
+
+
+class Noise(nn.Module):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=self.generator).to(x.dtype)
+
+
+def piped(seed: int, *, width: int = 4, balance: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float32) -> GPipe:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(
+        nn.Linear(3, width), nn.BatchNorm1d(width), Noise(), nn.Dropout(0.3), nn.Linear(width, 4), nn.Linear(4, 2)
+    )
+    for p in layers[5].parameters():
+        p.requires_grad_(seed < 0)
+    return GPipe(layers.to(dtype), [*balance], devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=True)
+
+
+def adam(model: GPipe) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def in_groups(model: GPipe) -> torch.optim.Optimizer:
+    first, *others = model.named_parameters()
+    groups: Any = [{"params": [first], "lr": torch.tensor(0.1)}, {"params": others, "momentum": 0.8}]
+    return torch.optim.SGD(groups, lr=0.01)
+
+
+class Wide(torch.optim.Optimizer):
+    """Keeps a state of float32 for parameters of 16 bits, in memory of their strides."""
+
+    def __init__(self, model: GPipe) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["sum"] = state.get("sum", torch.zeros_like(p, dtype=torch.float32)) + p.grad.float()
+                p.data = (p.float() - self.param_groups[0]["lr"] * state["sum"]).to(p.dtype)
+
+
+def train(model: GPipe, optimizer: torch.optim.Optimizer, data: torch.Generator, steps: int) -> list[Any]:
+    """Return the losses, and all of the model and the optimizer in the end."""
+    dtype = next(model.parameters()).dtype
+    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = []
+    for _ in range(steps):
+        loss = model.loss(
+            nn.functional.mse_loss, torch.rand(8, 3, generator=data).to(dtype), torch.zeros(8, 2).to(dtype)
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    schedule.step()
+    state = optimizer.state_dict()
+    return [losses, [*model.state_dict().items()], sorted(state["state"].items()), state["param_groups"]]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(adam, torch.float32), (in_groups, torch.float32), (Wide, torch.bfloat16), (torch.optim.NAdam, torch.bfloat16)],
+    ids=["adam", "groups", "wide", "nadam"],
+)
+def test_going_on(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """After a save, a new pipeline trains on to the same numbers: of layers, optimizer and generators."""
+    seen = []
+    for run in ("undisturbed", "first", "second"):
+        model = piped(2 if run == "second" else 1, dtype=dtype, balance=(2, 4))
+        optimizer = make(model.parameters() if make is torch.optim.NAdam else model)
+        data = torch.Generator().manual_seed(3)
+        saves = Saves(tmp_path)
+        if run == "second":
+            found = saves.load(model, optimizer)
+            assert found is not None and found["step"] == 7 and found["what"] == [{}, (1, "a")]
+            data.set_state(found["data"])
+        else:
+            train(model, optimizer, data, 2)
+        if run == "first":
+            saves.save(7, model, optimizer, data=data.get_state(), what=[{}, (1, "a")])
+        else:
+            seen.append(train(model, optimizer, data, 2))
+    assert same(*seen)
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    """They are told by the order in which they were saved. PyTorch's own functions read them."""
+    model, plain = piped(1), piped(2)
+    optimizer, saves = adam(model), Saves(tmp_path, keep=2)
+    assert saves.load(model, optimizer) is None
+    for step in (5, 3, 9, 9, 4):
+        saves.save(step, model, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000004-step-9", "000005-step-4", "lock"]
+    assert saves.load(model, None) == {"step": 4}
+    state = {"model": plain.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that ranks have not met
+        load(state, checkpoint_id=tmp_path / "000005-step-4")
+    assert same(state["model"], model.state_dict())
+
+
+REFUSED: dict[str, tuple[Callable[[], GPipe], Optimizers, str]] = {
+    "shape": (lambda: piped(1, width=5), adam, r"model.0.weight \(float32 \[4, 3\], here float32 \[5, 3\]\)"),
+    "type": (lambda: piped(1, dtype=torch.float64), adam, r"model.0.weight \(float32 .*, here float64 .*\) .* more"),
+    "fewer": (
+        lambda: GPipe(nn.Sequential(nn.Linear(3, 4)), [1], devices=["cpu"]),
+        adam,
+        "it has besides model.1.weight",
+    ),
+    "frozen": (
+        lambda: piped(1),
+        lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad]),
+        "it has besides optimizer of 5.weight, optimizer of 5.bias",
+    ),
+    "optimizer": (lambda: piped(1), in_groups, "is of the optimizer Adam, not of SGD"),
+    "foreign": (
+        lambda: piped(1),
+        lambda model: torch.optim.Adam([*model.parameters(), nn.Parameter(torch.zeros(2))]),
+        "the optimizer has a parameter that the model does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    """In one line, and before anything is changed."""
+    saved = piped(0)
+    Saves(tmp_path).save(0, saved, adam(saved))
+    make, optimizers, message = REFUSED[case]
+    model = make()
+    optimizer = optimizers(model)
+    before, random = [x.clone() for x in model.state_dict().values()], torch.get_rng_state()
+    with pytest.raises(ValueError, match=message) as caught:
+        Saves(tmp_path).load(model, optimizer)
+    assert "\n" not in str(caught.value)
+    assert same([*model.state_dict().values()], before) and same(torch.get_rng_state(), random)
+
+
+def test_gradients_of_a_mini_batch_that_failed_are_let_go_of(tmp_path: Path) -> None:
+    model = piped(0)
+    Saves(tmp_path).save(0, model, None)
+    model(torch.ones(4, 3)).sum().backward()
+    assert any(p.grad is not None for p in model.parameters())
+    Saves(tmp_path).load(model, None)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Slow(torch.optim.SGD):
+    """Keeps something of its own beside the states of parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": 1}
+
+
+def counting(model: GPipe) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["steps"] = 3  # type: ignore[index]
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "held"), [(lambda model: Slow(model.parameters()), "slow"), (counting, "steps")]
+)
+def test_what_is_not_a_parameters_is_refused(optimizers: Optimizers, held: str, tmp_path: Path) -> None:
+    model = piped(0)
+    with pytest.raises(ValueError, match=f"the optimizer holds '{held}' beside the states"):
+        Saves(tmp_path).save(0, model, optimizers(model))
+    assert not [*tmp_path.glob("*-step-*")]
+
+
+def test_options_that_differ_within_a_group_are_refused(tmp_path: Path) -> None:
+    model = piped(0)
+    Saves(tmp_path).save(0, model, in_groups(model))
+    with pytest.raises(ValueError, match=r"'0.weight' and '0.bias' in one group, .* differ: lr is 0.1.* and 0.01"):
+        Saves(tmp_path).load(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("part", [".metadata", "__0_0.distcp"])
+def test_a_damaged_state_is_named(part: str, tmp_path: Path) -> None:
+    model = piped(0)
+    Saves(tmp_path).save(0, model, None)
+    path = tmp_path / "000001-step-0" / part
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(RuntimeError, match=r"the state in .*000001-step-0 cannot be read \(.*; if it is damaged"):
+        Saves(tmp_path).load(model, None)
+
+
+def test_a_folder_that_cannot_be_is_known_before_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"states cannot be saved in .*file"):
+        Saves(tmp_path / "file").load(piped(0), None)
+
+
+@pytest.mark.parametrize("step", [None, True, 1.5])
+def test_step_is_checked(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="step must be a whole number"):
+        Saves(tmp_path).save(step, piped(0), None)
+
+
+@pytest.mark.parametrize("keep", [0, True, 1.0])
+def test_keep_is_checked(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be a whole number of at least 1"):
+        Saves(tmp_path, keep)

@@ -1,0 +1,126 @@
+"""What the library uses of PyTorch without a promise that it stays. A failure here names what has moved.
+
+This file imports from torchgpipe within tests only, so that it says so even where torchgpipe cannot be imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).parents[2] / "torchgpipe"
+
+# Name, and where the library uses it.
+PRIVATE = [
+    ("torch.autograd.Variable._execution_engine", "_autograd.py"),
+    ("torch._C._autograd._get_current_graph_task_keep_graph", "_autograd.py"),
+    ("torch._C._current_graph_task_id", "_autograd.py"),
+    ("torch._C._EnableTorchFunction", "_autograd.py"),
+    ("torch._C.DisableTorchFunction", "_autograd.py"),
+    ("torch._C._storage_Use_Count", "_autograd.py"),
+    ("torch._C._functorch.peek_interpreter_stack", "_autograd.py"),
+    ("torch._C._is_torch_function_enabled", "_autograd.py"),
+    ("torch._C._len_torch_function_stack", "_autograd.py"),
+    ("torch._C._nn._parse_to", "partitioned.py"),
+    ("torch._foreach_add_", "batchnorm.py"),
+    ("torch._foreach_copy_", "batchnorm.py"),
+    ("torch._subclasses.fake_tensor.DataDependentOutputException", "trace/record.py"),
+    ("torch._subclasses.fake_tensor.DynamicOutputShapeException", "trace/record.py"),
+    ("torch._subclasses.fake_tensor.FakeTensor", "trace/record.py"),
+    ("torch._subclasses.fake_tensor.FakeTensorMode", "trace/record.py"),
+    ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/record.py"),
+    ("torch.distributed.distributed_c10d._get_default_store", "distributed/wires.py"),
+    ("torch.nn.modules.batchnorm._BatchNorm", "batchnorm.py"),
+    ("torch.nn.modules.batchnorm._BatchNorm", "contents.py"),
+    ("torch.nn.modules.batchnorm._NormBase", "contents.py"),
+    ("torch.utils._python_dispatch._get_current_dispatch_mode", "_autograd.py"),
+    ("torch.utils._python_dispatch._pop_mode", "_autograd.py"),
+    ("torch.utils._python_dispatch._push_mode", "_autograd.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "randomness.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/counter.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/live.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/remembered.py"),
+]
+# Names that the library reaches through objects.
+OF_OBJECTS = [
+    "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.autograd.graph.get_gradient_edge",
+    "torch.autograd.graph.GradientEdge",
+    "torch.autograd.forward_ad._current_level",
+    "torch.nn.utils.parametrize._cache_enabled",
+    "torch.ops.aten.rand.default._schema",
+    "torch.Tensor._version",
+    "torch.UntypedStorage._cdata",
+]
+
+
+@pytest.mark.parametrize("name", sorted({*OF_OBJECTS, *(name for name, _ in PRIVATE)}))
+def test_still_there(name: str) -> None:
+    __import__("torch.utils._python_dispatch")
+    __import__("torch._subclasses.fake_tensor")
+    owner: Any = torch
+    for part in name.split(".")[1:]:
+        assert hasattr(owner, part), f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses"
+        owner = getattr(owner, part)
+
+
+@pytest.mark.parametrize("name", ["_parameters", "_buffers", "_modules", "training"])
+def test_a_module_still_keeps(name: str) -> None:
+    assert name in vars(torch.nn.Module())
+
+
+def private_names(source: str) -> set[str]:
+    """Return the dotted names of torch, with a part that begins with one underscore, in a module's source."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            parts = name.split(".")
+            private = any(p.startswith("_") and not p.startswith("__") for p in parts)
+            if parts[0] == "torch" and private and all(map(str.isidentifier, parts)):
+                found.add(name)
+    return {name for name in found if not any(other.startswith(name + ".") for other in found)}
+
+
+def test_no_other_private_name_is_used() -> None:
+    used = {
+        (name, path.relative_to(LIBRARY).as_posix())
+        for path in LIBRARY.rglob("*.py")
+        for name in private_names(path.read_text())
+    }
+    assert used == set(PRIVATE), "list what is new, or keep it behind torchgpipe/tensors/_autograd.py"
+
+
+ASK: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
+    "backward": lambda y, x, keep: y.backward(retain_graph=keep),
+    "autograd.grad": lambda y, x, keep: torch.autograd.grad(y, x, retain_graph=keep),
+}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
+def test_what_a_backward_says_of_itself(ask: Callable[[Tensor, Tensor, bool], object], keep: bool) -> None:
+    from torchgpipe.tensors._autograd import backward_id, keeps_graph
+
+    x, answers = torch.tensor(1.0, requires_grad=True), []
+    for _ in range(2):
+        between = x.sin()
+        y = between.exp()
+        for tensor in (y, between):
+            tensor.register_hook(lambda _: answers.append((keeps_graph(), backward_id())))
+        ask(y, x, keep)
+    assert [keeping for keeping, _ in answers] == [keep] * 4
+    one, same, other, same_again = [number for _, number in answers]
+    assert 0 <= one == same < other == same_again

@@ -1,0 +1,244 @@
+"""`GPipe` as a module: how it is made, what it refuses and why, and what it has.
+
+That it computes what its layers do is in tests/behaviours; errors while it runs are in tests/test_errors.py; which
+modules, balances and devices it refuses, in test_partition.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.task.randomness import PrivateGenerator
+from torchgpipe.tensors._autograd import present_mode
+from torchgpipe.tensors.checkpoint import Passing
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def linears(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+
+
+def made(module: Any = None, balance: Any = (1, 1), **options: Any) -> GPipe:
+    """Make a pipeline of two layers, with a good value for whatever is not given."""
+    return GPipe(linears(2) if module is None else module, balance, **{"devices": ["cpu"] * 2, **options})
+
+
+CHUNKS = "chunks must be a whole number of at least 1, but got"
+MODES = "checkpoint must be one of 'always', 'except_last', 'never', but got"
+
+# How it is made, the error, and what it says: what was given, and what to do.
+MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: made(nn.Linear(2, 2)), TypeError, "wraps an nn.Sequential, but got Linear"),
+    (lambda: GPipe(linears(2)), ValueError, "balance is required"),
+    (lambda: made(engine="inline"), ValueError, "one of 'auto', 'graph', 'workers', but got 'inline'"),
+    (
+        lambda: made(engine="workers", devices=["cpu", "meta"]),
+        ValueError,
+        r"engine='workers' is for CPU devices, but got \['cpu', 'meta'\]",
+    ),
+    (lambda: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, "positional argument"),  # type: ignore[call-arg]
+    (lambda: made()([torch.rand(2, 2)]), TypeError, "input must be a tensor or a tuple of tensors, but got list"),
+    (lambda: made()(torch.tensor(1.0)), ValueError, "needs a batch dimension, but tensor 0 is a scalar"),
+]
+
+
+@pytest.mark.parametrize("make, error, message", MISUSE)
+def test_misuse(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+SETTINGS = [
+    *(("chunks", x, CHUNKS) for x in (0, True, 1.5, "8")),
+    *(("checkpoint", x, MODES) for x in ("sometimes", True)),
+]
+
+
+@pytest.mark.parametrize("name, value, message", SETTINGS)
+def test_settings_are_checked_also_where_they_are_changed_later(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message} {value!r}"):
+        made(**{name: value})
+    model = made()
+    setattr(model, name, value)
+    with pytest.raises(ValueError, match=f"{message} {value!r}"):
+        model(torch.ones(1, 2))
+
+
+def test_silence_is_accepted_and_does_nothing() -> None:
+    with pytest.warns(DeprecationWarning, match=r"GPipe\(silence=…\) does nothing any more, and will go"):
+        model = made(silence=60)
+    assert not hasattr(model, "silence")
+
+
+@pytest.mark.parametrize("where", ["pipeline", "partition"])
+def test_a_layer_replaced_after_wrapping_is_noticed(where: str) -> None:
+    model = made()
+    if where == "pipeline":
+        setattr(model, "1", nn.Linear(2, 2))
+    else:
+        model.partitions[1][0] = nn.Linear(2, 2)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"replaced after the pipeline was made.*wrap them"):
+        model(torch.ones(1, 2))
+
+
+MOVES: dict[str, Callable[[GPipe], object]] = {
+    "cuda()": lambda model: model.cuda(),
+    "cuda(0)": lambda model: model.cuda(0),
+    "cuda(device)": lambda model: model.cuda(device=torch.device("cuda", 1)),
+    "cpu()": lambda model: model.cpu(),
+    "to('cuda:0')": lambda model: model.to("cuda:0"),
+    "to(device)": lambda model: model.to(META),
+    "to(device=)": lambda model: model.to(device="cpu"),
+    "to(device, dtype)": lambda model: model.to("cpu", torch.float64),
+    "to(tensor)": lambda model: model.to(torch.rand(1)),
+    "to(tensor=)": lambda model: model.to(tensor=torch.rand(1)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_it_is_not_moved(move: Callable[[GPipe], object]) -> None:
+    model = made()
+    with pytest.raises(TypeError, match=r"cannot be moved; name the devices .*GPipe\(module, balance, devices="):
+        move(model)
+    assert {(p.device, p.dtype) for p in model.parameters()} == {(CPU, torch.float32)}
+
+
+CONVERSIONS: dict[str, tuple[Callable[[GPipe], GPipe], torch.dtype]] = {
+    "to(dtype=float64)": (lambda model: model.to(dtype=torch.float64), torch.float64),
+    "to(float64, non_blocking=True)": (lambda model: model.to(torch.float64, non_blocking=True), torch.float64),
+    "half()": (lambda model: model.half(), torch.float16),
+    "float()": (lambda model: model.double().float(), torch.float32),
+    "to(memory_format=)": (lambda model: model.to(memory_format=torch.channels_last), torch.float32),
+}
+
+
+@pytest.mark.parametrize("convert, dtype", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_its_type_is_changed(convert: Callable[[GPipe], GPipe], dtype: torch.dtype, engine: str) -> None:
+    model = made(engine=engine, chunks=2)
+    assert convert(model) is model
+    assert {p.dtype for partition in model.partitions for p in partition.parameters()} == {dtype}
+    assert model(torch.rand(4, 2, dtype=dtype)).dtype == dtype
+
+
+def test_it_has_what_was_given() -> None:
+    module = linears(5)
+    layers = list(module)
+    model = GPipe(module, iter([2, 1, 2]), devices=iter(["cpu", "meta", "cpu"]), chunks=4, checkpoint="never")
+
+    assert (model.balance, model.devices) == ([2, 1, 2], [CPU, META, CPU])
+    assert (model.chunks, model.checkpoint, model.observer) == (4, "never", None)
+    assert [list(partition.children()) for partition in model.partitions] == [layers[:2], layers[2:3], layers[3:]]
+    assert all(isinstance(partition, nn.Sequential) for partition in model.partitions)
+    assert [p.device for p in model.parameters()] == [CPU] * 4 + [META] * 2 + [CPU] * 4
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode(training: bool) -> None:
+    def modes() -> set[bool]:
+        return {m.training for part in (model, *model.partitions) for m in part.modules()}
+
+    model = made(linears(2).train(training))
+    assert modes() == {training}
+    assert model.train(not training) is model
+    assert modes() == {not training}
+
+
+def test_it_is_a_sequence() -> None:
+    module = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.ReLU(), c=nn.Tanh(), d=nn.Linear(2, 3)))
+    model = GPipe(module, [1, 2, 1], devices=["cpu"] * 3)
+    assert len(model) == 4
+    assert list(model.named_children()) == list(module.named_children())
+    assert model.get_submodule("d") is module.d
+    assert repr(model) == repr(module).replace("Sequential(", "GPipe(", 1)
+    assert list(model) == [model[k] for k in range(4)] == [model[k] for k in range(-4, 0)] == list(module)
+    for index in (4, -5):
+        with pytest.raises(IndexError):
+            model[index]
+    for part in (slice(None), slice(1, 3), slice(-2, None), slice(0, 4, 2), slice(4, 9)):
+        found = model[part]
+        assert isinstance(found, nn.Sequential)
+        assert list(found.named_children()) == list(module[part].named_children())
+
+
+def test_without_layers_it_is_the_identity() -> None:
+    model, x = GPipe(nn.Sequential(), [], devices=[]), torch.rand(3, 2)
+    assert (len(model), list(model), model.balance, model.devices) == (0, [], [], [])
+    assert model(x) is x
+    assert model((x, x)) == (x, x)
+
+
+def test_the_input_may_be_on_another_device() -> None:
+    model = made(devices=["meta"] * 2, chunks=2)
+    y = model(torch.rand(4, 2))
+    y.sum().backward()
+    assert (y.device, y.shape) == (META, (4, 2))
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
+def test_an_interrupt_before_deferred_batch_norms_are_committed_leaves_gradients_on(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit runs without gradients, and Ctrl-C can come before what would turn them on again."""
+
+    def interrupted(norms: object) -> None:
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    model = made(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)), deferred_batch_norm=True, engine=engine)
+    monkeypatch.setattr("torchgpipe.partitioned.commit", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.rand(4, 2))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+    monkeypatch.undo()
+    model(torch.rand(4, 2))
+    norm = model[0]
+    assert norm.num_batches_tracked == 1
+
+
+# A context that is never left, since Ctrl-C comes just before its exit; and whether this thread is still in it.
+LEFT: dict[str, tuple[type, Callable[[], bool]]] = {
+    "a pass": (Passing, lambda: is_checkpointing() or is_recomputing()),
+    "a private generator": (PrivateGenerator, lambda: PrivateGenerator.in_use() or present_mode() is not None),
+}
+
+
+@pytest.mark.parametrize("kind, within", LEFT.values(), ids=LEFT)
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_interrupt_before_a_context_is_left(
+    kind: Any, within: Callable[[], bool], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this thread, which runs the last partition."""
+    model = made(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), chunks=2, checkpoint="always", engine="workers")
+    here, leave = threading.get_ident(), kind.__exit__
+    interrupted: list[None] = []
+
+    def exit(context: Any, *error: Any) -> Any:
+        if threading.get_ident() == here and not interrupted:
+            interrupted.append(None)
+            raise KeyboardInterrupt
+        return leave(context, *error)
+
+    def step() -> None:
+        if when == "forward":
+            monkeypatch.setattr(kind, "__exit__", exit)
+        loss = model(torch.rand(4, 2)).sum()
+        monkeypatch.setattr(kind, "__exit__", exit)
+        loss.backward()
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    monkeypatch.undo()
+    assert not within()
+    model(torch.rand(4, 2)).sum().backward()

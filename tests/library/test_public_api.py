@@ -1,0 +1,118 @@
+"""The public API: torchgpipe 0.0.7's names and signatures, and a docstring for everything that is public."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from functools import reduce
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import torchgpipe
+from torchgpipe.skip import skippable
+
+LIBRARY = Path(torchgpipe.__file__).parent
+
+# What torchgpipe 0.0.7 exports.
+NAMES = {
+    "torchgpipe": {"GPipe", "is_checkpointing", "is_recomputing", "__version__"},
+    "torchgpipe.skip": {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
+    "torchgpipe.balance": {"balance_by_time", "balance_by_size"},
+    "torchgpipe.task.batchnorm": {"DeferredBatchNorm"},
+}
+# How it is called; a default "…" is free.
+SIGNATURES = {
+    "torchgpipe.GPipe": "module, balance=None, *, devices=None, chunks=1, checkpoint='except_last', "
+    "deferred_batch_norm=False",
+    "torchgpipe.GPipe.forward": "self, input",
+    "torchgpipe.GPipe.cuda": "self, device=None",
+    "torchgpipe.GPipe.cpu": "self",
+    "torchgpipe.GPipe.to": "self, *args, **kwargs",
+    "torchgpipe.GPipe.__len__": "self",
+    "torchgpipe.GPipe.__getitem__": "self, index",
+    "torchgpipe.GPipe.__iter__": "self",
+    "torchgpipe.is_checkpointing": "",
+    "torchgpipe.is_recomputing": "",
+    "torchgpipe.skip.skippable": "stash=(), pop=()",
+    "torchgpipe.skip.stash": "name, tensor",
+    "torchgpipe.skip.pop": "name",
+    "torchgpipe.skip.Namespace": "",
+    "torchgpipe.skip.verify_skippables": "module",
+    "torchgpipe.balance.balance_by_time": "partitions, module, sample, *, timeout=1.0, device=…",
+    "torchgpipe.balance.balance_by_size": "partitions, module, input, *, chunks=1, param_scale=2.0, device=…",
+    "torchgpipe.task.batchnorm.DeferredBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, chunks=1",
+    "torchgpipe.task.batchnorm.DeferredBatchNorm.convert_deferred_batch_norm": "module, chunks=1",
+}
+
+
+def find(name: str) -> Any:
+    module = max((m for m in NAMES if f"{name}.".startswith(f"{m}.")), key=len)
+    return reduce(getattr, name.removeprefix(module).split(".")[1:], importlib.import_module(module))
+
+
+def parameters(text: str) -> list[Parameter]:
+    names: dict[str, Any] = {}
+    exec(f"def function({text.replace('=…', '=None')}): ...", names)
+    return list(inspect.signature(names["function"]).parameters.values())
+
+
+@pytest.mark.parametrize("module, names", NAMES.items(), ids=NAMES)
+def test_names_of_0_0_7(module: str, names: set[str]) -> None:
+    assert names <= set(find(module).__all__)
+
+
+@pytest.mark.parametrize("name, text", SIGNATURES.items(), ids=SIGNATURES)
+def test_is_called_as_in_0_0_7(name: str, text: str) -> None:
+    new = list(inspect.signature(find(name)).parameters.values())
+    old = parameters(text)
+
+    assert [(p.name, p.kind) for p in new[: len(old)]] == [(p.name, p.kind) for p in old]
+    for ours, theirs in zip(new, old, strict=False):
+        if f"{ours.name}=…" in text:
+            assert ours.default is not Parameter.empty
+        else:
+            assert ours.default == theirs.default, ours.name
+    # What is new can be left out, and is given by name.
+    for added in new[len(old) :]:
+        assert added.kind is Parameter.KEYWORD_ONLY
+        assert added.default is not Parameter.empty
+
+
+def test_isolate_is_called_as_in_0_0_7() -> None:
+    @skippable(stash=["a"])
+    class Layer(nn.Module):
+        pass
+
+    found = inspect.signature(Layer().isolate).parameters.values()  # type: ignore[arg-type]
+    assert [(p.name, p.kind) for p in found] == [
+        ("ns", Parameter.POSITIONAL_OR_KEYWORD),
+        ("only", Parameter.KEYWORD_ONLY),
+    ]
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    """Yield what is public in a module, and its docstring does not open with a sentence."""
+
+    def look(node: Any, name: str) -> Iterator[str]:
+        opening = (ast.get_docstring(node) or "").split("\n\n")[0]
+        if not opening.endswith((".", ":")):
+            yield name
+        # What a protocol asks for is said there, and not again where it is served.
+        bases = {*map(ast.unparse, getattr(node, "bases", []))}
+        closed = isinstance(node, ast.FunctionDef) or bases & {"Protocol", "Links", "Messages"}
+        for inner in [] if closed else node.body:
+            if isinstance(inner, ast.ClassDef | ast.FunctionDef) and not inner.name.startswith("_"):
+                yield from look(inner, f"{name}.{inner.name}")
+
+    return look(ast.parse(path.read_text()), path.name)
+
+
+@pytest.mark.parametrize("path", sorted(LIBRARY.rglob("*.py")), ids=lambda path: str(path.relative_to(LIBRARY)))
+def test_all_that_is_public_is_documented(path: Path) -> None:
+    assert [*undocumented(path)] == []

@@ -1,0 +1,238 @@
+"""Engines on simulated devices: each task starts when the replay says, so that no stream waits in vain.
+
+The engines, their waits, copies, links and wires are real; streams and NCCL are stand-ins that keep a clock
+(simulated.py), and a layer keeps its partition's compute stream busy for as long as its task is said to take. So this
+shows what the streams are given to do, and in which order, by a host that needs no time. What the real engines do with
+real streams, how long a host takes to feed them, and whether copies get in each other's way, only GPUs can tell.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.plan.replay import Costs, Event, replay
+from torchgpipe.tensors.checkpoint import Mode, checkpointed
+
+from .distributed.threads import GPUS, World, play
+from .layers import partitions
+from .simulated import Streams, backward_by_threads, working
+
+MODES: tuple[Mode, ...] = ("never", "except_last", "always")
+
+# Seconds of a forward, by micro-batch and partition; whole ones, so that sums are exact.
+TIMES: dict[str, Callable[[int, int], int]] = {
+    "equal": lambda i, j: 1,
+    "first slow": lambda i, j: 3 if j == 0 else 1,
+    "last slow": lambda i, j: 1 + j,
+    "middle quick": lambda i, j: 1 if j in (1, 2) else 3,
+    "any": lambda i, j: Random(10 * i + j).randint(1, 5),
+}
+
+# Seconds of each copy to the next partition, and of skips. No copy takes longer than a task, or it would queue.
+COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
+    "no time": (0.0, {}),
+    "some time": (0.25, {}),
+    "as long as a task": (1.0, {}),
+    "a skip, no time": (0.0, {(0, 2): 0.0}),
+    "a skip": (0.25, {(0, 2): 0.5}),
+    "a skip that is late": (0.0, {(0, 3): 1.0}),
+    "many skips": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 1.0}),
+    "skips in time": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}),
+}
+
+# Ranks, or in one process who goes backward: the thread that calls it, or one for each device, of which one is next.
+ENGINES: dict[str, Callable[[list[int]], int] | None] = {
+    "graph": None,
+    "graph, first device ahead": min,
+    "graph, last device ahead": max,
+    "graph, by chance": Random(0).choice,
+    "ranks": None,
+}
+
+
+def has(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) -> bool:
+    """Whether there is such a case. Over ranks, skips leave late: in time if they take no longer than other items."""
+    skips = bool(COPIES[copies][1])
+    if ENGINES[engine] is not None:
+        return n == 4 and m == 5
+    if engine == "ranks" and m == 1:  # with it goes the state of random numbers: here, too, as if from a GPU
+        return False
+    if engine == "ranks" and skips:
+        # Among recomputations, p - s - 1 tasks are longer than the way that the gradient of the item has.
+        return n == 4 and mode == "never" and times == "equal" and copies in ("a skip, no time", "skips in time")
+    return n == 4 or not skips if n > 1 else engine == "graph" and copies == "no time"
+
+
+CASES = [
+    pytest.param(engine, n, m, times, copies, mode, id=f"{engine}, n{n}m{m}, {times}, {copies}, {mode}")
+    for engine in ENGINES
+    for n in (1, 2, 4)
+    for m in (1, 2, 5)
+    for times in TIMES
+    for copies in COPIES
+    for mode in MODES
+    if has(engine, n, m, mode, times, copies)
+]
+
+
+def cost(n: int, m: int, mode: Mode, times: str, copies: str) -> Costs:
+    """Let backward take twice as long as forward, and recomputation as long."""
+    forward = [[float(TIMES[times](i, j)) for j in range(n)] for i in range(m)]
+    recomputed = checkpointed(mode, m)
+    copy, skips = COPIES[copies]
+    return Costs(
+        forward=forward,
+        backward=[[2 * seconds for seconds in row] for row in forward],
+        recompute=[row if i < recomputed else [0.0] * n for i, row in enumerate(forward)],
+        copy=[copy] * (n - 1),
+        skips=skips,
+    )
+
+
+@pytest.mark.parametrize(("engine", "n", "m", "times", "copies", "mode"), CASES)
+def test_every_task_starts_when_the_replay_says(
+    engine: str, n: int, m: int, times: str, copies: str, mode: Mode, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = cost(n, m, mode, times, copies)
+    if engine == "ranks":
+        found = step(costs, mode, streams, over=play(monkeypatch, streams, GPUS[:n]))
+    else:
+        turns = ENGINES[engine]
+        backward = Tensor.backward if turns is None else backward_by_threads(streams, n, turns, monkeypatch)
+        found = step(costs, mode, streams, backward)
+    assert sorted(found) == sorted(replay(costs).events)
+
+
+def test_without_dependency_threads_may_go_backward_in_another_order(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = cost(4, 5, "always", "any", "some time")
+    found = step(costs, "always", streams, backward_by_threads(streams, 4, max, monkeypatch), dependency=False)
+    assert sorted(found) != sorted(replay(costs).events)
+
+
+@pytest.mark.parametrize("m", [1, 2, 8])
+@pytest.mark.parametrize("seconds", [1.0, 3.0])
+def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float, m: int, streams: Any) -> None:
+    """The replay's copies do not queue; the streams' do, in either direction, as they have one link between them."""
+    once = [[1.0, 1.0]] * m
+    costs = Costs(forward=once, backward=once, recompute=[[0.0, 0.0]] * m, copy=[seconds])
+    events = step(costs, "never", streams)
+    assert max(event.end for event in events) == 2 * (1 + m * seconds + 1)
+    assert replay(costs).seconds == 2 * (m + seconds + 1)
+
+
+LAYOUTS: dict[str, list[tuple[int, int]]] = {
+    "no skip": [],
+    "one": [(0, 2)],
+    "long and short": [(0, 3), (1, 2)],
+    "several between two ranks": [(0, 3), (1, 3), (0, 3), (0, 3)],
+}
+
+
+@pytest.mark.parametrize("skips", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("m", [2, 3, 6])
+def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
+    m: int, skips: list[tuple[int, int]], checkpoint: Any, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = play(monkeypatch, streams, GPUS)
+    step(cost(4, m, checkpoint, "equal", "no time"), checkpoint, streams, over=world, skips=skips)
+
+    # Of every wire: for each tensor, how many tasks were issued before.
+    found = defaultdict[Any, list[int]](list)
+    for issued in world.issued:
+        for at, (what, *wire) in enumerate(issued):
+            if what == "send":
+                found[tuple(wire)].append(sum(wire[0].startswith(str(task)) for task, *_ in issued[:at]))
+
+    expected: dict[Any, list[int]] = {}
+    for j in range(3):
+        expected["forward", j, j + 1] = expected["backward", j + 1, j] = [i + 1 for i in range(m)]
+    for s, p in skips:
+        late = [min(i + p - s - 1, m - 1) + 1 for i in range(m) for _ in range(skips.count((s, p)))]
+        expected["forward skips", s, p] = expected["backward skips", p, s] = late
+    assert found == expected
+    # And all skips of a micro-batch for one rank are one message over gloo.
+    assert {wire: count for wire, count in world.sent.items() if "skips" in wire[0]} == {
+        wire: m for wire in expected if "skips" in wire[0]
+    }
+
+
+def step(
+    costs: Costs,
+    mode: Mode,
+    streams: Streams,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    *,
+    over: World | None = None,
+    skips: Iterable[tuple[int, int]] | None = None,
+    **options: Any,
+) -> list[Event]:
+    """Run a pipeline with these costs through one step, in one process or over ranks; return when its tasks ran."""
+    m, n = len(costs.forward), len(costs.forward[0])
+    events: list[Event] = []
+
+    def work(kind: Literal["forward", "recompute", "backward"], i: int, j: int) -> None:
+        stream = streams.of(torch.device("cpu", j))
+        assert stream is not None
+        events.append(Event(kind, i, j, *stream.run(getattr(costs, kind)[i][j])))
+        if over is not None:
+            over.issued[j].append((kind, i))
+
+    def layers() -> tuple[nn.Sequential, list[int]]:
+        return partitions(
+            [Working(j, work) for j in range(n)], costs.skips if skips is None else skips, lambda x: x * 0
+        )
+
+    assert not isinstance(costs.copy, float)
+    streams.seconds = {**{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)}, **costs.skips}
+    x = torch.arange(m).float()
+    # Before backward all wait for the streams, as if the loss were printed: the replay recomputes nothing before it is
+    # there, and a quick host would.
+    if over is None:
+        model = GPipe(*layers(), devices=devices(n), chunks=m, checkpoint=mode, engine="graph", **options)
+        y = model(x)
+        streams.synchronize()
+        backward(y.sum())
+        assert y.tolist() == x.tolist()
+        return events
+
+    ready = threading.Barrier(n, action=streams.synchronize, timeout=20)
+
+    def program(rank: int) -> None:
+        model = DistributedGPipe(*layers(), device=devices(n)[rank], chunks=m, checkpoint=mode)
+        loss = model.loss(lambda y, _: y.sum(), x, None)
+        ready.wait()
+        loss.backward()
+        assert loss.item() == sum(range(m))
+        model.close()
+
+    assert over.run(program) == [None] * n
+    return events
+
+
+def devices(n: int) -> list[torch.device]:
+    return [torch.device("cpu", j) for j in range(n)]
+
+
+class Working(nn.Module):
+    """Do the work of partition `j`, and change nothing. The data is the number of the micro-batch."""
+
+    def __init__(self, j: int, work: Callable[[Any, int, int], None]) -> None:
+        super().__init__()
+        self.j, self.work = j, work
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = int(x)
+        return working(x, lambda kind: self.work(kind, i, self.j), self.scale)

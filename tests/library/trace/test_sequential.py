@@ -1,0 +1,210 @@
+"""`sequential`: where it cuts, what stays the module's own, and what it leaves as it was.
+
+That the layers do what the module does is in tests/behaviours/test_any_model.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe, sequential
+from torchgpipe.balance import balance_by_size
+from torchgpipe.task.batchnorm import DeferredBatchNorm
+
+from ... import traced
+from ...traced import CASES, Case, rows
+
+# A module, and its layers: what each begins with, and the skips that it stashes (+) and pops (-).
+CUTS: dict[str, tuple[Case, list[str]]] = {
+    "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
+    "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
+    "in place": (CASES["in place, with views"], ["conv", "norm", "out"]),
+    "filled": (CASES["a tensor that is filled"], ["a", "c"]),
+    "functions with parameters": (CASES["attention by hand"], ["Tokens", "a +", "b", "c -", "Tokens"]),
+    "a part that stays whole": (CASES["a part that looks at its input"], ["a", "choosing", "c"]),
+}
+
+
+@pytest.mark.parametrize("case, expected", CUTS.values(), ids=CUTS)
+def test_cuts(case: Case, expected: list[str]) -> None:
+    found = []
+    for name, layer in sequential(case.make(), case.sample(), **case.options).named_children():
+        skips: Any = layer._skips
+        marks = "-" * len(skips["pop"]) + "+" * len(skips["stash"])
+        found.append(f"{name.partition(':')[2]} {marks}".strip())
+    assert found == expected
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_state_is_the_module_s_own(case: Case) -> None:
+    module = case.make()
+    layers = sequential(module, case.sample(), **case.options)
+    balance = [1, len(layers) - 1] if len(layers) > 1 else [1]
+    model = GPipe(layers, balance, devices=["cpu"] * len(balance))
+    ours = module.state_dict(keep_vars=True)
+    for each in (layers, model):
+        state = each.state_dict(keep_vars=True)
+        assert state.keys() == ours.keys()
+        assert all(state[name] is x for name, x in ours.items())
+        parameters = dict(module.named_parameters())
+        assert {name: id(p) for name, p in each.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+        assert dict(each.named_buffers()).keys() == dict(module.named_buffers()).keys() | {
+            name for name, _ in each.named_buffers() if name.startswith("traced constants")
+        }
+
+
+@pytest.mark.parametrize("make", [lambda layers: layers, lambda layers: GPipe(layers, [len(layers)], devices=["cpu"])])
+def test_loading(make: Callable[[Any], nn.Module]) -> None:
+    module = traced.Tied()
+    model = make(sequential(module, torch.randint(9, (5, 4))))
+    other = {name: x + 1 for name, x in module.state_dict().items()}
+    model.load_state_dict(other)
+    assert all(torch.equal(x, other[name]) for name, x in module.state_dict().items())
+
+    wrong = {name: x for name, x in other.items() if name != "inner.bias"} | {
+        "inner.more": torch.ones(1),
+        "x.y": rows(),
+    }
+    found = model.load_state_dict(wrong, strict=False)
+    assert found.missing_keys == ["inner.bias"]
+    assert sorted(found.unexpected_keys) == ["inner.more", "x.y"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "inner.bias"'):
+        model.load_state_dict(wrong)
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = traced.Counting()
+    module.seen.fill_(3)
+    nn.init.constant_(module.norm.get_buffer("running_mean"), 2)
+    before = copy.deepcopy({**vars(module), "state": module.state_dict()})
+    sample, random = rows(), torch.get_rng_state()
+    sequential(module, sample)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(module.seen, before["_buffers"]["seen"])
+    assert vars(module).keys() | {"state"} == before.keys()
+    for name, x in module.state_dict().items():
+        assert torch.equal(x, before["state"][name])
+
+
+class Adding(traced.Net):
+    """Which changes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x.add_(1)))
+
+
+def test_the_sample_is_left_as_it_was() -> None:
+    sample = torch.zeros(5, traced.WIDTH)
+    assert len(sequential(Adding(), sample)) == 2
+    assert not sample.any()
+
+
+def around() -> nn.Module:
+    return nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), traced.Residual())
+
+
+@pytest.mark.parametrize(
+    "make, name", [(traced.Residual, "b"), (around, "1")], ids=["a layer", "a module around layers"]
+)
+def test_hooks_run(make: Callable[[], nn.Module], name: str) -> None:
+    module, seen = make(), []
+    module.get_submodule(name).register_forward_hook(lambda *_: seen.append("forward"))
+    module.get_submodule(name).register_full_backward_hook(lambda *_: seen.append("backward"))
+    layers = sequential(module, rows())
+    seen.clear()
+    balance = [1, len(layers) - 1]
+    GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, checkpoint="never")(rows()).sum().backward()
+    assert seen == ["forward", "forward", "backward", "backward"]
+
+
+def test_copies() -> None:
+    module = traced.Residual()
+    layers, x = sequential(module, rows()), rows()
+    for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
+        assert torch.equal(other(x), module(x))
+        model = GPipe(other, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_training_and_evaluation() -> None:
+    # Traced in evaluation, where dropout returns what it is given.
+    module = traced.Dropping().eval()
+    layers = sequential(module, rows())
+    assert not layers.training and not module.drop.training
+    for mode in (True, False):
+        x = rows()
+        module.train(mode)
+        layers.train(mode)
+        torch.manual_seed(1)
+        expected = module(x)
+        torch.manual_seed(1)
+        assert torch.equal(layers(x), expected)
+
+
+def test_parts_that_are_frozen_stay_so() -> None:
+    module = traced.Counting()
+    module.norm.eval()
+    assert not sequential(module, rows()).state_dict()["norm.num_batches_tracked"]
+    assert module.training and not module.norm.training
+
+
+def test_deferred_batch_norm() -> None:
+    module = traced.Counting()
+    layers = sequential(module, rows())
+    model = GPipe(layers, [1, len(layers) - 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
+    x = rows()
+    model(x)
+    expected = nn.BatchNorm1d(traced.WIDTH)
+    expected(module.a(x))
+    assert [type(m) for m in layers.modules() if "BatchNorm" in type(m).__name__] == [DeferredBatchNorm]
+    torch.testing.assert_close(model.state_dict()["norm.running_mean"], expected.running_mean)
+
+
+def test_balanced_with_a_sample_of_the_module() -> None:
+    case = CASES["by keyword, a mask of one sample"]
+    layers = sequential(case.make(), case.sample())
+    assert sum(balance_by_size(2, layers, case.sample(), chunks=2)) == len(layers)
+
+
+def test_two_in_one_sequence() -> None:
+    one, other = (sequential(traced.Residual(), rows()) for _ in range(2))
+    both = nn.Sequential(*one, nn.ReLU(), *other)
+    x = rows()
+    model = GPipe(both, [3, 4], devices=["cpu"] * 2, chunks=2)
+    torch.testing.assert_close(model(x), other(one(x).relu()))
+    assert len(model.state_dict()) == len(one.state_dict()) + len(other.state_dict())
+    model.load_state_dict(model.state_dict())
+
+
+def test_on_meta() -> None:
+    with torch.device("meta"):
+        module, sample = traced.Residual(), rows()
+    layers = sequential(module, sample)
+    assert GPipe(layers, [2, 1], devices=["meta"] * 2, chunks=2)(sample).shape == sample.shape
+
+
+class Mixed(nn.Module):
+    """Uses its parameters in an order that is not that of their names."""
+
+    ORDER = "chafdbge"
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in sorted(self.ORDER):
+            self.register_parameter(name, nn.Parameter(torch.randn(traced.WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.stack([getattr(self, name) for name in self.ORDER]).sum(0)
+
+
+def test_parameters_are_in_the_order_of_use() -> None:
+    """An optimizer's state goes by it, so that it has to be the same in every process."""
+    layers = sequential(Mixed(), rows())
+    assert "".join(name for name, _ in layers.named_parameters()) == Mixed.ORDER

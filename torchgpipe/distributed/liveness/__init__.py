@@ -1,0 +1,4 @@
+"""How ranks learn that another one has failed, ended or hangs.
+
+It may import `wires`, `engine` and `tensors`.
+"""

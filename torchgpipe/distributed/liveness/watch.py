@@ -1,0 +1,263 @@
+"""The watch of a rank: every second, or more often, it tells all others what this one does, and hears the same of them.
+
+It ends the pipeline where nothing else would:
+
+    silence   nothing has come from a rank for so long: its process is stopped, or the network is cut
+    a hang    this rank's own task has neither ended nor computed for so long
+    a circle  all ranks wait, and none has got any further for so long: one has left out a call
+
+A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time in which the watch
+itself did not run, such as between Ctrl-Z and `fg`, does not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.distributed.liveness.idle import Idle, place
+from torchgpipe.engine.program import Program
+from torchgpipe.tensors._autograd import sharded
+
+_NUMBERS = struct.Struct("<q?")
+_WORDS = 200  # bytes
+
+_TALK = 0.001
+"""CPU seconds per second that hearing and telling one other rank may take; about twice what was seen."""
+
+
+class Label(NamedTuple):
+    """What a rank does, in words, whether it waits for others, and how many calls it has begun."""
+
+    calls: int
+    waits: bool
+    words: str
+
+    def packed(self) -> Tensor:
+        """Return it as a tensor, always of the same size."""
+        words = self.words.encode()[:_WORDS].ljust(_WORDS)
+        return torch.frombuffer(bytearray(_NUMBERS.pack(self.calls, self.waits) + words), dtype=torch.uint8)
+
+    @staticmethod
+    def unpacked(packed: Tensor | None) -> Label:
+        """Return what was packed."""
+        assert packed is not None
+        content = bytes(packed.tolist())
+        calls, waits = _NUMBERS.unpack_from(content)
+        return Label(calls, waits, content[_NUMBERS.size :].decode(errors="ignore").rstrip())
+
+
+class Activity:
+    """What this rank does now: a call in which it may wait for other ranks, or something outside of the pipeline.
+
+    Attributes:
+        program: the one that runs in this call, once there is one.
+        thread: the one that the call is in.
+    """
+
+    def __init__(self) -> None:
+        self._calls = self._serial = 0
+        self._name: str | None = None
+        self._hears = False
+        self.program: Program | None = None
+        self.thread = 0
+
+    @contextmanager
+    def call(self, serial: int, name: str, program: Program | None) -> Iterator[None]:
+        """Enter a call for a mini-batch."""
+        self._calls, self._serial, self._name = self._calls + 1, serial, name
+        self.program, self.thread = program, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._name = self.program = None
+
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Wait for another rank, apart from a program's links."""
+        self._hears = True
+        try:
+            yield
+        finally:
+            self._hears = False
+
+    @property
+    def doing(self) -> str:
+        """What this rank does now, or did last in its call."""
+        if self._name is None:
+            return f"outside of the pipeline{f', after mini-batch {self._serial}' if self._serial else ''}"
+        program = self.program  # read once: the call may end meanwhile, in another thread
+        return f"in {self._name if program is None else program.doing}"
+
+    @property
+    def computing(self) -> tuple[int, str] | None:
+        """The task that is computed, which is another one in each call; `None` if there is none."""
+        program = self.program
+        computing = None if program is None else program.computing
+        return None if computing is None else (self._calls, f"{computing} of mini-batch {self._serial}")
+
+    def label(self) -> Label:
+        """Return all this for other ranks."""
+        if self._name is None:
+            return Label(self._calls, False, self.doing)
+        waits = self._hears or (self.program is not None and self.computing is None)
+        waiting = "waiting for other ranks " if waits else ""
+        return Label(self._calls, waits, f"{waiting}{self.doing} of mini-batch {self._serial}")
+
+
+class Watch:
+    """Watch all ranks on behalf of rank `own`, in a thread, until `stop` is called or something is wrong.
+
+    With a `silence` of `None` nothing is wrong for it.
+
+    `beat` sends this rank's label to another one, and does not wait. What comes from others is given to `heard`.
+    `convict` is called with a line that says what is wrong.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        others: Collection[int],
+        activity: Activity,
+        silence: float | None,
+        beat: Callable[[int, Label], None],
+        convict: Callable[[str], None],
+    ) -> None:
+        self._own, self._activity, self._beat, self._convict = own, activity, beat, convict
+        self._silence = inf if silence is None else silence
+        self._interval = min(0.5, self._silence / 8)  # between looks; every second time it tells others
+        self._looked = time.monotonic()
+        self._paused = 0.0, 0.0  # for how long it was stopped last, and until when
+        self._late = 0.0  # seconds in which this thread should have looked, and did not run
+        # Nothing is known of a rank that has not spoken yet: it may still be connecting.
+        self._heard: dict[int, tuple[float, Label]] = {}
+        self._others = {*others}
+        self._idle = Idle(self._silence, _TALK * len(others))
+        self._labels: dict[int, Label] = {}
+        self._gone: list[int] = []
+        self._unchanged_since = 0.0
+        self._ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="gpipe-watch", daemon=True)
+        self.thread.start()
+
+    def heard(self, peer: int, label: Label) -> None:
+        """Note what has come from another rank."""
+        self._heard[peer] = self._now(), label
+
+    def forget(self, peer: int) -> None:
+        """Expect nothing more from a rank, which has ended."""
+        self._others.discard(peer)
+        self._heard.pop(peer, None)
+        self._gone.append(peer)
+
+    def answers(self, peer: int) -> bool:
+        """Return whether a rank that is told something now can be expected to answer."""
+        heard, _ = self._heard.get(peer, (inf, None))
+        return peer in self._others and self._now() - heard < 6 * self._interval
+
+    def last(self, peer: int) -> str:
+        """Return what a rank did when it was last heard of, and how long ago that was, if it was heard of."""
+        if peer not in self._heard:
+            return ""
+        heard, label = self._heard[peer]
+        return f" {self._now() - heard:.1f} s before, it was {label.words}"
+
+    def pause(self) -> float:
+        """Return for how many seconds this process did not run just now, so that others may have convicted it; or 0."""
+        late = time.monotonic() - self._looked - self._interval
+        if late < self._silence / 2:
+            late, until = self._paused
+            late *= time.monotonic() - until < self._silence
+        return late
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._late
+
+    def _watch(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # without its beats, others would take this rank for a silent one
+            self._convict(f"the watch of rank {self._own} failed: {type(error).__name__}: {error}")
+            raise
+
+    def _run(self) -> None:
+        for count in itertools.count():
+            if self._ended.wait(self._interval * bool(count)):
+                return
+            late = max(0.0, time.monotonic() - self._looked - self._interval)
+            self._looked = time.monotonic()
+            self._late += late
+            if late > self._silence / 2:
+                self._paused = late, self._looked
+            label = self._activity.label()
+            for peer in self._others.copy() if count % 2 == 0 else ():
+                self._beat(peer, label)
+            wrong = self._silent() or self._hang() or self._circle(label)
+            if wrong is not None:
+                self._convict(wrong)
+                return
+
+    def _silent(self) -> str | None:
+        now, heard = self._now(), self._heard.copy()
+        if all(now - at < self._silence for at, _ in heard.values()):
+            return None
+        # Several may have been cut off at once.
+        begin = now - self._silence + 3 * self._interval
+        silent = {peer: label for peer, (at, label) in heard.items() if at < begin}
+        one = len(silent) == 1
+        return (
+            f"{_named([*silent])} {'has' if one else 'have'} given no sign of life for {self._silence:g} s: "
+            f"{'is its process' if one else 'are their processes'} stopped, or is the network cut? "
+            f"When last heard of, {_each(silent)}"
+        )
+
+    def _hang(self) -> str | None:
+        task = self._activity.computing
+        if self._idle.look(task) < self._silence or task is None:
+            return None
+        program = self._activity.program
+        if program is None or sharded([program.stage.partition]):
+            return None  # it may wait for a rank of another pipeline, which is only slow
+        return (
+            f"rank {self._own} hangs in {task[1]}: for {self._silence:g} s it has neither ended nor used the "
+            f"CPU, in {place(self._activity.thread)}"
+        )
+
+    def _circle(self, own: Label) -> str | None:
+        labels = {self._own: own} | {peer: label for peer, (_, label) in self._heard.copy().items()}
+        waits = len(labels) > len(self._others) and all(label.waits for label in labels.values())
+        if labels != self._labels or not waits:
+            self._labels, self._unchanged_since = labels, self._now()
+        if self._now() - self._unchanged_since < self._silence:
+            return None
+        return (
+            f"all ranks wait for each other, and none has got any further for {self._silence:g} s: {_each(labels)}"
+            f"{f'; {_named(self._gone)} had ended' if self._gone else ''}. "
+            "Has a rank left out a call of the pipeline, or a backward()?"
+        )
+
+
+def _each(labels: dict[int, Label]) -> str:
+    """Say what each rank was doing, together for those that did the same."""
+    ranks = defaultdict(list)
+    for rank, label in sorted(labels.items()):
+        ranks[label.words].append(rank)
+    return "; ".join(f"{_named(same)} {'was' if len(same) == 1 else 'were'} {words}" for words, same in ranks.items())
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"

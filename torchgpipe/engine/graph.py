@@ -1,0 +1,247 @@
+"""The graph engine: one thread issues every task, and one autograd graph goes backward through them.
+
+Where nothing is recomputed and nothing copied, the graph that the layers make is all there is. Otherwise each task is
+one node of the caller's graph, with a graph of its own behind it. All tensors that go to another device are one node,
+too:
+
+    gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
+
+Autograd has a thread for each CUDA device, and the threads run on their own. So that the graph leaves only one order
+(torchgpipe paper, section 3.2.2), a task gives out one more tensor, an empty one, its tie:
+
+    task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)        micro-batch i goes backward after i + 1
+                               ╰────────▶ copy to j + 1          and is recomputed when its gradient is on its way
+
+Ties are CPU tensors on every device, and their gradient is always `None`. For a CUDA gradient autograd would make a
+stream wait, and a tie must only order the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.engine.schedule import clock_cycles
+from torchgpipe.task.ambient import Ambient
+from torchgpipe.task.parameters import gate
+from torchgpipe.task.randomness import default_generators, in_turn
+from torchgpipe.task.stage import Stage
+from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
+from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms
+from torchgpipe.tensors.checkpoint import Mode, checkpointed
+from torchgpipe.tensors.copy import NOWHERE, CopyStreams, Dock, Route, current_stream, using
+from torchgpipe.tensors.item import Item, Portals, shared_by, unshared, versions
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of
+from torchgpipe.tensors.observe import Observer, observed
+
+
+class GraphEngine:
+    """Run mini-batches through `stages` from the calling thread."""
+
+    def __init__(self, stages: Sequence[Stage], *, dependency: bool = True, copy_streams: bool = True) -> None:
+        devices = [stage.device for stage in stages]
+        self.stages = stages
+        self.copies = CopyStreams(devices, enabled=copy_streams)
+        self.docked = [self.copies.needed and current_stream(device) is not None for device in devices]
+        # Without CUDA copies, one thread runs the nodes, latest first. That is the right order, so no ties are needed.
+        self.tied = any(self.docked)
+        self.dependency = dependency
+
+    def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
+        """Return the last partition's output for each micro-batch."""
+        batch = _MiniBatch(self, micro_batches, mode, observer)
+        for cycle in clock_cycles(len(micro_batches), len(self.stages)):
+            for i, j in cycle:
+                batch.task(i, j)
+        return batch.end()
+
+
+class _MiniBatch:
+    def __init__(
+        self, engine: GraphEngine, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
+    ) -> None:
+        self._stages = engine.stages
+        self._engine = engine
+        self._observer = observer
+        self._ambient = Ambient(stage.device for stage in engine.stages)
+        self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
+        # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share autocast's copy of
+        # a weight, and their gradients would be added up in its low precision.
+        self._one_graph = not (self._checkpointed or engine.copies.needed or observer or self._ambient.casts)
+        self._apart = self._ambient.grad and not self._one_graph
+        if self._apart:
+            refuse_transforms()
+        self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
+        self._portals: Portals = {}
+        self._routes: dict[tuple[int, int], Route] = {}
+        self._items = [self._item(x) for x in micro_batches]
+        self._given = self._items[0].flat
+        # Of each partition: the tie of its latest task.
+        self._latest: list[Tensor | None] = [None] * len(self._stages)
+
+    def task(self, i: int, j: int) -> None:
+        # As late as possible, so that the earlier tasks of this partition do not wait for this one's inputs.
+        item = self._take(i, j)
+        stage, dock = self._stages[j], self._dock(j)
+        tie: Tensor | None = None
+        held: frozenset[int] = frozenset()
+        if self._apart:
+            partition, recomputed = self._partitions[j], i < self._checkpointed
+            randomness = in_turn(partition.defaults, stage.generators, recomputed=recomputed)
+            task = _Task(
+                stage, partition.contents, self._ambient, randomness, i, self._observer, recomputed,
+                partition=partition, arrival=item.dock, departure=dock,
+            )  # fmt: skip
+            outputs, tie = task.run(item, self._latest[j], tied=self._engine.tied)
+            atomic, held = task.atomic, partition.contents.held
+        else:
+            item.dock.arrive(item.flat)
+            with observed(self._observer, "forward", i, j), in_turn((), (), recomputed=False).first():
+                outputs, atomic = stage.run(item.flat, item.atomic, item.shared)
+            dock.leave()
+        # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.
+        shared = (False,) * len(outputs) if self._one_graph else shared_by(outputs, item.flat, item.shared, held)
+        for skip in self._waiting(i) if self._one_graph else ():
+            skip.versions = versions(skip.flat)
+        self._hand_over(i, j, Item(outputs, atomic, shared, dock, tie))
+
+    def end(self) -> list[TensorOrTensors]:
+        """Return the outputs."""
+        for partition in self._partitions:
+            partition.contents.check_kept()
+        if len(self._items) == 1 and self._apart:
+            self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
+        outputs: list[Any] = [item.flat[0] if item.atomic else item.flat for item in self._items]
+        return outputs
+
+    def _item(self, micro_batch: TensorOrTensors) -> Item:
+        flat = tensors_of(micro_batch)
+        shared = (False,) * len(flat) if self._one_graph else shared_by(flat)
+        return Item(flat, isinstance(micro_batch, Tensor), shared, self._dock(0))
+
+    def _take(self, i: int, j: int) -> Item:
+        item = self._items[i]
+        if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
+            item.check_handed_on(j)
+        for skip in self._waiting(i):
+            skip.check_handed_on(j)
+        for arrival in self._stages[j].arrivals:
+            skip = self._portals.pop((i, arrival.key))
+            if skip.flat[0] is not None:
+                copied = self._route(arrival.source, j).copy(skip.flat, i, skip.dock, item.dock)
+                skip = Item(copied, True, skip.shared)
+            item = item.with_skip(skip, j)
+        return item
+
+    def _waiting(self, i: int) -> list[Item]:
+        return [skip for (k, _), skip in self._portals.items() if k == i]
+
+    def _hand_over(self, i: int, j: int, item: Item) -> None:
+        """Send a task's outputs on their way: the skips into portals, the rest to the next partition."""
+        for departure in reversed(self._stages[j].departures):
+            item, self._portals[i, departure.key] = item.parted()
+        self._latest[j] = item.tie if self._engine.dependency else None
+        following = min(j + 1, len(self._stages) - 1)
+        route, arrival = self._route(j, following), self._dock(following)
+        if route.elsewhere:
+            item = Item(route.copy(item.flat, i, item.dock, arrival, item.tie), item.atomic, item.shared)
+        item.dock = arrival
+        self._items[i] = item
+
+    def _dock(self, j: int) -> Dock:
+        return Dock(self._stages[j].device) if self._engine.docked[j] else NOWHERE
+
+    def _route(self, source: int, target: int) -> Route:
+        if (source, target) not in self._routes:
+            self._routes[source, target] = Route(self._engine.copies, source, target, self._observer)
+        return self._routes[source, target]
+
+
+class _Partition:
+    """What the tasks of one partition have in common in a mini-batch."""
+
+    def __init__(self, stage: Stage, recomputed: bool) -> None:
+        self.contents = stage.contents(recomputed=recomputed)
+        self.gate = gate(self.contents.leaves, stage.device)
+        self.stream = current_stream(stage.device)
+        self.defaults = default_generators(stage.device)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Task(TaskGraph):
+    """A task as a node of the caller's graph, with the docks at its sides; and whether its output is `atomic`."""
+
+    partition: _Partition
+    arrival: Dock
+    departure: Dock
+    atomic: bool = True
+
+    def run(self, item: Item, before: Tensor | None, *, tied: bool) -> tuple[Flat, Tensor | None]:
+        """Run the task; return its outputs and its tie, if it shall be `tied`.
+
+        `before` is the tie of the task before it in this partition. Backward comes to this task first, then to that
+        one, and to the one that its inputs come from.
+        """
+        outputs: Flat = _TaskNode.apply(self, item, tied, self.partition.gate, before, item.tie, *item.flat)
+        if not tied:
+            return outputs, None
+        *flat, tie = outputs
+        return tuple(flat), _Recomputation.apply(self, tie) if self.checkpoint else tie
+
+    def recompute_now(self) -> None:
+        """Recompute in the backward in progress."""
+        self.contents.begin(backward_id())
+        # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
+        with using(self.partition.stream):
+            self.recompute(keep=keeps_graph())
+
+    def backward_now(self, grads: Flat) -> Flat:
+        """Take part in the backward in progress."""
+        if all_none(grads):
+            self.contents.begin(backward_id())
+        else:
+            self.recompute_now()
+        self.departure.arrive(grads)
+        input_grads = self.backward(grads, keep=keeps_graph())
+        self.arrival.leave()
+        return input_grads
+
+
+class _TaskNode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, task: _Task, item: Item, tied: bool, opened: Tensor, before: Tensor | None, sender: Tensor | None,
+        *inputs: Tensor | None,
+    ) -> Flat:  # fmt: skip
+        ctx.task, ctx.tied = task, tied
+        ctx.set_materialize_grads(False)
+        task.arrival.arrive(inputs)
+        outputs, task.atomic = task.forward(inputs, item.atomic, item.shared)
+        task.departure.leave()
+        mark(ctx, outputs)
+        return (*outputs, torch.empty(0)) if tied else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
+        return (None,) * 6 + ctx.task.backward_now(grads[:-1] if ctx.tied else grads)  # type: ignore[no-any-return]
+
+
+class _Recomputation(torch.autograd.Function):
+    """The recomputation of a task as a node of its own, between the task's tie and those that take it."""
+
+    @staticmethod
+    def forward(ctx: Any, task: _Task, tie: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        return tie.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
+        refuse_create_graph()
+        ctx.task.recompute_now()
+        return None, None

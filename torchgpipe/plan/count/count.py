@@ -1,0 +1,231 @@
+"""Count what every layer costs, on the `meta` device, where nothing is computed and no memory is needed.
+
+    counts = count(model, sample)     # a sample of any batch size: only its shape matters
+    layers = counts.at(16)            # of micro-batches of 16
+
+Layers run one by one as copies (see `torchgpipe.balance.profile`). Whatever is counted is taken as affine in the
+micro-batch's size: a part for the micro-batch and a part for the parameters. So two sizes are counted, and any other
+follows, but for layers that multiply samples with each other (see `growth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
+from torchgpipe.plan.count.alike import Alike
+from torchgpipe.plan.count.as_on import as_on
+from torchgpipe.plan.count.counter import Counter
+from torchgpipe.plan.count.errors import naming_layer
+from torchgpipe.plan.count.footprint import NOTHING, Footprint, LayerCount, Stashed
+from torchgpipe.plan.count.growth import between, check_growth
+from torchgpipe.plan.count.measure import Numbers, measure_footprint
+from torchgpipe.plan.count.remembered import Remembered
+from torchgpipe.plan.count.task import Task
+from torchgpipe.plan.hardware.operators import Operator
+from torchgpipe.skip.scope import SkipKey
+from torchgpipe.skip.skippable import skips_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
+from torchgpipe.trace.layer import batched
+
+__all__ = ["Counts", "count"]
+
+SIZES = (2, 4)
+"""The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A model's layers at two micro-batch sizes, and at any other by the straight line through them."""
+
+    model: str
+    low: tuple[LayerCount, ...]
+    high: tuple[LayerCount, ...]
+    input: float
+    """Bytes of one sample of the model's input."""
+    copied: bool = True
+    """Whether a partition gets copies of what others hand it; CPU devices share their memory."""
+    known: dict[int, list[Footprint]] = field(default_factory=dict, repr=False, compare=False)
+    tasks: dict[tuple[int, int, int, bool], Task] = field(default_factory=dict, repr=False, compare=False)
+    """By micro-batch size, first layer, the one after the last, and whether they are checkpointed."""
+
+    def footprints(self, size: int) -> list[Footprint]:
+        """Return what the layers hold for micro-batches of `size` samples."""
+        if size not in self.known:
+            pairs = zip(self.low, self.high, strict=True)
+            self.known[size] = self._line(size, [(a.footprint, b.footprint) for a, b in pairs])
+        return self.known[size]
+
+    def at(self, size: int) -> list[LayerCount]:
+        """Return the layers' counts for micro-batches of `size` samples, without footprints."""
+        pairs = zip(self.low, self.high, strict=True)
+        return self._line(size, [(a._replace(footprint=NOTHING), b._replace(footprint=NOTHING)) for a, b in pairs])
+
+    def _line(self, size: int, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        low, high = SIZES
+        known: dict[tuple[int, int], Any] = {}
+        return [between(a, b, (size - low) / (high - low), known) for a, b in pairs]
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+
+def count(
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    *,
+    memory: bool = True,
+    device: str = "cuda",
+    autocast: torch.dtype | None = None,
+    alike: Alike | None = None,
+) -> Counts:
+    """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
+
+    Counted are the kernels of a type of device: "cuda", "cpu", or "meta" itself, which has no fused ones. They run
+    under `autocast` to this type of numbers; by default, under what is enabled for that device where it is called.
+    Without `memory` footprints are left out, which are most of the work. With one `alike` for several models, layers
+    that are in two of them are counted once.
+
+    Raises:
+        TypeError: a wrong type, or a layer that cannot be copied.
+        ValueError: a layer fails, is compiled, or runs different operators for different batch sizes; the message
+            names it.
+
+    Warns:
+        UserWarning: a layer does more for every further sample, so that larger micro-batches are counted too low.
+    """
+    check(sample)
+    _refuse_compiled(module)
+    meta = torch.device("meta")
+    found: list[list[LayerCount]] = []
+    numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
+    names = list(module._modules)
+    remembered, alike = Remembered(), alike or Alike()
+    alike.begin(module, device, autocast)
+    for size in SIZES:
+        given = _empty(sample, size, batched(module))
+        with undisturbed(meta), remembered, as_on(device, autocast):
+            counted = rehearse(module, given, meta, _count(numbers, module, alike))
+            layers = [x._replace(name=name) for name, x in zip(names, counted, strict=True)]
+            if memory:
+                footprints = rehearse(module, given, meta, _measure(layers, given, alike))
+                layers = [x._replace(footprint=y) for x, y in zip(layers, footprints, strict=True)]
+            found.append(layers)
+    check_growth(found[0], found[1], SIZES)
+    one = sum(x[:1].numel() * x.element_size() for x in tensors_of(sample))
+    return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one), device != "cpu")
+
+
+def _refuse_compiled(module: nn.Sequential) -> None:
+    for name, layer in module.named_children():
+        for part in layer.modules():
+            by_call = getattr(part, "_compiled_call_impl", None) is not None
+            if by_call or hasattr(part, "_orig_mod") or hasattr(part.forward, "_torchdynamo_orig_callable"):
+                raise ValueError(
+                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators cannot be counted: "
+                    "count or plan the layers before they are compiled"
+                )
+
+
+def _count(numbers: dict[SkipKey, int], module: nn.Sequential, alike: Alike) -> Callable[[Rehearsal], LayerCount]:
+    """Count the layers in turn, but for their names."""
+    known: dict[object, tuple[LayerCount, TensorOrTensors]] = alike.counts
+    whose = iter(f"layer {i} ({name!r}, {type(x).__name__})" for i, (name, x) in enumerate(module._modules.items()))
+
+    def measure(rehearsal: Rehearsal) -> LayerCount:
+        which, key = next(whose), alike.behaviour(rehearsal.original, rehearsal.value)
+        if key is not None and key in known:
+            found, rehearsal.output = known[key]
+            return found
+        value = rehearsal.prepare()
+        reached: set[int] = set()
+        given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
+        rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
+        layer = rehearsal.layer
+        entering = set(rehearsal.scope)
+        with naming_layer(which, value), Counter() as forward:
+            rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
+        stashes = tuple(
+            Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items()
+        )
+        nbytes = float(sum(x.nbytes for x in tensors_of(rehearsal.output)))
+        roots = [x for x in rehearsal.results() if x.requires_grad]
+        backward = Counter()
+        if roots:
+            gradients = [torch.empty_like(x) for x in roots]
+            with naming_layer(which, value), backward:
+                torch.autograd.backward(roots, gradients)
+        gives = tuple(i in reached for i in range(len(given)))
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        others = [p for p in layer.parameters() if not p.requires_grad]
+        accumulate = tuple(
+            Operator("elementwise", str(p.dtype).removeprefix("torch."), 0.0, 3.0 * p.nbytes) for p in trained
+        )
+        counted = LayerCount(
+            name="",
+            forward=tuple(forward.operators),
+            backward=tuple(backward.operators),
+            accumulate=accumulate,
+            output=nbytes,
+            stashes=stashes,
+            pops=tuple(numbers[key] for key in entering if key in numbers),
+            parameters=sum(p.nbytes for p in trained),
+            parameter_sizes=tuple(p.nbytes for p in trained),
+            frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
+            gives=gives,
+        )
+
+        if key is not None:
+            known[key] = counted, rehearsal.output
+        return counted
+
+    return measure
+
+
+class _Entry(torch.autograd.Function):
+    """Let a tensor enter a layer, note where its gradient arrives, and drop it.
+
+    A leaf would copy a gradient that the layer passes on unchanged, which no step of a pipeline does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, reached: set[int], number: int, x: Tensor) -> Tensor:
+        ctx.reached, ctx.number = reached, number
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:
+            ctx.reached.add(ctx.number)
+        return None, None, None
+
+
+def _measure(layers: Sequence[LayerCount], given: TensorOrTensors, alike: Alike) -> Callable[[Rehearsal], Footprint]:
+    """Measure the layers' memory in turn, each with gradients for those outputs to which the next one gives some."""
+    numbers = Numbers(alike)
+    numbers.value = tuple(numbers.new() for _ in tensors_of(given))
+    taken = iter([*(layer.gives for layer in layers[1:]), None])
+    gives = iter([layer.gives for layer in layers])
+
+    def measure(rehearsal: Rehearsal) -> Footprint:
+        return measure_footprint(rehearsal, numbers, takes=next(taken), gives=next(gives))
+
+    return measure
+
+
+def _empty(sample: TensorOrTensors, size: int, batched: Sequence[bool] | None) -> TensorOrTensors:
+    """Return tensors like the sample's with another batch size, without contents."""
+
+    def empty(x: Tensor, grows: bool = True) -> Tensor:
+        shape = (size, *x.shape[1:]) if grows else x.shape
+        return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+    if isinstance(sample, Tensor):
+        return empty(sample)
+    return tuple(map(empty, sample, [True] * len(sample) if batched is None else batched))

@@ -1,0 +1,96 @@
+"""Notice the operators that run, and count each: its class, floating-point operations, and bytes.
+
+Floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`); whatever has none is bound by
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchgpipe.plan.count.attention import attention_operator
+from torchgpipe.plan.count.convolution import convolution, convolution_backward
+from torchgpipe.plan.hardware._flops import flop_formula
+from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of, tensors_in
+from torchgpipe.tensors._autograd import without_torch_function
+
+__all__ = ["Counter"]
+
+# Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
+NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax")
+POOLS = ("pool", "upsample")
+# Operators that read of their first tensor only as much as they put out, and those that only overwrite it.
+LOOKUPS = ("embedding", "index_select", "gather", "index")
+WRITE_ONLY = ("fill_", "zero_", "copy_")
+
+
+class Counter(TorchDispatchMode):
+    """Append each operator that this thread runs to `operators`; those that only make views do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Operator] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.convolution.default:
+            self.operators += convolution(func, args, result)
+        elif func is torch.ops.aten.convolution_backward.default:
+            self.operators += convolution_backward(func, args, result)
+        elif (fused := attention_operator(func, args, kwargs, result)) is not None:
+            self.operators.append(fused)
+        else:
+            self.operators += _operators(func, args, kwargs, result)
+        return result
+
+
+def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> list[Operator]:
+    outputs = list(tensors_in(result))
+    if not outputs or _makes_views(func, args, outputs):
+        return []
+    inputs = list(tensors_in((args, dict(kwargs))))
+    formula = flop_formula(func)
+    flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+    kind = _kind(func, flops)
+    written = sum(map(bytes_of, outputs))
+    read = list(map(bytes_of, inputs))
+    name = func.__name__.partition(".")[0]
+    if name in WRITE_ONLY:
+        read[0] = 0
+    elif name in LOOKUPS:
+        read[0] = min(read[0], written)
+    moved = sum(read) + written
+    if kind == "norm":  # twice over their largest input: once for the statistics, once to apply them
+        moved += max(map(bytes_of, inputs), default=0) * (2 if "backward" in str(func) else 1)
+    dtype = dtype_of(outputs[0])
+    if kind == "matmul" and dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = "tf32"
+    return [Operator(kind, dtype, flops, float(moved))]
+
+
+def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> bool:
+    """Return whether the operator computes nothing: its outputs are other views of its input."""
+    if getattr(func, "is_view", False):
+        return True
+    name = str(func)
+    return name in ("aten._unsafe_view.default", "aten.detach.default", "aten.empty_like.default") or name.startswith(
+        ("aten.empty", "aten.new_empty", "aten._reshape_alias")
+    )
+
+
+def _kind(func: Any, flops: float) -> OperatorClass:
+    name = str(func)
+    if flops:
+        return "matmul"
+    if any(part in name for part in NORMS):
+        return "norm"
+    return "pool" if any(part in name for part in POOLS) else "elementwise"

@@ -1,0 +1,109 @@
+"""What one layer does, and what it holds in memory, as numbers: peaks, what it saves, and the trace of its backward.
+
+A tensor that goes from layer to layer is one storage with one number, whoever saves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torchgpipe.plan.hardware.operators import Operator
+
+__all__ = ["NOTHING", "SUMMED", "Change", "Footprint", "LayerCount", "Stashed", "renumbered"]
+
+
+class Change(NamedTuple):
+    """Bytes that come to life or die; of which storage, where it is one that entered the layer."""
+
+    bytes: float
+    storage: int | None
+
+
+SUMMED = -1
+"""In place of a storage: what dies is a parameter's gradient of this micro-batch, added to that of earlier ones."""
+
+
+class Stashed(NamedTuple):
+    """A skip by a number, and the bytes of the tensor and of its gradient."""
+
+    skip: int
+    bytes: float
+    grad: float = 0.0
+
+
+class Footprint(NamedTuple):
+    """What one layer holds for one micro-batch. Storages are numbers; `sizes` has their bytes."""
+
+    inputs: tuple[int, ...] = ()
+    pops: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    stashes: tuple[Stashed, ...] = ()
+    """By their storages."""
+    saves: tuple[int, ...] = ()
+    """What its graph keeps for backward, parameters and buffers apart."""
+    sizes: tuple[tuple[int, float], ...] = ()
+    forward: float = 0.0
+    """The most bytes beside its inputs, without a graph."""
+    graph: float = 0.0
+    """The most bytes beside its inputs, with a graph; what it saves is among them."""
+    first: tuple[Change, ...] = ()
+    """Backward, from where the outputs' gradients are there, if parameters have no gradients yet."""
+    later: tuple[Change, ...] = ()
+    """Backward, if they have."""
+    first_held: tuple[Change, ...] = ()
+    """Backward, if parameters have no gradients yet and somebody holds the outputs' gradients until its end."""
+    later_held: tuple[Change, ...] = ()
+    input_grad: float = 0.0
+    """Bytes of the gradients that it hands to the layer before."""
+    output_grad: float = 0.0
+    """Bytes of the gradients of its output, those of stashed skips apart."""
+    in_place: bool = False
+    """Whether it changes its input."""
+
+
+NOTHING = Footprint()
+
+
+class LayerCount(NamedTuple):
+    """What one layer does and holds for one micro-batch: operators, and bytes."""
+
+    name: str
+    forward: tuple[Operator, ...]
+    backward: tuple[Operator, ...]
+    accumulate: tuple[Operator, ...]
+    """What backward does besides, where the parameters have gradients already: all but the first time in a step."""
+    output: float
+    """Bytes that it hands to the next layer."""
+    stashes: tuple[Stashed, ...]
+    pops: tuple[int, ...]
+    parameters: int
+    """Bytes of parameters that take gradients."""
+    parameter_sizes: tuple[int, ...]
+    """The bytes of each of these."""
+    frozen: int
+    """Bytes of other parameters, and of buffers."""
+    gives: tuple[bool, ...]
+    """Which of its inputs get a gradient from it."""
+    footprint: Footprint = NOTHING
+
+
+def renumbered(known: Footprint, mapping: Mapping[int, int]) -> Footprint:
+    """Return the footprint of a layer that behaves alike, with its own storages, by the known one's."""
+
+    def storage(number: int | None) -> int | None:
+        return number if number is None or number == SUMMED else mapping[number]
+
+    def trace(changes: Sequence[Change]) -> tuple[Change, ...]:
+        return tuple(Change(x.bytes, storage(x.storage)) for x in changes)
+
+    return known._replace(
+        inputs=tuple(mapping[x] for x in known.inputs),
+        outputs=tuple(mapping[x] for x in known.outputs),
+        saves=tuple(mapping[x] for x in known.saves),
+        sizes=tuple((mapping[x], nbytes) for x, nbytes in known.sizes),
+        first=trace(known.first),
+        later=trace(known.later),
+        first_held=trace(known.first_held),
+        later_held=trace(known.later_held),
+    )

@@ -1,0 +1,72 @@
+"""Work out from two sizes of micro-batches what others cost, by a straight line, and check that there is one.
+
+An operator that does more than twice as much for twice the samples would, on such a line, do less than nothing for
+none: it multiplies samples with each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torchgpipe.plan.count.footprint import LayerCount
+from torchgpipe.plan.hardware.operators import Operator
+
+__all__ = ["between", "check_growth"]
+
+
+def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
+    """Return what lies on the straight line from `a` to `b`, beyond them where the share is above 1: all floats in it.
+
+    `known` has the tuples that were met, by their ids: layers that behave alike share them.
+
+    Raises:
+        ValueError: they differ in anything else.
+    """
+    if isinstance(a, float):
+        return a + (b - a) * share
+    if not isinstance(a, tuple) or len(a) != len(b):
+        if a != b:
+            raise ValueError(f"a layer differs for different batch sizes by more than its size: {a!r}, {b!r}")
+        return a
+    if (id(a), id(b)) not in known:
+        items = [between(x, y, share, known) for x, y in zip(a, b, strict=True)]
+        known[id(a), id(b)] = type(a)(*items) if hasattr(a, "_fields") else tuple(items)
+    return known[id(a), id(b)]
+
+
+def check_growth(low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: tuple[int, int]) -> None:
+    """Compare layers as counted for micro-batches of two `sizes`, the smaller first.
+
+    Raises:
+        ValueError: a layer runs different operators for them.
+
+    Warns:
+        UserWarning: an operator does more for every further sample, so that larger micro-batches are counted too low.
+    """
+    for a, b in zip(low, high, strict=True):
+        if not _alike(a.forward, b.forward) or not _alike(a.backward, b.backward):
+            raise ValueError(
+                f"layer {a.name!r} runs different operators for micro-batches of {sizes[0]} and of {sizes[1]} samples, "
+                "so its cost cannot be worked out for others"
+            )
+    steeper = [a.name for a, b in zip(low, high, strict=True) if _steeper(a, b, sizes[1] / sizes[0])]
+    if steeper:
+        more = f" and {len(steeper) - 1} more" if len(steeper) > 1 else ""
+        warnings.warn(
+            f"layer {steeper[0]!r}{more}: every further sample costs more than the one before, as where samples are "
+            f"multiplied with each other; micro-batches of more than {sizes[1]} samples are counted too low",
+            stacklevel=3,
+        )
+
+
+def _alike(a: Sequence[Operator], b: Sequence[Operator]) -> bool:
+    return [(o.kind, o.dtype) for o in a] == [(o.kind, o.dtype) for o in b]
+
+
+def _steeper(a: LayerCount, b: LayerCount, times: float) -> bool:
+    """Return whether any operator grows by more than the size does."""
+    most = times * (1 + 1e-9)
+    pairs = zip((*a.forward, *a.backward), (*b.forward, *b.backward), strict=True)
+    return any(y.flops > x.flops * most or y.bytes > x.bytes * most for x, y in pairs)

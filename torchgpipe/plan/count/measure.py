@@ -1,0 +1,267 @@
+"""Measure what a layer holds in memory, running it alone on `meta`, where storages have sizes but no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.balance.profile import Rehearsal
+from torchgpipe.plan.count.alike import Alike
+from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint, Stashed, renumbered
+from torchgpipe.plan.count.live import ADDED, GIVEN, Live
+from torchgpipe.skip.scope import SkipKey
+from torchgpipe.tensors._autograd import without_torch_function
+
+__all__ = ["Numbers", "measure_footprint"]
+
+Needs = Sequence[bool]
+
+
+class Numbers:
+    """Hand out numbers to storages, and remember those that wait: the present value's, and the skips'."""
+
+    def __init__(self, layers: Alike) -> None:
+        self.next = 0
+        self.value: tuple[int, ...] = ()
+        self.skips: dict[SkipKey, int] = {}
+        self.layers = layers
+        """Footprints and outputs of layers that behave alike."""
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Which tensors of the present value share a storage."""
+        return tuple(self.value.index(x) for x in self.value)
+
+    def new(self) -> int:
+        """Return a number that no storage has."""
+        self.next += 1
+        return self.next
+
+    def again(self, known: Footprint) -> Footprint:
+        """Return the footprint of a layer that behaves as a known one, on the present value; go on from its output."""
+        mapping = dict(zip(known.inputs, self.value, strict=True))
+        for number in (*known.outputs, *known.saves):
+            if number not in mapping:
+                mapping[number] = self.new()
+        found = renumbered(known, mapping)
+        self.value = found.outputs
+        return found
+
+
+class _Head(torch.autograd.Function):
+    """What comes after the layer: makes the outputs' gradients, which then belong to the engine alone."""
+
+    @staticmethod
+    def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
+        ctx.live, ctx.held = live, held
+        ctx.like = [(x.shape, x.dtype) for x in outputs]
+        return torch.empty((), device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        grads = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.like]
+        if ctx.held is not None:
+            ctx.held.extend(grads)
+        ctx.live.give(grads)
+        return (None, None, *grads)
+
+
+def measure_footprint(rehearsal: Rehearsal, numbers: Numbers, *, takes: Needs | None, gives: Needs) -> Footprint:
+    """Measure the layer of `rehearsal`, whose entering storages are in `numbers`; number those that it puts out.
+
+    `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs
+    get one from it.
+    """
+    key = numbers.layers.behaviour(rehearsal.original, rehearsal.value, (numbers.alike, takes, gives))
+    if key is not None and key in numbers.layers.footprints:
+        known, rehearsal.output = numbers.layers.footprints[key]
+        return numbers.again(known)
+    layer = rehearsal.layer
+    held = [*layer.parameters(), *layer.buffers()]
+
+    with torch.no_grad():
+        live, value, _ = _prepared(rehearsal, numbers, held)
+        with live:
+            rehearsal.forward(value)
+    forward = live.peak()
+
+    del live, value
+    result, popped = _describe(rehearsal, numbers, held, takes, gives)
+    output, scope = rehearsal.output, rehearsal.scope
+    entered = (result.inputs, popped, result.pops)
+    seen = _backward(rehearsal, entered, held, takes)
+    graph, traces = seen.graph, _variants(seen)
+    if not seen.plain:  # what it does depends on who holds gradients
+        traces = []
+        for hold in (False, True):
+            for p in layer.parameters():
+                p.grad = None
+            for _ in range(2):
+                traces.append(_variants(_backward(rehearsal, entered, held, takes, hold=hold))[0])
+    for p in layer.parameters():
+        p.grad = None
+    rehearsal.output, rehearsal.scope = output, scope  # which feed the next layer
+    first, later, first_held, later_held = traces
+    result = result._replace(
+        forward=forward, graph=graph, first=first, later=later, first_held=first_held, later_held=later_held
+    )
+    if key is not None:
+        numbers.layers.footprints[key] = result, rehearsal.output
+    return result
+
+
+def _describe(
+    rehearsal: Rehearsal,
+    numbers: Numbers,
+    held: Sequence[Tensor],
+    takes: Needs | None,
+    gives: Needs,
+) -> tuple[Footprint, list[SkipKey]]:
+    """Find what the layer takes, makes and saves; return that and the skips it pops, and move `numbers` on."""
+    _, value, entering = _prepared(rehearsal, numbers, held)
+    popped = [key for key in rehearsal.scope if key in numbers.skips]
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.layout is torch.strided:
+            kept[id(x.untyped_storage())] = x.untyped_storage()
+        return x
+
+    values = _flat(value)
+    versions = [x._version for x in values]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        rehearsal.forward(value)
+    known = {id(x.untyped_storage()): number for x, number in entering}
+    sizes = {number: float(x.untyped_storage().nbytes()) for x, number in entering}
+    for x in held:
+        kept.pop(id(x.untyped_storage()), None)
+
+    def number_of(storage: torch.UntypedStorage) -> int:
+        if id(storage) not in known:
+            known[id(storage)] = numbers.new()
+        sizes[known[id(storage)]] = float(storage.nbytes())
+        return known[id(storage)]
+
+    saves = sorted(number_of(storage) for storage in kept.values())
+    handed = _flat(rehearsal.output)
+    outputs = tuple(number_of(x.untyped_storage()) for x in handed)
+    stashed, stashes = {}, []
+    for key, skip in rehearsal.scope.items():
+        stashed[key] = number = numbers.new() if skip is None else number_of(skip.untyped_storage())
+        grad = 0.0 if skip is None or not skip.requires_grad else float(skip.nbytes)
+        stashes.append(Stashed(number, sizes.setdefault(number, 0.0), grad))
+    result = Footprint(
+        inputs=numbers.value,
+        pops=tuple(numbers.skips[key] for key in popped),
+        outputs=outputs,
+        stashes=tuple(stashes),
+        saves=tuple(saves),
+        sizes=tuple(sorted(sizes.items())),
+        input_grad=_grad_bytes(values, gives),
+        output_grad=_grad_bytes(handed, takes),
+        in_place=versions != [x._version for x in values],
+    )
+    for key in popped:
+        del numbers.skips[key]
+    numbers.value = outputs
+    numbers.skips.update(stashed)
+    return result, popped
+
+
+def _grad_bytes(tensors: Sequence[Tensor], needs: Needs | None) -> float:
+    wanted = needs or [True] * len(tensors)
+    return float(sum(x.nbytes for x, need in zip(tensors, wanted, strict=True) if x.requires_grad and need))
+
+
+def _prepared(
+    rehearsal: Rehearsal, numbers: Numbers, held: Sequence[Tensor]
+) -> tuple[Live, Any, list[tuple[Tensor, int]]]:
+    value = rehearsal.prepare()
+    live = Live()
+    live.ignore(held)
+    entering = list(zip(_flat(value), numbers.value, strict=True))
+    for key, x in rehearsal.scope.items():
+        if x is not None and key in numbers.skips:
+            entering.append((x, numbers.skips[key]))
+    live.ignore([x for x, _ in entering])
+    return live, value, entering
+
+
+class _Seen(NamedTuple):
+    """The most bytes of forward, and the trace of backward."""
+
+    graph: float
+    trace: Sequence[Change]
+    plain: bool
+    """Whether the trace tells what would be otherwise, if others held gradients: operators would be the same."""
+
+
+def _variants(seen: _Seen) -> list[tuple[Change, ...]]:
+    """Return the trace without earlier gradients of parameters and with them, and both while outputs' are held."""
+    found = []
+    for held in (False, True):
+        trace = [x for x in seen.trace if not (held and x.storage == GIVEN)]
+        trace = [Change(x.bytes, None) if x.storage == GIVEN else x for x in trace]
+        first = tuple(x for x in trace if x.storage != ADDED)
+        later = first
+        if len(first) < len(trace):
+            later = tuple(Change(x.bytes, SUMMED) if x.storage == ADDED else x for x in trace)
+        found += [first, later]
+    return found
+
+
+def _backward(
+    rehearsal: Rehearsal,
+    entered: tuple[tuple[int, ...], list[SkipKey], tuple[int, ...]],
+    held: Sequence[Tensor],
+    takes: Needs | None,
+    *,
+    hold: bool = False,
+) -> _Seen:
+    """Run forward and backward; nothing but the graph holds what they make, or with `hold` the first gradients."""
+    live = Live()
+    gradients = [p.grad for p in held if p.grad is not None]
+    live.ignore([*held, *gradients])
+    live.gradients = {id(grad.untyped_storage()) for grad in gradients}
+    value: Any = rehearsal.prepare()
+    entering = list(zip([*_flat(value), *(rehearsal.scope[key] for key in entered[1])], [*entered[0], *entered[2]],
+                        strict=True))  # fmt: skip
+    while entering:
+        live.enter(*entering.pop())
+    with live:
+        rehearsal.forward(value)
+    graph, plain = live.peak(), True
+    count = len(_flat(rehearsal.output))
+    roots = [
+        y for i, y in enumerate(rehearsal.results()) if y.requires_grad and (takes is None or i >= count or takes[i])
+    ]
+    if not roots:
+        return _Seen(graph, (), plain)
+
+    def accumulated(p: Tensor) -> None:
+        nonlocal plain
+        assert p.grad is not None
+        with without_torch_function():
+            if p.grad.layout is torch.strided and live.taken_over(p.grad):
+                live.changes.append(Change(-float(p.grad.untyped_storage().nbytes()), ADDED))
+            else:
+                plain = False
+
+    hooks = [x.register_post_accumulate_grad_hook(accumulated) for x in held if x.requires_grad and x.grad is None]
+    head = _Head.apply(live, [] if hold else None, *roots)
+    value = None
+    roots.clear()
+    rehearsal.output, rehearsal.scope = (), {}
+    start = torch.empty((), device="meta")
+    with live:
+        head.backward(start)
+    for hook in hooks:
+        hook.remove()
+    return _Seen(graph, tuple(live.changes), plain and live.given_only_read())
+
+
+def _flat(value: Any) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)

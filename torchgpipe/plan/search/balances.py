@@ -1,0 +1,84 @@
+"""What the layers of a setup take: a bound on its steps, whatever the balance, and the balances to begin with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.tensors.checkpoint import checkpointed
+
+__all__ = ["Work", "heaviest"]
+
+SAFE = 1 - 1e-9
+"""What bounds are multiplied by, for rounding."""
+
+
+class Work:
+    """What layers take with the micro-batches and the checkpoint mode of `setup`, and balances that share it out.
+
+    In GPipe's schedule the first micro-batch goes forward and backward through the layers before a partition while that
+    waits, and the last one through those behind it. So a step takes the way of one micro-batch through all layers, and
+    the `seconds` beyond that of any partition's layers.
+    """
+
+    def __init__(self, predictor: Predictor, setup: Setup) -> None:
+        self.predictor, self.setup = predictor, setup
+        m, recomputed = len(setup.sizes), checkpointed(setup.checkpoint, len(setup.sizes))
+        full, last = predictor.layers(setup.sizes[0]), predictor.layers(setup.sizes[-1])
+        again = min(recomputed, m - 1)
+        forward, end = full.forward if again else full.graph, last.forward if recomputed == m else last.graph
+        back = [a + b for a, b in zip(full.backward, full.accumulate, strict=True)]
+        lasts = [a + b for a, b in zip(end, last.backward, strict=True)]
+        way = [min(a + b, c) if m > 1 else c for a, b, c in zip(forward, back, lasts, strict=True)]
+        others = [again * a + (m - 1) * (b + c) for a, b, c in zip(full.forward, full.graph, back, strict=True)]
+        self.seconds = [a + (b - c) for a, b, c in zip(others, lasts, way, strict=True)]
+        self._way = sum(way)
+        self._copies = [2 * predictor.hardware.transfer(layer.output) for layer in full.layers[:-1]]
+        self._cheapest = list(accumulate(sorted(self._copies), initial=0.0))
+        self._parameters = sum(layer.parameters for layer in full.layers)
+
+    def bound(self, n: int, most: float = 0.0, copies: float = 0.0) -> float:
+        """Return what no balance over `n` partitions can beat whose heaviest one, and copies, take at least that."""
+        most = max(most, sum(self.seconds) / n, max(self.seconds))
+        update = self.predictor.update(self.setup, [self._parameters / n] * n)
+        return (self._way + most + max(copies, self._cheapest[n - 1]) + update) * SAFE
+
+    def bound_of(self, balance: Sequence[int]) -> float:
+        """Return what this balance cannot beat."""
+        copies = sum(self._copies[cut - 1] for cut in accumulate(balance[:-1]))
+        return self.bound(len(balance), heaviest(self.seconds, balance), copies)
+
+    def balance(self, n: int, share: float) -> tuple[int, ...]:
+        """Return the balance that evens out seconds, and bytes instead to this share of both."""
+        a, b = (1 - share) / (sum(self.seconds) or 1.0), share / sum(self.held)
+        return tuple(minimise_heaviest([a * x + b * y for x, y in zip(self.seconds, self.held, strict=True)], n))
+
+    def has_room(self, n: int, memory: float) -> bool:
+        """Return whether a balance over `n` partitions may fit devices of so many bytes."""
+        return heaviest(self.held, self.balance(n, 1.0)) <= memory
+
+    @functools.cached_property
+    def held(self) -> list[float]:
+        """The bytes that each layer adds to its partition's in the second backward, at the least."""
+        setup, counts = self.setup, self.predictor.counts
+        m, footprints = len(setup.sizes), counts.footprints(setup.sizes[0])
+        each = 1 + setup.optimizer.state + (m > 1)  # of a single micro-batch, gradients come as activations go
+        kept = max(1, m - 1 - checkpointed(setup.checkpoint, m))
+        known, held = {*footprints[0].inputs}, []  # parts of the mini-batch, which is there anyway
+        for layer, footprint in zip(counts.low, footprints, strict=True):
+            new = {*footprint.saves} - known
+            saved = sum(nbytes for number, nbytes in footprint.sizes if number in new)
+            held.append(layer.parameters * each + layer.frozen + kept * saved)
+            known |= new
+        held[0] += counts.input * setup.batch_size
+        held[-1] += m * footprints[-1].output_grad
+        return held
+
+
+def heaviest(costs: Sequence[float], balance: Sequence[int]) -> float:
+    """Return what the heaviest partition takes."""
+    sums = list(accumulate(costs, initial=0.0))
+    return max(sums[b] - sums[a] for a, b in pairwise(accumulate(balance, initial=0)))

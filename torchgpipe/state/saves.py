@@ -1,0 +1,260 @@
+"""Saved states of a training, from which it goes on: `Saves`.
+
+A state is whole or not there. Ranks write it into a folder of another name, and flush it to the disk. When all have,
+rank 0 renames that folder. What a rank or machine that died has left is removed at the next save, and an older state
+only when the newer one is whole.
+
+What is written is a checkpoint of `torch.distributed.checkpoint`. Ranks agree on it by the messages of the pipeline, so
+that a rank that fails or dies ends it for all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from torchgpipe.caught import caught
+from torchgpipe.partitioned import Partitioned
+from torchgpipe.state.file_lock import FileLock
+from torchgpipe.state.meeting import meeting
+from torchgpipe.state.saved_files import flush, read, readable, write
+from torchgpipe.state.state import State, same
+
+_WHOLE = re.compile(r"(\d+)-step-.*")
+_PART = "part-"
+
+
+class Saves:
+    """Save the states of a training in a folder, and go on from the newest.
+
+        saves = Saves("states")
+        found = saves.load(model, optimizer)                                      # None if there is none
+        for step in range(found["step"] + 1 if found else 0, steps):
+            ...
+            saves.save(step, model, optimizer, data=generator.get_state())
+
+    All ranks call both, between mini-batches. A state has the layers, the optimizer, the random state, and what else is
+    given, and loads with any balance. With as many ranks as before, each gets back its own state of PyTorch's default
+    generator; with another number, all get that of rank 0, which decides what the pipeline draws.
+
+    Args:
+        folder: one that all ranks see. Each pipeline needs one of its own. A second job that saves is refused, where
+            the filesystem has locks.
+        keep: how many whole states stay, the newest. Each is a checkpoint of `torch.distributed.checkpoint` in a folder
+            `NUMBER-step-STEP`, numbered in the order in which they were saved.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise ValueError(f"keep must be a whole number of at least 1, but got {keep!r}")
+        self.folder, self.keep = Path(folder), keep
+        self._locked: FileLock | None = None
+
+    def save(self, step: int, model: Partitioned, optimizer: Optimizer | None, **others: Any) -> None:
+        """Save the state after a step. When this returns, it is whole and on the disk. Gradients are not saved.
+
+        Args:
+            step: how far the training is.
+            model: the pipeline.
+            optimizer: that of this rank's parameters; `None` if there is none.
+            others: what else the training goes on from, such as the state of a learning rate schedule, or of a
+                generator of data: tensors and plain Python values, the same on all ranks.
+
+        Raises:
+            OSError: it cannot be written, such as for want of space; what was saved before stays.
+            RuntimeError: a rank does not see the folder of rank 0, or another job saves into it.
+            ValueError: the pipeline does not have all ranks; the optimizer holds something else; ranks give others
+                that differ.
+            RankFailed: another rank has failed.
+        """
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise TypeError(f"step must be a whole number, but got {step!r}")
+        with meeting(model, "save") as ranks, self._reported(step):
+            if dist.is_initialized() and dist.get_world_size() > ranks.n:
+                raise ValueError(
+                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of all ranks can be "
+                    "saved; where others hold replicas, use torch.distributed.checkpoint itself (docs/processes.md)"
+                )
+            state = State(model, optimizer, ranks.own)
+            optimizers = ranks.all((state.kind(), state.options()))
+            for rank, theirs in enumerate(ranks.all(others)):
+                if not same(theirs, others):
+                    different = [name for name in {**others, **theirs} if not same(others.get(name), theirs.get(name))]
+                    raise ValueError(
+                        f"ranks {ranks.own} and {rank} give different values of {', '.join(different)} to save; all "
+                        "ranks have to give the same, since all get back that of rank 0"
+                    )
+            content = state.content()
+            if ranks.own == 0:
+                content["training"] = {
+                    "step": step,
+                    "others": others,
+                    "ranks": ranks.n,
+                    "optimizer": sorted({kind for kind, _ in optimizers if kind}),
+                    "options": {name: each for _, options in optimizers for name, each in options.items()},
+                }
+            part = self.folder / ranks.first(self._begin)
+            try:
+                ranks.check_seen(part)
+                write(content, part, ranks)
+                if ranks.own == 0:
+                    number = max(self._whole(), default=0) + 1
+                    os.rename(part, self.folder / f"{number:06}-step-{step}")
+                    flush(self.folder)
+                    self._remove_old()
+                ranks.all(None)  # the others return when it is whole, too
+            except BaseException:
+                if ranks.n == 1:  # else other ranks may still write into it, and the next save removes it
+                    shutil.rmtree(part, ignore_errors=True)
+                raise
+
+    def load(self, model: Partitioned, optimizer: Optimizer | None) -> dict[str, Any] | None:
+        """Load the newest state; return its `step` and others in a dictionary, or `None` if there is none.
+
+        Nothing is changed before every rank has read its part. Without an optimizer, only the rest is loaded. Gradients
+        are let go of: what is left of a mini-batch that failed must not be added to those of the next.
+
+        Raises:
+            ValueError: the state is of another model or optimizer.
+            RuntimeError: a rank does not see the folder of rank 0.
+            RankFailed: another rank has failed.
+        """
+        with meeting(model, "load") as ranks:
+            name = ranks.first(self._newest)
+            if name is None:
+                return None
+            path = self.folder / name
+            ranks.check_seen(path)
+            with readable(path):
+                saved = FileSystemReader(path).read_metadata()
+                training = read(path, saved, ["training"])["training"]
+            as_many = training["ranks"] == ranks.n
+            state = State(model, optimizer, ranks.own)
+            here = ranks.all((_forms(state.fixed()), state.kind(), [*state.options()]))
+            _check_alike(path, saved, training, here)
+            with readable(path):
+                content = read(path, saved, state.wanted(saved.state_dict_metadata, as_many=as_many))
+            packed = state.packed(content, training["options"])
+            ranks.all(None)  # all have read
+            state.put(content, packed, as_many=as_many)
+            return {"step": training["step"], **training["others"]}
+
+    def _whole(self) -> dict[int, str]:
+        """Return the names of whole states by their numbers."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return {int(match[1]): match[0] for match in map(_WHOLE.fullmatch, names) if match}
+
+    def _newest(self) -> str | None:
+        """Return the name of the newest state; if there is none, see that there can be one before a training begins."""
+        if whole := self._whole():
+            return whole[max(whole)]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise OSError(error.errno, f"states cannot be saved in {self.folder}: {error.strerror}") from None
+        return None
+
+    def _begin(self) -> str:
+        """Make a folder to write into; return its name, which no rank has asked its filesystem for before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        self._remove_parts()
+        name = f"{_PART}{uuid.uuid4().hex}"
+        (self.folder / name).mkdir()
+        return name
+
+    def _lock(self) -> None:
+        """Lock the folder for as long as this object lives."""
+        path = self.folder.resolve() / "lock"
+        there = FileLock.all.get(path)
+        try:
+            self._locked = there if there is not None and there.locks(path) else FileLock(path)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"another job saves into {self.folder} (a process of it holds the lock); give each job a folder of its "
+                "own"
+            ) from None
+
+    def _remove_old(self) -> None:
+        # By a new name first: what is removed in part must not look whole.
+        for _, name in sorted(self._whole().items())[: -self.keep]:
+            os.rename(self.folder / name, self.folder / f"{_PART}{name}")
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        for name in os.listdir(self.folder):
+            if name.startswith(_PART):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    @contextmanager
+    def _reported(self, step: int) -> Iterator[None]:
+        """Say of a failure to write what it was and what remains, in a line."""
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+            if cause is None:
+                raise
+            stays = "what was saved before stays" if self._whole() else "nothing was saved before"
+            why = f"step {step} cannot be saved in {self.folder}: {cause.strerror or cause}; {stays}"
+            raise OSError(cause.errno, why) from caught(error)
+
+
+Forms = dict[str, str]
+"""Type and shape of tensors, and nothing of other parts."""
+
+
+def _forms(content: Mapping[str, Any]) -> Forms:
+    return {key: _form(x.dtype, x.shape) if isinstance(x, Tensor) else "" for key, x in content.items()}
+
+
+def _form(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+
+
+def _check_alike(
+    path: Path, saved: Metadata, training: dict[str, Any], here: list[tuple[Forms, str | None, list[str]]]
+) -> None:
+    """Raise `ValueError` if a saved state is not of the model and optimizer that ranks have."""
+    there = {
+        key: _form(meta.properties.dtype, meta.size) if isinstance(meta, TensorStorageMetadata) else ""
+        for key, meta in saved.state_dict_metadata.items()
+        if key.startswith(("model.", "generator."))
+    }
+    now = {key: each for forms, _, _ in here for key, each in forms.items()}
+    optimizers = sorted({kind for _, kind, _ in here if kind})
+    if optimizers:
+        there |= {f"optimizer of {name}": "" for name in training["options"]}
+        now |= {f"optimizer of {name}": "" for *_, names in here for name in names}
+    unlike = [f"{k} ({there[k]}, here {now[k]})" for k in now if there.get(k, now[k]) != now[k]]
+    wrong = [
+        f"{what} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' * (len(keys) > 5)}"
+        for what, keys in (
+            ("it lacks", [key for key in now if key not in there]),
+            ("it has besides", [key for key in there if key not in now]),
+            ("of another shape or type are", unlike),
+        )
+        if keys
+    ]
+    if wrong:
+        raise ValueError(f"the state in {path} is of another model: {'; '.join(wrong)}")
+    if optimizers and optimizers != (kinds := training["optimizer"]):
+        raise ValueError(f"the state in {path} is of the optimizer {', '.join(kinds)}, not of {', '.join(optimizers)}")

@@ -1,0 +1,188 @@
+"""What of a training a process holds, by names that do not depend on the balance: `State`."""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchgpipe.partitioned import Partitioned
+from torchgpipe.task.randomness import default_generators
+
+_STATE = "optimizer.state."
+
+_PARAMETERS = ("params", "param_names")
+"""What of an optimizer's group says which parameters it has. That depends on the balance; the rest are options."""
+
+Options = dict[str, dict[str, Any]]
+"""An optimizer's options for each of its parameters."""
+
+
+class State:
+    """The state of a pipeline's layers in this process, of their optimizer, and of generators.
+
+    A part of the model is named `model.NAME`, and what the optimizer holds for a parameter `optimizer.state.NAME.KEY`.
+    The generator of a layer is `generator.NAME`. Default generators are `random.RANK`, and `random.device.PARTITION`
+    where a partition's device has one of its own.
+
+    Raises:
+        ValueError: the optimizer has a parameter that is not the model's, or holds something that is not a parameter's.
+    """
+
+    def __init__(self, model: Partitioned, optimizer: Optimizer | None, rank: int) -> None:
+        self._model, self._optimizer, self._rank = model, optimizer, rank
+        self._parameters = dict(model.named_parameters())
+        names = {p: name for name, p in self._parameters.items()}
+        if optimizer is not None:
+            held = [*optimizer.state_dict().keys() - {"state", "param_groups"}, *optimizer.state.keys() - names.keys()]
+            if held:
+                raise ValueError(
+                    f"the optimizer holds {_brief(held[0])} beside the states of parameters, which would be lost; save "
+                    "the layers without the optimizer, and its state by a name of its own"
+                )
+        self._groups: list[list[str]] = []
+        for group in [] if optimizer is None else optimizer.param_groups:
+            if not all(p in names for p in group["params"]):
+                raise ValueError(
+                    "the optimizer has a parameter that the model does not have; give what else is trained an "
+                    "optimizer of its own, and save the states of both under names of their own"
+                )
+            self._groups.append([names[p] for p in group["params"]])
+        self._names = [name for group in self._groups for name in group]  # the optimizer numbers them like this
+        self._generators = {
+            f"generator.{name}.{attribute}": value
+            for name, module in model.named_modules()
+            for attribute, value in module.__dict__.items()
+            if type(value) is torch.Generator
+        }
+
+    def content(self) -> dict[str, Any]:
+        """Return all that there is to save."""
+        content = self.fixed() | {f"random.{self._rank}": torch.get_rng_state()}
+        for j, device in self._model._held:
+            for generator in default_generators(device)[1:]:
+                content[f"random.device.{j}"] = generator.get_state()
+        if self._optimizer is not None:
+            for k, values in self._optimizer.state_dict()["state"].items():
+                content |= {f"{_STATE}{self._names[k]}.{key}": x for key, x in values.items()}
+        return content
+
+    def fixed(self) -> dict[str, Any]:
+        """Return the part whose names, types and shapes the layers decide."""
+        layers = {f"model.{name}": x for name, x in self._model.state_dict().items()}
+        return layers | {key: generator.get_state() for key, generator in self._generators.items()}
+
+    def kind(self) -> str | None:
+        """Return the name of the optimizer's class."""
+        return None if self._optimizer is None else type(self._optimizer).__name__
+
+    def options(self) -> Options:
+        """Return the optimizer's options. Parameters of one group have them in common: pickled, they are there once."""
+        options: Options = {}
+        for names, group in zip(self._groups, self._group_states(), strict=True):
+            of_group = {
+                key: x.cpu() if isinstance(x, Tensor) else x for key, x in group.items() if key not in _PARAMETERS
+            }
+            options |= dict.fromkeys(names, of_group)
+        return options
+
+    def _group_states(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else self._optimizer.state_dict()["param_groups"]
+
+    def wanted(self, keys: Collection[str], *, as_many: bool) -> list[str]:
+        """Return which of the keys of a saved state concern this process; `as_many` ranks saved it as there are now."""
+        fixed, names = self.fixed(), {*self._names}
+        wanted = [key for key in keys if key in fixed or parameter(key) in names]
+        return wanted + [self._random(keys, as_many)] + [key for _, key in self._devices(keys, as_many)]
+
+    def packed(self, content: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
+        """Return the optimizer's state as its `load_state_dict` takes it.
+
+        Raises:
+            ValueError: parameters that are now in one group had different options.
+        """
+        if self._optimizer is None:
+            return None
+        states: dict[str, dict[str, Any]] = defaultdict(dict)
+        for key, x in content.items():
+            if (name := parameter(key)) is not None:
+                p = self._parameters[name]
+                if isinstance(x, Tensor) and x.shape == p.shape and x.stride() != p.stride():
+                    x = torch.empty_like(p, dtype=x.dtype, device="cpu").copy_(x)  # placed in memory as it was
+                states[name][key.rpartition(".")[2]] = x
+        groups = []
+        for names, group in zip(self._groups, self._group_states(), strict=True):
+            saved = options[names[0]] if names else {}
+            for name in names:
+                for option, x in saved.items():
+                    if not same(x, other := options[name].get(option)):
+                        raise ValueError(
+                            f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved state their "
+                            f"options differ: {option} is {x} and {other}"
+                        )
+            groups.append(group | {option: _placed(x, group.get(option)) for option, x in saved.items()})
+        numbered = {k: states[name] for k, name in enumerate(self._names) if name in states}
+        return {"state": numbered, "param_groups": groups}
+
+    def put(self, content: Mapping[str, Any], packed: dict[str, Any] | None, *, as_many: bool) -> None:
+        """Change layers, optimizer and generators to what was read; let go of gradients, which are of another state."""
+        for p in self._parameters.values():
+            p.grad = None
+        self._model.load_state_dict(
+            {key.removeprefix("model."): x for key, x in content.items() if key.startswith("model.")}
+        )
+        for key, generator in self._generators.items():
+            generator.set_state(content[key])
+        if self._optimizer is not None and packed is not None:
+            self._optimizer.load_state_dict(packed)
+            for k, values in packed["state"].items():
+                state = self._optimizer.state[self._parameters[self._names[k]]]
+                for key, x in values.items():
+                    if isinstance(x, Tensor) and state[key].dtype != x.dtype:  # cast to the type of the parameter
+                        state[key] = x.to(state[key].device)
+        torch.set_rng_state(content[self._random(content, as_many)])
+        for generator, key in self._devices(content, as_many):
+            generator.set_state(content[key])
+
+    def _random(self, keys: Collection[str], as_many: bool) -> str:
+        return f"random.{self._rank}" if as_many else "random.0"
+
+    def _devices(self, keys: Collection[str], as_many: bool) -> Iterator[tuple[torch.Generator, str]]:
+        """Yield the default generators of devices, and the key of each."""
+        for j, device in self._model._held:
+            for generator in default_generators(device)[1:]:
+                key = f"random.device.{j}"
+                key = key if as_many and key in keys else "random.device.0"
+                if key in keys:
+                    yield generator, key
+
+
+def parameter(key: str) -> str | None:
+    """Return the parameter for which an optimizer holds this; `None` if it is something else."""
+    return key.removeprefix(_STATE).rpartition(".")[0] if key.startswith(_STATE) else None
+
+
+def _placed(x: Any, now: Any) -> Any:
+    return x.to(now.device) if isinstance(x, Tensor) and isinstance(now, Tensor) else x
+
+
+def same(x: Any, y: Any) -> bool:
+    """Return whether two values are equal, of whatever plain values and tensors they are made."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, Tensor):
+        return torch.equal(x, y)
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(same, x, y))
+    return pickle.dumps(x) == pickle.dumps(y) or bool(x == y)  # NaN is not equal to itself
+
+
+def _brief(x: object) -> str:
+    return f"a tensor of shape {[*x.shape]}" if isinstance(x, Tensor) else repr(x)

@@ -1,0 +1,129 @@
+"""A stage: one partition on its device, with the skips that cross its boundaries."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.skip.layout import Crossing
+from torchgpipe.skip.scope import skip_scope
+from torchgpipe.skip.skippable import skips_of
+from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.task.contents import Contents, modules_of
+from torchgpipe.task.randomness import own_generators
+from torchgpipe.tensors.item import Shared, check_unchanged, versions
+from torchgpipe.tensors.microbatch import Flat, check
+from torchgpipe.tensors.observe import NOTHING
+
+Lock = AbstractContextManager[object]
+"""What keeps all but one thread from running some modules; one thread may take it several times."""
+
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+_locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+class Stage:
+    """Run partition `index` on a micro-batch, in one thread at a time.
+
+    Also where another partition or pipeline has layers in common with it: a task puts its own parameters and buffers
+    into the layers while it runs.
+    """
+
+    def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
+        self.index = index
+        self.partition = partition
+        self.device = device
+        self.modules: list[nn.Module] = []
+        self._seen: list[tuple[object, ...]] = []
+        self.lock: Lock
+
+    def look(self) -> bool:
+        """Find the modules and buffers of the partition now; return whether they have changed since the last time."""
+        modules = modules_of(self.partition)
+        self.generators = own_generators(modules)
+        seen: list[tuple[object, ...]] = [(m, type(m), *map(id, m._buffers.values())) for m in modules]
+        if seen == self._seen:
+            return False
+        self.modules, self._seen = modules, seen
+        self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
+        self.attends = any(isinstance(m, _ATTENTION) for m in modules)
+        self.lock = _lock_of(modules)
+        return True
+
+    def connect(self, crossings: Sequence[Crossing]) -> None:
+        """Find the skips that enter and leave the partition."""
+        self.arrivals = [crossing for crossing in crossings if crossing.target == self.index]
+        self.departures = [crossing for crossing in crossings if crossing.source == self.index]
+        self._keys = tuple(arrival.key for arrival in self.arrivals)
+        # Most partitions need neither a device to be current, nor a scope for skips.
+        self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
+
+    def contents(self, *, recomputed: bool) -> Contents:
+        """Return what the layers hold now; `recomputed` says whether some task will run them twice."""
+        with self.lock:
+            return Contents(self.index, self.modules, self.lock, recomputed=recomputed)
+
+    def run(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
+        """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
+
+        `atomic` says that the micro-batch is a tensor, rather than a tuple of them; `shared`, which inputs must not be
+        changed in place.
+        """
+        before = versions(inputs) if True in shared else []
+        with self.lock:
+            if not self._special:
+                y = self.partition(inputs[0] if atomic else inputs)
+                skips: Flat = ()
+            else:
+                count = len(inputs) - len(self._keys)
+                arrived = dict(zip(self._keys, inputs[count:], strict=True))
+                # For layers that create tensors on "the" accelerator; operators on tensors need no help.
+                on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
+                with on_device, skip_scope(arrived) as scope:
+                    y = self.partition(inputs[0] if atomic else inputs[:count])
+                    skips = tuple(scope[departure.key] for departure in self.departures)
+        if before:
+            check_unchanged(self.index, before, inputs, shared)
+        if isinstance(y, Tensor):
+            return (y, *skips), True
+        check(y, f"output of partition {self.index}")
+        return (*y, *skips), False
+
+
+class _Locks(AbstractContextManager[object]):
+    """Several locks as one, always taken in the same order."""
+
+    def __init__(self, locks: set[Lock]) -> None:
+        self._locks = sorted(locks, key=id)
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for lock in reversed(self._locks):
+            lock.__exit__(*error)
+
+
+def _lock_of(modules: list[nn.Module]) -> Lock:
+    """Return what locks these modules: the locks that some of them have already, or a new one.
+
+    A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.
+    """
+    inner = {m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)}
+    # A module without parameters and buffers needs no lock, so partitions may share one activation layer.
+    own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
+    with _making:
+        found = {_locks[m] for m in own if m in _locks} or {threading.RLock()}
+        first = min(found, key=id)
+        for module in own:
+            _locks.setdefault(module, first)
+        return first if len(found) == 1 else _Locks(found)

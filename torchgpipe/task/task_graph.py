@@ -1,0 +1,258 @@
+"""The graph of one task: its piece of the autograd graph, cut off from the rest at both ends.
+
+    inputs ─▶ entrance ─▶ layers ─▶ edges of the outputs
+                            ▲
+    leaves of the parameters
+
+Backward through it starts at the edges, with the outputs' gradients. It ends at the entrance, where the inputs'
+gradients are taken off, and at the leaves, which add up the parameters' gradients over all tasks of a mini-batch.
+Between forward and backward nothing holds the inputs or outputs but the layers that saved them.
+
+A checkpointed task keeps its inputs instead, and builds its graph only in the recomputation (GPipe paper, section 2.3).
+That is a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from torchgpipe.task.ambient import Ambient, Modes, without_fast_attention
+from torchgpipe.task.contents import Buffers, Contents
+from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
+from torchgpipe.task.randomness import Randomness
+from torchgpipe.task.stage import Stage
+from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, run_backward
+from torchgpipe.tensors.checkpoint import checkpointing, recomputing
+from torchgpipe.tensors.item import Shared, versions
+from torchgpipe.tensors.microbatch import Flat
+from torchgpipe.tensors.observe import NOTHING, Observer, observed
+
+
+@dataclass(slots=True, eq=False)
+class TaskGraph:
+    """Forward, recomputation and backward of micro-batch `i` on `stage`, whose layers hold `contents`."""
+
+    stage: Stage
+    contents: Contents
+    ambient: Ambient
+    randomness: Randomness
+    i: int
+    observer: Observer | None
+    checkpoint: bool
+    _needs: tuple[bool, ...] = ()  # which inputs take a gradient
+    _kept: tuple[Flat, bool] | None = None
+    _versions: list[int | None] = field(default_factory=list)
+    _buffers: Buffers = ()
+    _edges: list[GradientEdge | None] | None = None
+    _spent: bool = False
+    # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
+    _input_grads: list[Tensor | None] = field(default_factory=list)
+
+    def forward(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
+        """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
+        _check_not_cached()
+        self._needs = tuple([x is not None and x.requires_grad for x in inputs])
+        self.checkpoint = self.checkpoint and (True in self._needs or bool(self.contents.leaves.parameters))
+        with observed(self.observer, "forward", self.i, self.stage.index):
+            if self.checkpoint:
+                return self._first_pass(inputs, atomic, shared)
+            with torch.enable_grad(), self.randomness.first():
+                outputs, atomic = self._build(self._entered(inputs), atomic, shared)
+        assert self._edges is not None
+        return leaves(outputs, [edge is not None for edge in self._edges]), atomic
+
+    def recompute(self, *, keep: bool = False) -> None:
+        """Build the graph of a checkpointed task by running its layers a second time, unless it is there.
+
+        Without `keep` it is the last time: the inputs are let go of, but for those that the layers save.
+
+        Raises:
+            RuntimeError: what the layers would meet is not what they met in the first pass.
+        """
+        if self._kept is not None and self._edges is None:
+            with observed(self.observer, "recompute", self.i, self.stage.index):
+                modes = Modes()
+                try:
+                    # A copy, as other threads may recompute at the same time.
+                    self.ambient.context.copy().run(self._recompute, *self._kept, keep)
+                except BaseException:
+                    modes.set_back()
+                    raise
+            self.contents.leaves.check_without_gradients()
+
+    def _recompute(self, inputs: Flat, atomic: bool, keep: bool) -> None:
+        _check_not_cached()
+        if versions(inputs) != self._versions:
+            raise RuntimeError(
+                f"an input of partition {self.stage.index} was changed in place after its forward, so a recomputation "
+                "would start from other values; do not change inputs before backward(), and make a layer that does "
+                "so out-of-place (inplace=False), or use checkpoint='never'"
+            )
+        in_place = atomic and self.contents.begins_in_place
+        with (
+            self.contents.lock,
+            torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
+            torch.enable_grad(),
+            self.ambient.again(),
+            recomputing(),
+            self.contents.second_pass(self._buffers),
+            self.randomness.again(),
+        ):
+            self._build(self._entered(_copied(inputs) if in_place else inputs), atomic)
+        if not keep:
+            self._kept = None
+
+    def check_unspent(self) -> None:
+        """Raise `RuntimeError` if a backward has freed the graph."""
+        if self._spent:
+            raise RuntimeError(
+                "the pipeline was already gone through backward and its activations are freed; "
+                "pass retain_graph=True to the first backward to go through it twice"
+            )
+
+    def backward(self, grads: Flat, *, keep: bool = False) -> Flat:
+        """Add the parameters' gradients to the leaves; return those of the inputs, `None` where there is none.
+
+        With `keep`, the task can go backward again.
+        """
+        self.check_unspent()
+        if self._input_grads:
+            raise RuntimeError(BY_ANOTHER_WAY)
+        if not all_none(grads):
+            self.recompute(keep=keep)
+        with observed(self.observer, "backward", self.i, self.stage.index):
+            self._run_backward(grads, keep)
+            input_grads = self._take_input_grads()
+            if self.checkpoint or not keep:
+                self._edges = None
+            if not keep:
+                self._kept, self._spent = None, True
+        return input_grads
+
+    def _run_backward(self, grads: Flat, keep: bool) -> None:
+        # Without gradients, a checkpointed task may have no edges.
+        roots = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
+        if not roots:
+            return
+        self.contents.leaves.untouched = False
+        # Within the leaves, too: a layer may run again in backward, by torch.utils.checkpoint.
+        with self.contents.lock, self.contents.leaves.in_place(), self.randomness.backward():
+            try:
+                run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
+            except BaseException:
+                # The graph is half freed. A checkpointed task can build it again.
+                self._edges = None if self.checkpoint else self._edges
+                raise
+
+    def _take_input_grads(self) -> Flat:
+        grads = tuple(self._input_grads) or (None,) * len(self._needs)
+        self._input_grads.clear()
+        return grads
+
+    def _first_pass(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
+        self._versions = versions(inputs)
+        # Without the caller's graph: a layer may put hooks on its input.
+        given = _detached(inputs)
+        in_place = atomic and self.contents.begins_in_place
+        if in_place:
+            given = _copied(given)
+        with (
+            self.contents.lock,
+            torch.no_grad() if torch.is_grad_enabled() else NOTHING,
+            self.ambient.for_first_pass(),
+            without_fast_attention() if self.stage.attends else NOTHING,
+            checkpointing(),
+            self.randomness.first(),
+        ):
+            self._buffers = self.contents.before_first_pass()
+            outputs, out_atomic = self.stage.run(given, atomic, shared)
+            self.contents.after_first_pass(self._buffers)
+            self.randomness.ended()
+        if versions(inputs) != self._versions:
+            raise RuntimeError(
+                f"partition {self.stage.index} changed its input in place, so recomputing it from that input would "
+                "give something else; make its first layer out-of-place (inplace=False) or use checkpoint='never'"
+            )
+        self._kept = (inputs, atomic)
+        # An output that is an input takes a gradient exactly if that input did.
+        unchanged = {id(x): need for x, need in [*zip(given, self._needs, strict=True)][in_place:]}
+        needs = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
+        return leaves(outputs, needs), out_atomic
+
+    def _entered(self, inputs: Flat) -> Flat:
+        if True not in self._needs:
+            return _detached(inputs)
+        entered: Flat = _Entrance.apply(self._input_grads, self._needs, inputs, TOKEN)
+        return entered
+
+    def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
+        with self.contents.lock, self.contents.leaves.in_place():
+            outputs, out_atomic = self.stage.run(inputs, atomic, shared)
+        self._edges = [None if y is None or not y.requires_grad else edge_of(y) for y in outputs]
+        return outputs, out_atomic
+
+
+class _Entrance(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input_grads: list[Tensor | None], needs: tuple[bool, ...], inputs: Flat, token: Tensor
+    ) -> Flat:
+        ctx.input_grads = input_grads
+        ctx.set_materialize_grads(False)
+        outputs = leaves(inputs, needs)
+        mark(ctx, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.input_grads[:] = grads
+        return None, None, None, None
+
+
+def _check_not_cached() -> None:
+    if caches_parametrizations():
+        raise RuntimeError(
+            "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each needs a graph of its "
+            "own; call the pipeline and backward() outside of it, or under torch.no_grad()"
+        )
+
+
+def refuse_create_graph() -> None:
+    """Raise `RuntimeError` if the backward in progress shall be differentiated again."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the pipeline's backward cannot be differentiated again (create_graph=True), as its tasks have graphs of "
+            "their own; use the layers without a pipeline for that"
+        )
+
+
+def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
+    """Let those outputs of a node take a gradient that say so by `requires_grad`."""
+    if others := [y for y in outputs if y is not None and not y.requires_grad]:
+        ctx.mark_non_differentiable(*others)
+
+
+def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
+    """Return the same data without its graph; let those take a gradient that `needs` says."""
+    return tuple([None if x is None else x.detach().requires_grad_(n) for x, n in zip(tensors, needs, strict=True)])
+
+
+def _detached(tensors: Flat) -> Flat:
+    return tuple([None if x is None else x.detach() for x in tensors])
+
+
+def _copied(inputs: Flat) -> Flat:
+    """Return a copy of the micro-batch, which is a single tensor, beside the skips."""
+    assert inputs[0] is not None
+    return (inputs[0].detach().clone(), *inputs[1:])
+
+
+def all_none(grads: Flat) -> bool:
+    """Return whether there is no gradient."""
+    return not [g for g in grads if g is not None]

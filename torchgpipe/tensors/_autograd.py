@@ -1,0 +1,127 @@
+"""The one place that touches what PyTorch does not promise to keep.
+
+`tests/library/tensors/test_autograd_adapter.py` fails, by name, when one of these moves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+
+_engine = torch.autograd.Variable._execution_engine
+
+at_end: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""Call a function at the end of the backward in progress, unless that fails."""
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Return whether the backward in progress was asked to keep its graph (`retain_graph=True`)."""
+
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward in progress; a later backward has a higher one."""
+
+torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Return whether tensor subclasses see what is called on them; not so in the backward of a loss that is such a one."""
+
+with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
+"""Let tensor subclasses see the functions that are called on them."""
+
+without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+"""Let nobody see the functions that are called, neither tensor subclasses nor modes."""
+
+push_mode, pop_mode = _push_mode, _pop_mode
+"""Let a mode see the operators of this thread; its own `__enter__` also writes to variables that all threads share."""
+
+present_mode: Callable[[], object] = _get_current_dispatch_mode
+"""Return the innermost mode that sees the operators of this thread."""
+
+
+_NODES_KEEP_GRAPHS = (*map(int, torch.__version__.split(".")[:2]),) >= (2, 13)
+"""Whether the node of a custom `autograd.Function`, held from Python, keeps its graph alive."""
+
+
+def edge_of(y: Tensor) -> GradientEdge:
+    """Return where the gradient of `y` enters the graph, which lives as long as this does.
+
+    The same as `get_gradient_edge`, which takes longer, and needs a view of `y` that sparse tensors do not have.
+    """
+    custom = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+    if y.grad_fn is None or (custom and not _NODES_KEEP_GRAPHS):
+        return get_gradient_edge(y)
+    return GradientEdge(y.grad_fn, y.output_nr)
+
+
+def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool) -> None:
+    """Accumulate gradients into the leaves behind `roots`.
+
+    The same as `torch.autograd.backward` without its checks, which cost more than the backward of a small layer.
+    """
+    _engine.run_backward(
+        tuple(roots), tuple(grads), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def refuse_transforms(*, forward_mode: bool = True) -> None:
+    """Raise `RuntimeError` within `torch.func` transforms, and where forward-mode gradients may be under way.
+
+    Tasks that have graphs or threads of their own would lose them.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, …) do not reach the tasks of a pipeline; transform the layers "
+            "without a pipeline, or use torch.autograd.grad"
+        )
+    if forward_mode and forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "forward-mode gradients (torch.autograd.forward_ad) do not reach the tasks of a pipeline; use the layers "
+            "without a pipeline for that, or torch.no_grad()"
+        )
+
+
+def sharded(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return those of `modules` whose parameters FSDP2 (`fully_shard`) exchanges by itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return set()
+    return {m for root in modules if isinstance(root, fsdp.FSDPModule) for m in root.modules()}
+
+
+def averages_gradients(modules: Iterable[nn.Module]) -> bool:
+    """Return whether `DistributedDataParallel` or `replicate` averages gradients of some of `modules` by itself."""
+    replicate = sys.modules.get("torch.distributed._composable.replicate")
+    kinds = (nn.parallel.DistributedDataParallel, *([] if replicate is None else [replicate.DDP]))
+    return any(isinstance(module, kinds) for module in modules)
+
+
+def caches_parametrizations() -> bool:
+    """Return whether `torch.nn.utils.parametrize.cached()` is in effect."""
+    return bool(parametrize._cache_enabled)
+
+
+def default_device() -> torch.device | None:
+    """Return the device on which this thread makes tensors by default, `None` if nobody has set one.
+
+    The same as `torch.get_default_device()`, which takes longer than a small layer.
+    """
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors have this storage, and one for the Python object that was given."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def storage_of(x: Tensor) -> int:
+    """Return a number that tensors have in common if and only if they share memory."""
+    if x.layout is torch.sparse_coo:
+        x = x._values()
+    elif x.layout is not torch.strided:
+        x = x.detach().values()
+    return int(x.untyped_storage()._cdata)

@@ -1,0 +1,63 @@
+"""Checkpointing: which micro-batches are checkpointed, and whether a layer runs for the first or second time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal, get_args
+
+Mode = Literal["always", "except_last", "never"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class _Thread(threading.local):
+    checkpointing = False
+    recomputing = False
+
+
+_thread = _Thread()
+
+
+def checkpointed(mode: Mode, m: int) -> int:
+    """Return how many of `m` micro-batches are checkpointed: the first ones, all, all but the last, or none.
+
+    The last one's recomputation would start as soon as its forward has ended, so `except_last` leaves it out
+    (torchgpipe paper, section 3.2.3).
+    """
+    return {"always": m, "except_last": m - 1, "never": 0}[mode]
+
+
+def is_checkpointing() -> bool:
+    """Return whether the running layer is in the first pass of a checkpointed task, which keeps no activations."""
+    return _thread.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Return whether the running layer is in the second pass of a checkpointed task, during backward.
+
+    A layer with an effect beside its output should have that effect in one of the two passes only.
+    """
+    return _thread.recomputing
+
+
+class Passing:
+    """Mark what this thread runs: a first pass of a checkpointed task, a recomputation, or neither."""
+
+    def __init__(self, *, checkpointing: bool, recomputing: bool) -> None:
+        self._inner = checkpointing, recomputing
+
+    def __enter__(self) -> None:
+        self._outer = _thread.checkpointing, _thread.recomputing
+        _thread.checkpointing, _thread.recomputing = self._inner
+
+    def __exit__(self, *_: object) -> None:
+        _thread.checkpointing, _thread.recomputing = self._outer
+
+
+def checkpointing() -> Passing:
+    """Mark this thread as running the first pass of a checkpointed task."""
+    return Passing(checkpointing=True, recomputing=_thread.recomputing)
+
+
+def recomputing() -> Passing:
+    """Mark this thread as running the second pass of a checkpointed task."""
+    return Passing(checkpointing=_thread.checkpointing, recomputing=True)

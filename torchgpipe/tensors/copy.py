@@ -1,0 +1,179 @@
+"""Copies between devices, on CUDA streams of their own (torchgpipe paper, section 3.2.4).
+
+All tensors that a task sends to another device are copied together, by one node of the autograd graph:
+
+    the task ends      the source's compute stream is marked by an event
+    copy               on the two streams of this route, which wait for that event
+    the next begins    the target's compute stream waits for the copy
+
+Backward mirrors them. So a copy overlaps the computation of both devices. Memory that is used on another stream than
+the one it was allocated on is recorded there.
+
+A stream that waits holds up what it is given later. So every wait is for an event, and no two routes share a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.tensors.microbatch import Flat
+from torchgpipe.tensors.observe import NOTHING, Observer, observed
+
+Ends = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
+"""The streams at both ends of a route; `None` off CUDA."""
+
+
+class CopyStreams:
+    """The streams of a pipeline beside the compute streams, on `devices`, one for each partition.
+
+    There are none off CUDA, or where copies shall use the compute streams.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, enabled: bool = True) -> None:
+        self.devices = list(devices)
+        self._enabled = enabled
+        self.needed = len(set(self.devices)) > 1
+        self._made: dict[tuple[int, int], Ends] = {}
+
+    def between(self, source: int, target: int) -> Ends:
+        """Return the streams at both ends of the route from partition `source` to `target`."""
+        if self._enabled and (source, target) not in self._made:
+            self._made[source, target] = new_stream(self.devices[source]), new_stream(self.devices[target])
+        return self._made.get((source, target), (None, None))
+
+
+class Dock:
+    """One side of a task, where tensors leave for other devices or arrive from them.
+
+    What a task takes in arrives in forward, and its gradients leave in backward; what it gives out, the other way
+    round. The compute stream is the one that is current when the dock is made.
+    """
+
+    __slots__ = ("_compute", "_expected", "_left")
+
+    def __init__(self, device: torch.device) -> None:
+        self._compute = current_stream(device)
+        self._left: torch.cuda.Event | None = None
+        self._expected: list[torch.cuda.Event] = []
+
+    def leave(self) -> None:
+        """Mark what the compute stream has been given by now: copies that leave will wait for that."""
+        if self._compute is not None:
+            self._left = self._compute.record_event()
+
+    def arrive(self, tensors: Flat) -> None:
+        """Let the compute stream wait for the copies that `tensors` are, from now on."""
+        if self._compute is None:
+            return
+        for event in self._expected:
+            self._compute.wait_event(event)
+        if self._expected:
+            _keep(tensors, self._compute)
+        self._expected.clear()
+
+    def hold(self, stream: torch.cuda.Stream | None, tensors: Flat) -> None:
+        """Let a copy stream wait for `tensors`, which leave."""
+        if stream is not None and self._left is not None:
+            stream.wait_event(self._left)
+            _keep(tensors, stream)
+
+    def expect(self, stream: torch.cuda.Stream | None) -> None:
+        """Expect what a copy stream was given to do."""
+        if stream is not None and self._compute is not None:
+            self._expected.append(stream.record_event())
+
+
+class Route:
+    """The way from one partition's device to another's, for the length of a mini-batch.
+
+    Without streams of its own, it uses the compute streams that are current when it is made. `observer` is that of
+    copies.
+    """
+
+    def __init__(self, streams: CopyStreams, source: int, target: int, observer: Observer | None = None) -> None:
+        self._ends = source, target
+        self._observer = observer
+        self.source, self.target = streams.devices[source], streams.devices[target]
+        self.elsewhere = self.source != self.target
+        self._outbound, self._inbound = streams.between(source, target) if self.elsewhere else (None, None)
+        self.streams = self._outbound or current_stream(self.source), self._inbound or current_stream(self.target)
+
+    def copy(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, tie: Tensor | None = None) -> Flat:
+        """Copy `tensors`, of micro-batch `i`, to the target. In backward, the task that made `tie` comes after it."""
+        if not self.elsewhere:
+            return tensors
+        with using(*self.streams):
+            copies: Flat = _Copy.apply(self, i, departure, arrival, tie, *tensors)
+        return copies
+
+    def move(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, *, back: bool = False) -> Flat:
+        """Copy to the target, or `back`, on the streams that are current; a copy to the host is complete at return."""
+        sender, device = self._ends[back], self.source if back else self.target
+        here, there = (self._inbound, self._outbound) if back else (self._outbound, self._inbound)
+        departure.hold(here, tensors)
+        to_device = device.type == "cuda"
+        with observed(self._observer, "copy", i, sender):
+            moved = tuple([None if x is None else x.to(device, non_blocking=to_device) for x in tensors])
+        arrival.expect(there)
+        return moved
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, route: Route, i: int, departure: Dock, arrival: Dock, tie: Tensor | None, *tensors: Tensor | None
+    ) -> Flat:
+        ctx.set_materialize_grads(False)
+        ctx.route, ctx.i, ctx.departure, ctx.arrival = route, i, departure, arrival
+        copies = route.move(tensors, i, departure, arrival)
+        needs = ctx.needs_input_grad[5:]
+        ctx.mark_non_differentiable(*(y for y, n in zip(copies, needs, strict=True) if y is not None and not n))
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * (5 + len(grads))
+        with using(*ctx.route.streams):
+            back = ctx.route.move(grads, ctx.i, ctx.arrival, ctx.departure, back=True)
+        return None, None, None, None, None, *back
+
+
+def _keep(tensors: Flat, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of `tensors` until `stream` has done what it was given. CPU tensors are skipped."""
+    for x in tensors:
+        if x is not None and x.device.type == stream.device.type:
+            x.record_stream(stream)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a new stream of the device, `None` off CUDA."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the device's current stream, `None` off CUDA."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def using(*streams: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Make `streams` the current ones of their devices; pass over `None`."""
+    on = [stream for stream in streams if stream is not None]
+    return _using(on) if on else NOTHING
+
+
+@contextmanager
+def _using(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+NOWHERE = Dock(torch.device("cpu"))
+"""The dock of tasks that exchange nothing between devices."""

@@ -1,0 +1,106 @@
+"""Items: what one task hands to another, a micro-batch or a skip, and whether it shares memory.
+
+Layers without a pipeline may hand on one tensor in two ways: as an output and as a skip, or twice in a tuple. If a
+later layer changes one of the two in place, the other changes with it, and their gradients, too. Between partitions
+the two go ways of their own, so that a change of one would be missing from the other. Such a change is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from torchgpipe.skip.scope import SkipKey
+from torchgpipe.tensors._autograd import storage_of
+from torchgpipe.tensors.copy import NOWHERE, Dock
+from torchgpipe.tensors.microbatch import Flat
+
+Shared = tuple[bool, ...]
+"""Which of the tensors beside it share memory with another tensor of the same micro-batch."""
+
+
+@dataclass(slots=True)
+class Item:
+    """Tensors on their way from one task to another.
+
+    Attributes:
+        flat: the tensors of a micro-batch, then its skips.
+        atomic: whether the micro-batch is one tensor, rather than a tuple of them.
+        shared: which of them must not be changed in place.
+        versions: how often each had been changed in place when it was handed on.
+        dock, tie: for the graph engine, the streams to wait for, and the tensor that orders backward.
+    """
+
+    flat: Flat
+    atomic: bool
+    shared: Shared
+    dock: Dock = NOWHERE
+    tie: Tensor | None = None
+    versions: list[int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = versions(self.flat)
+
+    def with_skip(self, skip: Item, partition: int) -> Item:
+        """Return the micro-batch with one more skip, which `partition` takes."""
+        skip.check_handed_on(partition)
+        return Item(self.flat + skip.flat, self.atomic, self.shared + skip.shared, self.dock, self.tie)
+
+    def parted(self) -> tuple[Item, Item]:
+        """Return the micro-batch without its last skip, and that skip."""
+        rest = Item(self.flat[:-1], self.atomic, self.shared[:-1], self.dock, self.tie)
+        return rest, Item(self.flat[-1:], True, self.shared[-1:], self.dock)
+
+    def check_handed_on(self, partition: int) -> None:
+        """Raise `RuntimeError` if a tensor was changed in place since it was handed on to `partition`."""
+        if versions(self.flat) != self.versions:
+            raise RuntimeError(
+                f"an input of partition {partition} was changed in place before the partition took it: a layer returns "
+                "memory that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
+            )
+
+
+Portals = dict[tuple[int, SkipKey], Item]
+"""The skips of a mini-batch that are under way, by micro-batch (torchgpipe paper, section 3.3)."""
+
+
+def shared_by(outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()) -> Shared:
+    """Return which outputs of a task share memory: with each other, or with what its layers hold.
+
+    `held` are the storages of its layers' parameters and buffers. Inputs that are `shared` and handed on stay so.
+    """
+    if len(outputs) == 1 and True not in shared:
+        return (bool(held) and outputs[0] is not None and storage_of(outputs[0]) in held,)
+    storages = [None if y is None else storage_of(y) for y in outputs]
+    times = Counter(storages)
+    before = held | {storage_of(x) for x, s in zip(inputs, shared, strict=False) if s and x is not None}
+    return tuple([s is not None and (times[s] > 1 or s in before) for s in storages])
+
+
+def versions(tensors: Flat) -> list[int | None]:
+    """Return how often each tensor was changed in place; `None` where that is not counted."""
+    return [None if x is None or x.is_inference() else x._version for x in tensors]
+
+
+def check_unchanged(partition: int, before: list[int | None], inputs: Flat, shared: Shared) -> None:
+    """Raise `RuntimeError` if a task has changed an input in place that shares memory with another tensor."""
+    for old, new, twice in zip(before, versions(inputs), shared, strict=True):
+        if twice and old != new:
+            raise RuntimeError(
+                f"partition {partition} changed an input in place that shares memory with another tensor under way: a "
+                "skip, or another input; the two would get different values or gradients on two partitions, so make "
+                "the layer that changes it out-of-place (inplace=False), or hand on a copy (x.clone())"
+            )
+
+
+def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> Flat:
+    """Return the pipeline's outputs such that they share memory neither with each other nor with its inputs.
+
+    Where there are several micro-batches, concatenation makes copies anyway.
+    """
+    given = {storage_of(x) for x in inputs if x is not None}
+    copied = (y is not None and (s or storage_of(y) in given) for y, s in zip(outputs, shared, strict=True))
+    return tuple([y.clone() if y is not None and c else y for y, c in zip(outputs, copied, strict=True)])

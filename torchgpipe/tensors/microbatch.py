@@ -1,0 +1,92 @@
+"""Micro-batches: check a mini-batch, scatter it, gather the outputs (GPipe paper, section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+TensorOrTensors = Tensor | tuple[Tensor, ...]
+
+Flat = tuple[Tensor | None, ...]
+"""A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
+
+
+def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
+    """Return the tensors of `value` as a tuple."""
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
+    """Return what `function` makes of each tensor of `value`."""
+    return function(value) if isinstance(value, Tensor) else tuple(map(function, value))
+
+
+def check(value: object, what: str = "input") -> None:
+    """Check that `value` is a tensor, or a non-empty tuple of tensors; raise `TypeError` where it is not."""
+    if isinstance(value, Tensor):
+        return
+    if not isinstance(value, tuple) or not value:
+        got = "an empty tuple" if value == () else type(value).__name__
+        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}")
+    for k, item in enumerate(value):
+        if not isinstance(item, Tensor):
+            raise TypeError(f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}")
+
+
+def scatter(value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None = None) -> list[TensorOrTensors]:
+    """Split a mini-batch along dimension 0 into at most `chunks` micro-batches.
+
+    Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be smaller, and where
+    that covers the batch earlier there are fewer than `chunks` (13 samples in 8 chunks make 7). A tensor that is not
+    `batched` has no batch dimension, and is given to every micro-batch; by default all are.
+
+    Raises:
+        ValueError: a tensor has no dimension 0, or the tensors disagree on its size.
+    """
+    tensors = tensors_of(value)
+    split = [True] * len(tensors) if batched is None else batched
+    for k, x in enumerate(tensors):
+        if split[k] and x.dim() == 0:
+            raise ValueError(f"every input tensor needs a batch dimension, but tensor {k} is a scalar")
+    sizes = [x.size(0) for k, x in enumerate(tensors) if split[k]]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"all input tensors must have one batch size (dimension 0), but they have {sizes}")
+
+    if chunks == 1:
+        return [value]
+    if isinstance(value, Tensor):
+        return list(value.chunk(chunks))
+    parts = max((len(x.chunk(chunks)) for k, x in enumerate(tensors) if split[k]), default=1)
+    return list(zip(*(x.chunk(chunks) if split[k] else [x] * parts for k, x in enumerate(tensors)), strict=True))
+
+
+def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
+    """Concatenate the micro-batches' outputs along dimension 0, in order; undo `scatter`.
+
+    Raises:
+        TypeError: one micro-batch's output is a tensor and another's a tuple, or tuples differ in length.
+        ValueError: an output is a scalar.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    expected = _structure(outputs[0])
+    for i, y in enumerate(outputs):
+        if _structure(y) != expected:
+            raise TypeError(
+                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned {expected} "
+                f"and micro-batch {i} {_structure(y)}; return the same for every input"
+            )
+    columns = list(zip(*map(tensors_of, outputs), strict=True))
+    if any(y.dim() == 0 for column in columns for y in column):
+        raise ValueError(
+            "outputs of micro-batches are concatenated along the batch dimension, but the last partition "
+            "returned a scalar; move a loss that reduces the batch out of the pipeline"
+        )
+    gathered = tuple(torch.cat(column) for column in columns)
+    return gathered[0] if isinstance(outputs[0], Tensor) else gathered
+
+
+def _structure(y: TensorOrTensors) -> str:
+    return "a tensor" if isinstance(y, Tensor) else f"a tuple of {len(y)}"
