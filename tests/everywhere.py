@@ -24,7 +24,7 @@ from torchgpipe.trace.parts import Slots
 
 from .ranks import Rank, current
 
-WRITTEN_DOWN = ("first", "second")  # by tests/behaviours/draw.py
+WRITTEN_DOWN = ("first", "second")  # by tests/behaviours/parts/draw.py
 
 
 class Everywhere(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 
 from .behaviours.compare import REORDERED
-from .behaviours.draw import Draw
+from .behaviours.parts.draw import Draw
 from .behaviours.row import Row, check, steps
 from .parts import Fails, Pop, Stash
 from .plain import piped

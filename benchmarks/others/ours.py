@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.behaviours.deferred import Deferred
+from tests.behaviours.parts.deferred import Deferred
 from tests.behaviours.pipe import Pipe
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe

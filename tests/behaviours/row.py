@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ..plain import Tensors, piped
 from .compare import differences
-from .deferred import Deferred
-from .draw import drawing, replay
-from .layers import five, real
+from .parts.deferred import Deferred
+from .parts.draw import drawing, replay
+from .parts.layers import five, real
 
 ENGINES = ("graph", "workers", "ranks")
 """What rows run on. A new engine, or another schedule, is one more name here that `piped` knows."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchgpipe import sequential
 from torchgpipe.trace.parts import tensors_in
 
+from ..library.traced import CASES, Case
 from ..plain import piped
-from ..traced import CASES, Case
 from .compare import REORDERED, differences
 from .row import total
 

@@ -19,8 +19,8 @@ from torchgpipe import GPipe
 
 from ..plain import Plain, piped
 from .compare import REORDERED, differences
-from .draw import Draw, drawing
-from .layers import linear
+from .parts.draw import Draw, drawing
+from .parts.layers import linear
 from .row import step, total
 from .rows.random import all_differ
 

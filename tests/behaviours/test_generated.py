@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
-from .deferred import Deferred
-from .draw import drawing, forget, replay
-from .models import INPUTS, Case, Step, cases
+from .parts.deferred import Deferred
+from .parts.draw import drawing, forget, replay
+from .parts.models import INPUTS, Case, Step, cases
 from .row import tensors, total
 
 SEED = os.environ.get("SEED")

@@ -17,7 +17,7 @@ from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Task
 
 from ..plain import piped
-from .layers import linear, only_a_skip
+from .parts.layers import linear, only_a_skip
 
 
 class Log:

@@ -25,7 +25,7 @@ from torchgpipe.engine.relay import Relay
 from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Kind, Task
 
-from ..ledger import Ledger, assert_eventually, assert_no_thread_more
+from ..library.ledger import Ledger, assert_eventually, assert_no_thread_more
 from ..parts import Fails, Pop, Stash
 from ..plain import piped
 from .journal import PATIENCE, Journal, M, N, needs, pipeline

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from ..layers import WIDTH, Do, linear
+from ..parts.layers import WIDTH, Do, linear
 from ..row import Row
 
 Change = Callable[[Any, Tensor], object]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from torchgpipe.task.contents import SMALL
 
-from ...traced import Squared
+from ...library.traced import Squared
 from ..compare import REORDERED
-from ..layers import WIDTH, Do, linear, made
+from ..parts.layers import WIDTH, Do, linear, made
 from ..row import Row, steps
 
 LARGE = SMALL // 4 + 1  # elements

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compare import REORDERED
-from ..layers import WIDTH, five, real
+from ..parts.layers import WIDTH, five, real
 from ..row import Row, promised, step
 
 

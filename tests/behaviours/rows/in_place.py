@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...plain import Plain
-from ..layers import KINDS, linear, made, real
+from ..parts.layers import KINDS, linear, made, real
 from ..row import Row, steps
 
 SAYS = r"partition 1 changed its input in place.*checkpoint='never'"

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from torchgpipe import is_checkpointing, is_recomputing
 
-from ..layers import WIDTH, linear
+from ..parts.layers import WIDTH, linear
 from ..row import Row, step
 
 BF16, FP16 = partial(torch.autocast, "cpu", torch.bfloat16), partial(torch.autocast, "cpu", torch.float16)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...parts import Fails
 from ..compare import REORDERED
-from ..layers import made
+from ..parts.layers import made
 from ..row import Row, step, steps
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import WIDTH, linear, made, real
+from ..parts.layers import WIDTH, linear, made, real
+from ..parts.wiring import OnFirst
 from ..row import Row, promised
-from ..wiring import OnFirst
 
 plain = partial(real, grad=False)
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compare import REORDERED
-from ..draw import Draw, drawing, dropout
-from ..layers import linear, made
+from ..parts.draw import Draw, drawing, dropout
+from ..parts.layers import linear, made
 from ..row import Row, step
 
 Drawn = Callable[[Tensor], Tensor]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from torchgpipe.skip import Namespace
 
-from ..layers import linear, only_a_skip, real
+from ..parts.layers import linear, only_a_skip, real
+from ..parts.wiring import with_skips
 from ..row import Row, steps
-from ..wiring import with_skips
 
 Stashed = Callable[[Tensor, Tensor], Tensor | None]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import WIDTH, five
+from ..parts.layers import WIDTH, five
 from ..row import Row, step
 
 

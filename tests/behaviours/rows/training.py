@@ -32,9 +32,9 @@ from ..actions import (
     trained,
 )  # fmt: skip
 from ..compare import REORDERED
-from ..layers import layer
+from ..parts.layers import layer
+from ..parts.wiring import OnFirst
 from ..pipe import Pipe, Training, batch, mlp, squares
-from ..wiring import OnFirst
 
 SPLIT = "how a mini-batch is split"
 PASSED = "what passes between partitions"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import WIDTH, Do, five, linear, made
+from ..parts.layers import WIDTH, Do, five, linear, made
 from ..row import Row, step, steps
 
 

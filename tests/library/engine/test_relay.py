@@ -1,7 +1,7 @@
 """The relay: programs at once, one hands to the next; a stop wakes all that wait. And the threads that run them.
 
-What becomes of errors is in tests/test_errors.py; that threads end with their pipeline, in tests/test_leaks.py; what a
-forked process does, in tests/works_with.
+What becomes of errors is in tests/failures; that threads end with their pipeline, in tests/library/test_leaks.py; what
+a forked process does, in tests/works_with.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Portals: a skip passes by the partitions in between, and nothing holds it after its last use.
 
-What backward keeps of it is in tests/test_kept.py.
+What backward keeps of it is in tests/library/test_kept.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torchgpipe import pipeline
 from torchgpipe.trace.parts import tensors_in
 
-from ...traced import CASES, Case
+from ..traced import CASES, Case
 
 
 @pytest.mark.parametrize("hardware", ["p40x8", "here"])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchgpipe import GPipe, sequential
 from torchgpipe.trace import Untraceable
 
-from ... import traced
-from ...traced import BATCH, WIDTH, Net, rows
+from .. import traced
+from ..traced import BATCH, WIDTH, Net, rows
 
 
 class Branching(Net):

@@ -18,8 +18,8 @@ from torchgpipe import GPipe, sequential
 from torchgpipe.balance import balance_by_size
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 
-from ... import traced
-from ...traced import CASES, Case, rows
+from .. import traced
+from ..traced import CASES, Case, rows
 
 # A module, and its layers: what each begins with, and the skips that it stashes (+) and pops (-).
 CUTS: dict[str, tuple[Case, list[str]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plain import Plain
+from ...plain import Plain
 
 
 class Undivided(nn.BatchNorm2d):

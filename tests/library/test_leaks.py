@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe import GPipe
 
+from ..parts import Pop, Stash
+from ..plain import piped
 from .ledger import Ledger, assert_eventually, assert_no_thread_more
-from .parts import Pop, Stash
-from .plain import piped
 
 WIDTH = 8
 

@@ -13,9 +13,9 @@ from torchgpipe import GPipe
 from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Task
 
+from ..parts import Pop, Stash
+from ..plain import piped
 from .ledger import Ledger
-from .parts import Pop, Stash
-from .plain import piped
 
 # Many samples of few features, so that activations outweigh the gradients of weights.
 WIDTH = 8
