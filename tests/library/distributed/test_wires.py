@@ -22,7 +22,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_rank_says_what_it_waits_for_and_ends() -> None:
-    waits = "import time; from torchgpipe.distributed import patience; patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
+    waits = "import time; from torchgpipe.distributed.liveness import patience\n"
+    waits += "patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
     process = python("-c", f"{waits}with patience.waiting_for('others'): time.sleep(60)")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
