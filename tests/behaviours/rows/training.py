@@ -34,7 +34,7 @@ from ..actions import (
 from ..compare import REORDERED
 from ..parts.layers import layer
 from ..parts.wiring import OnFirst
-from ..pipe import Pipe, Training, batch, mlp, squares
+from ..pipe import Training, batch, mlp, squares
 
 SPLIT = "how a mini-batch is split"
 PASSED = "what passes between partitions"
@@ -227,7 +227,7 @@ ROWS = [
     T("going on", STATE, "After a restart it is as if nothing had happened, the optimizer's state included.",
       action=going_on, optimizer=adam),
     T("outputs", EVALUATION, "They are the model's, without dropout.", between(nn.Dropout), (3, 2),
-      action=Pipe.evaluate),
+      action=lambda pipe: pipe.evaluate()),
     T("batch norm", EVALUATION, "Evaluation uses running statistics and leaves them as they are.", normed, (3, 2),
       action=lambda pipe: pipe.step().evaluate(*batch(8, 1))),
     T("between two steps of training", EVALUATION, "Evaluation leaves training as it is.", action=between_steps,
@@ -236,10 +236,9 @@ ROWS = [
       action=lambda pipe: pipe.train().evaluate(*batch(16)), optimizer=sgd),
     T("an uneven batch", EVALUATION, "The last samples of a test set count as well.",
       action=lambda pipe: pipe.evaluate(*batch(14))),
-    *(T(f"in {phase} of the {place} partition", FAILURES, RAISES, layers, balance, action=raised)
-      for phase in ("forward", "backward") for place, layers, balance in (
-          ("first", lambda phase=phase: nn.Sequential(raises(phase), *mlp()), (3, 2)),
-          ("last", lambda phase=phase: mlp(raises(phase)), (2, 3)))),
+    *(T(f"in {phase} of the {place} partition", FAILURES, RAISES, lambda phase=phase: mlp(raises(phase)), balance,
+        action=raised)
+      for phase in ("forward", "backward") for place, balance in (("first", (3, 2)), ("last", (2, 3)))),
     T("in the criterion", FAILURES, RAISES, given=bad_target, action=raised, criterion=raising()),
     T("is told to every rank", FAILURES, "Whichever log is read, it says what went wrong.",
       lambda: mlp(raises("forward")), (2, 3), action=told),
