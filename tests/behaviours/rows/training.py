@@ -67,6 +67,10 @@ def raises(phase: str) -> nn.Module:
     return fails
 
 
+def raising_in(phase: str) -> nn.Sequential:
+    return mlp(raises(phase))
+
+
 def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
     """Return what makes the usual layers with functions in the middle."""
     return lambda: mlp(*map(layer, functions))
@@ -236,7 +240,7 @@ ROWS = [
       action=lambda pipe: pipe.train().evaluate(*batch(16)), optimizer=sgd),
     T("an uneven batch", EVALUATION, "The last samples of a test set count as well.",
       action=lambda pipe: pipe.evaluate(*batch(14))),
-    *(T(f"in {phase} of the {place} partition", FAILURES, RAISES, lambda phase=phase: mlp(raises(phase)), balance,
+    *(T(f"in {phase} of the {place} partition", FAILURES, RAISES, partial(raising_in, phase), balance,
         action=raised)
       for phase in ("forward", "backward") for place, balance in (("first", (3, 2)), ("last", (2, 3)))),
     T("in the criterion", FAILURES, RAISES, given=bad_target, action=raised, criterion=raising()),
