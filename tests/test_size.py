@@ -9,25 +9,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15  # files of Python in a folder, beside its `__init__`
-STATEMENTS = 26_000  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
+STATEMENTS = 29_280  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
 
 # Lines of Python. A folder's limit holds for the folders within it together; "." is all.
 LIMITS = {
-    ".": 45_000,
+    ".": 52_120,
     "torchgpipe": 13_500,
-    "torchgpipe/tensors": 600,
+    "torchgpipe/tensors": 610,
     "torchgpipe/task": 1_700,
     "torchgpipe/engine": 1_000,
     "torchgpipe/skip": 310,
-    "torchgpipe/trace": 1_550,
+    "torchgpipe/trace": 1_560,
     "torchgpipe/balance": 480,
-    "torchgpipe/distributed": 2_080,
-    "torchgpipe/state": 620,
-    "torchgpipe/plan": 4_000,
+    "torchgpipe/distributed": 2_190,
+    "torchgpipe/state": 640,
+    "torchgpipe/plan": 4_010,
     "torchgpipe/timeline": 380,
-    "reproduce": 10_000,
-    "benchmarks": 2_300,
-    "tests": 18_900,
+    "reproduce": 10_750,
+    "benchmarks": 2_600,
+    "tests": 25_210,
     "examples": 300,
 }
 
