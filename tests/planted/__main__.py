@@ -40,9 +40,17 @@ def run_tests(tree: Path, tests: list[str], end: float, stop: threading.Event) -
     return code, last[-1] if last else tests[0], silence  # where no test has begun, the first file
 
 
+def finder(row: Row, tree: Path) -> list[list[str]]:
+    """Return the test that found a fault before, if it is still there: to try that first saves minutes."""
+    test = row.by.split(" ")[0] if row.found else ""
+    file, _, name = test.partition("::")
+    there = name and (tree / file).is_file() and f"def {name}(" in (tree / file).read_text()
+    return [[test]] if there else []
+
+
 def tried(row: Row, plain: Path, limit: int, stop: threading.Event) -> Row:
     """Plant a fault in a copy of the plain tree, and return the row with what tests make of it."""
-    rounds = importers(plain, row.file)
+    rounds = [*finder(row, plain), *importers(plain, row.file)]
     end = time.monotonic() + limit
     result = Row(row.file, row.kind, row.old, row.new, found=False, by=ALL_PASS if rounds else "no test imports it")
     with copied(plain) as tree:

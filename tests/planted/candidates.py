@@ -50,15 +50,15 @@ NAMED = [
 ]
 
 
-def faults(file: str, code: str, skipped: str) -> Iterator[Row]:
-    """Yield the faults of a file. Messages, types, functions as `skipped` says or of a GPU alone are passed over."""
+def faults(file: str, code: str) -> Iterator[Row]:
+    """Yield the faults of a file. Messages, types and functions of a GPU alone are passed over."""
     hidden: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         unseen = isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom))
         match node:
             case ast.FunctionDef(body=body, name=name):
                 hidden |= {*range(node.lineno, body[0].lineno)}
-                hard = re.search(rf"torch\.cuda|pynvml|{skipped}", "\n".join(map(ast.unparse, body)))
+                hard = re.search(r"torch\.cuda|pynvml", "\n".join(map(ast.unparse, body)))
                 unseen = hard is not None or name in ("__repr__", "__str__")
             case ast.Expr(value=ast.Constant()) | ast.If(test=ast.Name("TYPE_CHECKING")):
                 unseen = True
