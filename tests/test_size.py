@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15  # files of Python in a folder, beside its `__init__`
-STATEMENTS = 29_280  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
+STATEMENTS = 29_300  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
 
 # Lines of Python. A folder's limit holds for the folders within it together; "." is all.
 LIMITS = {

@@ -38,6 +38,11 @@ def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Call
     return counted
 
 
+def node_dies() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    faults.dies()
+
+
 def main() -> None:
     """Prepare the failure of this start, then run the script."""
     starts, script, *arguments = sys.argv[1:]
@@ -48,8 +53,7 @@ def main() -> None:
             os.fsync = at(when, faults.dies, os.fsync)
         else:
             pipeline: Any = Partitioned
-            node = lambda: os.kill(os.getppid(), signal.SIGKILL)  # noqa: E731
-            act = {"raises": faults.raises, "dies": faults.dies, "node": node}[what]
+            act = {"raises": faults.raises, "dies": faults.dies, "node": node_dies}[what]
             pipeline.clip_grad_norm_ = at(when, act, pipeline.clip_grad_norm_)
     if "DROPOUT" in os.environ:  # whose masks depend on the balance
         made: Any = nn.TransformerEncoderLayer.__init__
