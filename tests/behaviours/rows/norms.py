@@ -85,5 +85,6 @@ ROWS = [
       for batch, m, balance in ((13, 8, (1, 4)), (12, 4, (2, 3)), (12, 1, (1, 1, 3)), (13, 20, (2, 1, 2)))),
     *(Row(f"deferred, a forward that fails in micro-batch {k}", failing, given, use=fails("forward", k), chunks=4,
           without={"one micro-batch": "there is no such one"}, **DEFERRED) for k in range(4)),
-    Row("a recomputation that fails", failing, given, use=fails("recompute", 0), chunks=4),
+    Row("a recomputation that fails", failing, given, use=fails("recompute", 0), chunks=4,
+        without={"one micro-batch": "the last rank has ended its backward by then, and would have to call close()"}),
 ]  # fmt: skip
