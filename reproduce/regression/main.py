@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -12,13 +12,15 @@ from msgspec.structs import replace
 from reproduce.error import USAGE, Error
 from reproduce.machine.devices import Devices
 from reproduce.machine.git import Git
-from reproduce.numbers.compare import Comparison
-from reproduce.numbers.significance import Rule
+from reproduce.numbers.compare import ComparedRow, Comparison
+from reproduce.numbers.match import Line
+from reproduce.numbers.metrics import Reading
+from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side
+from reproduce.records.record import Record
 from reproduce.regression.cases import CASES
-from reproduce.regression.job import Settings, collect, interleaved
-from reproduce.regression.judge import Judgement, judge, least_restarts
-from reproduce.regression.show import comparison, side
+from reproduce.regression.job import Samples, Settings, collect, interleaved
+from reproduce.regression.judge import METRIC, TOGETHER, Judgement, judge, least_restarts
 from reproduce.regression.trees import Tree, trees
 from reproduce.run.recorder import new_run, now
 from reproduce.tables.comparison import write_comparisons
@@ -53,12 +55,13 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress
     with trees(base, head) as both:
         judged = measure(*both, settings, rule, progress)
     run = replace(run, state="finished", ended=now())
-    sides = [
-        side(letter, tree.name, replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty)))
-        for letter, tree in zip("AB", both, strict=True)
-    ]
+    sides = []
+    for letter, tree in zip("AB", both, strict=True):
+        of_tree = replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty))
+        # As `compare` has it; its times are in the comparison.
+        sides.append(Side(letter, tree.name, [], [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)]))
     complaint = _complaint(judged, both[0].name, both[1].name)
-    return Answer(comparison(judged, settings, rule.alpha), sides, judged.rule, complaint)
+    return Answer(_comparison(judged, settings, rule.alpha), sides, judged.rule, complaint)
 
 
 def check_restarts(settings: Settings, rule: Rule) -> None:
@@ -103,3 +106,38 @@ def _complaint(judged: Judgement, base: str, head: str) -> str | None:
     if not judged.decisions:
         return f"no case runs in {base}, so nothing shows that there is no regression"
     return None
+
+
+def _comparison(judged: Judgement, settings: Settings, alpha: float) -> Comparison:
+    """Return the table's content, with what its reader has to know."""
+    seen = {
+        "cpu": "times are CPU time on one core; waiting and overlap are seen only with --clock wall",
+        "wall": "times are wall-clock times on all cores",
+    }
+    planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
+    rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in judged.samples.items()]
+    notes = [
+        seen[settings.clock],
+        f"{many(settings.restarts, 'restart')} of both sides; in each, {many(settings.rounds, 'pair')} of samples of "
+        "every case, in turn; a restart counts as one number, the median ratio of its pairs",
+        f"the risk of calling noise significant, {alpha:g}, is shared by {many(len(judged.decisions), 'test')}",
+        *_unable(judged.samples),
+    ]
+    return Comparison(f"regression{planted}", METRIC, "ms", False, rows, notes, judged.decisions.get(TOGETHER))
+
+
+def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
+    readings: list[Reading | None] = [None, None]
+    if decision is not None:
+        for i, restarts in enumerate((samples.base, samples.head)):
+            readings[i] = Reading([1000 * seconds for restart in restarts for seconds in restart], "ms")
+    return ComparedRow(Line("regression", label=case), readings, [None, decision])
+
+
+def _unable(found: Mapping[str, Samples]) -> Iterator[str]:
+    """Say which cases a side cannot run, and why."""
+    for which, letter in (("base", "A"), ("head", "B")):
+        reasons = {case: samples.unable[which] for case, samples in found.items() if which in samples.unable}
+        for reason in dict.fromkeys(reasons.values()):
+            cases = ", ".join(case for case, why in reasons.items() if why == reason)
+            yield f"not in {which} ({letter}): {cases}: {reason}"
