@@ -94,6 +94,7 @@ BEHAVIOURS = [
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.name)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_behaviours(row: Row, chunks: int, engine: str, devices: list[str], checkpoint: Any) -> None:
+    """`check` asserts that outputs, gradients and buffers are those of the plain layers on the first device."""
     check(replace(row, balance=balance(devices), chunks=chunks), "", engine, checkpoint, devices)
 
 

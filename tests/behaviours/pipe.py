@@ -5,6 +5,7 @@ Rows run on other projects' pipelines, too (benchmarks/others), so this imports 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,7 +79,7 @@ class Training:
         return len(self.balance) + (self.sample is not None)
 
 
-class Pipe:
+class Pipe(ABC):
     """The pipeline of a row; on each rank, its part. An adapter's `build` makes it; the rest is for one module."""
 
     package = ""
@@ -94,9 +95,9 @@ class Pipe:
         self.module = self.build(row.layers(), [*row.balance])
         self.optimizer = None if row.optimizer is None else row.optimizer(self.module.parameters())
 
+    @abstractmethod
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
         """Make the pipeline; return what has this rank's parameters, under the names of the whole model."""
-        raise NotImplementedError
 
     def again(self, **changes: Any) -> Pipe:
         """Make another pipeline, of the same row with changes."""

@@ -83,7 +83,8 @@ def steps_of(run: nn.Module, xs: Tensor, outputs: list[Tensor]) -> Callable[[], 
 STEPS = 12
 
 
-# One parameter, so that each is combined with every engine and mode: whether threads meet is a matter of chance.
+# Both numbers are one parameter, so that every engine and mode runs with all four pairs. Whether two threads meet is a
+# matter of chance, and few runs would miss it.
 @pytest.mark.parametrize("case", [(2, 1), (2, 3), (1, 1), (1, 3)], ids=lambda case: "{} pipelines, m={}".format(*case))
 def test_two_threads(case: tuple[int, int], way: dict[str, Any]) -> None:
     count, chunks = case

@@ -50,7 +50,8 @@ COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "skips in time": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}),
 }
 
-# Ranks, or in one process who goes backward: the thread that calls it, or one for each device, of which one is next.
+# How a backward runs in one process: `None`, in the thread that calls it; else in a thread for each device, and this
+# function chooses the device that goes on. Ranks have a process each.
 ENGINES: dict[str, Callable[[list[int]], int] | None] = {
     "graph": None,
     "graph, first device ahead": min,

@@ -159,9 +159,9 @@ ROWS = [
     Row("two forwards, then two backwards", layers, given, use=under_way, **MORE, tolerance=REORDERED),
     *(Row(f"no numbers are taken by {what}", alone(layer), given, use=takes_nothing, **MORE)
       for what, layer in QUIET.items()),
-    Row("what does not overlap draws what a plain run draws, one partition", made(linear, nn.Dropout, linear), given,
+    Row("one partition draws the numbers of a plain run", made(linear, nn.Dropout, linear), given,
         (3,), use=twice),
-    Row("what does not overlap draws what a plain run draws, one micro-batch", made(linear, nn.Dropout, linear), given,
+    Row("one micro-batch draws the numbers of a plain run", made(linear, nn.Dropout, linear), given,
         (1, 1, 1), use=twice, chunks=1),
     Row("from evaluation to training and back", layers, given, use=from_evaluation_and_back, **MORE),
     Row("from evaluation to training, any engine", layers, given, use=from_evaluation_and_back, **MORE, **AUTO),
