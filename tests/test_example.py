@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from reproduce.run.engines.launch import TORCHRUN, python
 from torchgpipe.state.saved_files import read
+
+from .start import TORCHRUN, python
 
 pytestmark = pytest.mark.slow
 

@@ -25,9 +25,9 @@ LIMITS = {
     "torchgpipe/state": 640,
     "torchgpipe/plan": 4_010,
     "torchgpipe/timeline": 380,
-    "reproduce": 10_750,
+    "reproduce": 10_720,
     "benchmarks": 2_600,
-    "tests": 25_220,
+    "tests": 25_250,
     "examples": 300,
 }
 

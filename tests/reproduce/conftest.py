@@ -10,9 +10,9 @@ import pytest
 import reproduce.machine.devices
 import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, Experiment
-from reproduce.run.engines.launch import python
 from reproduce.tables.layout import WIDTH
 
+from ..start import python
 from .made import RUN
 from .tiny import CORES, PROFILE_SECONDS, TINY
 
@@ -39,7 +39,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python (reproduce/run/engines/launch.py); what a test that failed has left running is killed."""
+    """Start Python (../start.py); what a test that failed has left running is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:

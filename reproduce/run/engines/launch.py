@@ -1,31 +1,13 @@
-"""Start other processes: Python with some arguments, or a function in several, each with a link to this one."""
+"""Run a function in several processes, each with a link to this one."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from reproduce.machine.description import ROOT
-
-TORCHRUN = ("-m", "torch.distributed.run", "--local-addr", "127.0.0.1")  # no network may know this machine's name
-
-
-def python(
-    *arguments: str, root: Path = ROOT, first: Path = ROOT, errors: int = subprocess.PIPE, **environment: str
-) -> subprocess.Popen[str]:
-    """Start Python on a script or `-m module` in a checkout, with a folder that is searched for modules first."""
-    path = os.pathsep.join([str(first), str(root)])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path}
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
 
 
 class Ended(NamedTuple):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from reproduce.run.engines.launch import TORCHRUN, python
 from torchgpipe.distributed import connections as wires
+
+from ...start import TORCHRUN, python
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
