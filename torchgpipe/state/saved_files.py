@@ -17,13 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchgpipe.caught import caught
 from torchgpipe.state.meeting import Meeting
 
-_AS_GIVEN = (False, False)
-"""Planners leave values alone that are dictionaries or lists."""
-
 
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     """Write a checkpoint, each rank its part, and flush it."""
-    writer, planner = FileSystemWriter(path), DefaultSavePlanner(*_AS_GIVEN)
+    writer, planner = FileSystemWriter(path), DefaultSavePlanner(False, False)  # dictionaries and lists stay as given
     writer.fs = _Files()
     planner.set_up_planner(content, writer.storage_meta(), ranks.own == 0)
     writer.set_up_storage_writer(ranks.own == 0)
@@ -58,7 +55,7 @@ def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
         if isinstance(meta, TensorStorageMetadata):
             content[key] = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
     reader = FileSystemReader(path)
-    planner = DefaultLoadPlanner(*_AS_GIVEN)
+    planner = DefaultLoadPlanner(False, False)
     planner.set_up_planner(content, saved, True)
     reader.set_up_storage_reader(saved, True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()

@@ -218,11 +218,8 @@ class Saves:
             raise OSError(cause.errno, why) from caught(error)
 
 
-Forms = dict[str, str]
-"""Type and shape of tensors, and nothing of other parts."""
-
-
-def _forms(content: Mapping[str, Any]) -> Forms:
+def _forms(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return type and shape of tensors, and nothing of other parts."""
     return {key: _form(x.dtype, x.shape) if isinstance(x, Tensor) else "" for key, x in content.items()}
 
 
@@ -231,7 +228,7 @@ def _form(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def _check_alike(
-    path: Path, saved: Metadata, training: dict[str, Any], here: list[tuple[Forms, str | None, list[str]]]
+    path: Path, saved: Metadata, training: dict[str, Any], here: list[tuple[dict[str, str], str | None, list[str]]]
 ) -> None:
     """Raise `ValueError` if a saved state is not of the model and optimizer that ranks have."""
     there = {

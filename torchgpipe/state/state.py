@@ -41,8 +41,9 @@ class State:
         if optimizer is not None:
             held = [*optimizer.state_dict().keys() - {"state", "param_groups"}, *optimizer.state.keys() - names.keys()]
             if held:
+                what = f"a tensor of shape {[*held[0].shape]}" if isinstance(held[0], Tensor) else repr(held[0])
                 raise ValueError(
-                    f"the optimizer holds {_brief(held[0])} beside the states of parameters, which would be lost; save "
+                    f"the optimizer holds {what} beside the states of parameters, which would be lost; save "
                     "the layers without the optimizer, and its state by a name of its own"
                 )
         self._groups: list[list[str]] = []
@@ -85,10 +86,8 @@ class State:
         """Return the optimizer's options. Parameters of one group have them in common: pickled, they are there once."""
         options: Options = {}
         for names, group in zip(self._groups, self._group_states(), strict=True):
-            of_group = {
-                key: x.cpu() if isinstance(x, Tensor) else x for key, x in group.items() if key not in _PARAMETERS
-            }
-            options |= dict.fromkeys(names, of_group)
+            given = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in group.items() if key not in _PARAMETERS}
+            options |= dict.fromkeys(names, given)
         return options
 
     def _group_states(self) -> list[dict[str, Any]]:
@@ -133,9 +132,8 @@ class State:
         """Change layers, optimizer and generators to what was read; let go of gradients, which are of another state."""
         for p in self._parameters.values():
             p.grad = None
-        self._model.load_state_dict(
-            {key.removeprefix("model."): x for key, x in content.items() if key.startswith("model.")}
-        )
+        layers = {key.removeprefix("model."): x for key, x in content.items() if key.startswith("model.")}
+        self._model.load_state_dict(layers)
         for key, generator in self._generators.items():
             generator.set_state(content[key])
         if self._optimizer is not None and packed is not None:
@@ -182,7 +180,3 @@ def same(x: Any, y: Any) -> bool:
     if isinstance(x, list | tuple):
         return len(x) == len(y) and all(map(same, x, y))
     return pickle.dumps(x) == pickle.dumps(y) or bool(x == y)  # NaN is not equal to itself
-
-
-def _brief(x: object) -> str:
-    return f"a tensor of shape {[*x.shape]}" if isinstance(x, Tensor) else repr(x)

@@ -41,9 +41,7 @@ def cut(calls: Sequence[Call], heavy: Sequence[bool], inputs: int, outputs: Sequ
     stops: dict[int, list[int]] = {number: [0] for number in range(inputs)}  # value -> the layers where it is
     for k, layer in enumerate(layers):
         for call in layer.calls:
-            for number in values_in((call.args, call.kwargs)):
-                _stop(stops[number], k)
-            for number in call.outputs:
+            for number in (*values_in((call.args, call.kwargs)), *call.outputs):
                 _stop(stops.setdefault(number, []), k)
     last = len(layers) - 1
     for number in outputs:
