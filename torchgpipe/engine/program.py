@@ -135,16 +135,13 @@ class Program:
         with ambient.again():
             for i in reversed(range(self._m)):
                 self.doing = f"backward of micro-batch {i}"
-                graph = self._graphs[i]
                 recomputed = i < self._recomputed
-                if recomputed and not first:
-                    links.admit()
-                if recomputed and not last:
-                    links.expect()
+                if recomputed:
+                    self._wait_for_use(links)
                 links.check()
                 if recomputed and not (last and all_none(output_grads[i])):
                     with self.computes(f"recomputation of micro-batch {i}"):
-                        graph.recompute(keep=keep)
+                        self._graphs[i].recompute(keep=keep)
                 grads: Flat = output_grads[i] if last else links.take()
                 grads = (*grads, *(links.fetch(i, departure) for departure in stage.departures))
 
@@ -152,7 +149,7 @@ class Program:
                 if recomputed and not first:
                     links.announce()
                 with self.computes(f"backward of micro-batch {i}"):
-                    grads = graph.backward(grads, keep=keep)
+                    grads = self._graphs[i].backward(grads, keep=keep)
 
                 for arrival in reversed(stage.arrivals):
                     links.leave(i, arrival, grads[-1])
@@ -160,11 +157,18 @@ class Program:
                 if first:
                     results[i] = grads
                 else:
-                    if not recomputed:
+                    if not recomputed:  # else there was room before the recomputation
                         links.admit()
                     links.give(grads)
                 del grads
         return results
+
+    def _wait_for_use(self, links: Links) -> None:
+        """Wait until both neighbours have come so far that a recomputation is of use (see the top of this file)."""
+        if self._j > 0:
+            links.admit()
+        if self._j + 1 < self._n:
+            links.expect()
 
     @contextmanager
     def computes(self, task: str) -> Iterator[None]:

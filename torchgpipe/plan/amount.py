@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["amount", "parse_amount"]
-
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9,
          "TB": 10**12}  # fmt: skip
 

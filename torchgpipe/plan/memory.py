@@ -27,8 +27,6 @@ from torchgpipe.plan.count.task import Task, task_bytes
 from torchgpipe.plan.predict import Setup, crossing
 from torchgpipe.tensors.checkpoint import checkpointed
 
-__all__ = ["Device", "setup_memory"]
-
 
 @dataclass(frozen=True)
 class Device:
@@ -57,71 +55,101 @@ def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
     Micro-batches count as equal: as the largest, if the last is smaller.
     """
     crossings = crossing(counts.footprints(setup.sizes[0]), setup.cuts)
-    return [max(_moments(counts, setup, j, crossings), key=lambda x: x.peak) for j in range(len(setup.cuts))]
+    devices = (_Step(counts, setup, j, crossings) for j in range(len(setup.cuts)))
+    return [max(device.moments(), key=lambda x: x.peak) for device in devices]
 
 
-def _moments(counts: Counts, setup: Setup, j: int, crossings: Sequence[tuple[int, int, Stashed]]) -> Iterator[Device]:
-    """Yield what device `j` holds at each moment of a step that may be its fullest.
+class _Step:
+    """A step on device `j`, moment by moment.
 
     On the last device the user holds the gathered output and its gradient throughout backward, and the output in the
     optimizer's step; gathering takes the pieces and the whole at once.
     """
-    m, n, (start, stop) = len(setup.sizes), len(setup.cuts), setup.cuts[j]
-    layers, recomputed = counts.low[start:stop], checkpointed(setup.checkpoint, m)
-    # Only what is needed: these take most of the time.
-    twice = _task(counts, setup.sizes[0], start, stop, recomputed > 0)
-    once = _task(counts, setup.sizes[0], start, stop, False) if recomputed < m or start == 0 else twice
-    first_partition, last_partition = j == 0, j == n - 1
-    output, output_grad = (once.output, once.output_grad) if last_partition else (0.0, 0.0)
-    # Where nothing is copied or recomputed, all tasks share one graph; otherwise each has its own.
-    apart = n > 1 or recomputed > 0
-    leaving = [(target - j, x) for source, target, x in crossings if source == j]
-    parameters = float(sum(layer.parameters for layer in layers))
-    before = parameters if setup.zeroed else 0.0  # gradients that stay between steps
-    frozen = sum(layer.frozen for layer in layers) + (counts.input * setup.batch_size if first_partition else 0.0)
-    always = Device(parameters + frozen, before, setup.optimizer.state * parameters)
 
-    def stash(count: int) -> float:
-        """Bytes held for the first `count` micro-batches."""
-        return min(count, recomputed) * twice.inputs + max(0, count - recomputed) * once.kept
+    def __init__(self, counts: Counts, setup: Setup, j: int, crossings: Sequence[tuple[int, int, Stashed]]) -> None:
+        self._counts, self._setup, self._j, self._crossings = counts, setup, j, crossings
+        self._m, self._n = len(setup.sizes), len(setup.cuts)
+        self._first, self._last = j == 0, j == self._n - 1
+        start, stop = setup.cuts[j]
+        layers, self._recomputed = counts.low[start:stop], checkpointed(setup.checkpoint, self._m)
+        # Only what is needed: these take most of the time.
+        self._checkpointed = _task(counts, setup.sizes[0], start, stop, self._recomputed > 0)
+        plain = self._recomputed < self._m or start == 0
+        self._plain = _task(counts, setup.sizes[0], start, stop, False) if plain else self._checkpointed
+        output = (self._plain.output, self._plain.output_grad) if self._last else (0.0, 0.0)
+        self._output, self._output_grad = output
+        self._parameters = float(sum(layer.parameters for layer in layers))
+        self._kept_grads = self._parameters if setup.zeroed else 0.0  # gradients that stay between steps
+        self._update = setup.optimizer.temporaries([x for layer in layers for x in layer.parameter_sizes])
+        given = counts.input * setup.batch_size if self._first else 0.0
+        frozen = sum(layer.frozen for layer in layers) + given
+        optimizer = setup.optimizer.state * self._parameters
+        self._always = Device(self._parameters + frozen, self._kept_grads, optimizer)
 
-    # Between these, everything grows or shrinks evenly.
-    looked_at = sorted({*range(min(m, n)), *(i for i in (recomputed - 1, recomputed, m - 2, m - 1) if 0 <= i < m)})
-    for i in looked_at:
-        task = twice if i < recomputed else once
-        yield replace(
-            always,
-            stashed=stash(i) + i * output,
+    def moments(self) -> Iterator[Device]:
+        """Yield what the device holds at each moment that may be its fullest."""
+        m, n, last = self._m, self._n, self._recomputed - 1
+        # Between these, everything grows or shrinks evenly.
+        looked_at = sorted({*range(min(m, n)), *(i for i in (last, last + 1, m - 2, m - 1) if 0 <= i < m)})
+        yield from map(self._forward, looked_at)
+        gathered = m * self._output
+        yield replace(self._always, stashed=self._stashed(m) + gathered, working=gathered if m > 1 else 0.0)
+        for i in reversed(looked_at):
+            yield from self._backward(i)
+        yield replace(self._always, gradients=self._parameters, stashed=gathered, update=self._update)
+
+    def _task(self, i: int) -> Task:
+        return self._checkpointed if i < self._recomputed else self._plain
+
+    def _stashed(self, count: int) -> float:
+        """Return the bytes held for the first `count` micro-batches."""
+        recomputed = min(count, self._recomputed)
+        return recomputed * self._checkpointed.inputs + (count - recomputed) * self._plain.kept
+
+    def _forward(self, i: int) -> Device:
+        task = self._task(i)
+        leaving = [(target - self._j, x) for source, target, x in self._crossings if source == self._j]
+        return replace(
+            self._always,
+            stashed=self._stashed(i) + i * self._output,
             working=task.inputs + task.forward,
             skips=sum(min(i, far) * x.bytes for far, x in leaving),
-            copies=0.0 if first_partition or i + 1 == m else task.inputs - task.arrivals,
+            copies=0.0 if self._first or i + 1 == self._m else task.inputs - task.arrivals,
         )
-    yield replace(always, stashed=stash(m) + m * output, working=m * output if m > 1 else 0.0)
-    for i in reversed(looked_at):
-        task, first = twice if i < recomputed else once, i == m - 1
-        if counts.copied:
-            arrived = 0.0 if last_partition else once.output_grad
-            under_way = sum((1 + min(i, far)) * x.grad for far, x in leaving)
-        else:  # what is no copy counts where it was made
-            arrived = 0.0
-            under_way = sum(min(m - 1 - i, j - source) * x.grad for source, target, x in crossings if target == j)
-        waiting = 0.0 if first or first_partition else task.input_grad
+
+    def _backward(self, i: int) -> Iterator[Device]:
+        """Yield micro-batch i's recomputation, if there is one, and its backward."""
+        task, begins = self._task(i), i == self._m - 1
         held = replace(
-            always,
-            gradients=before + (0.0 if first else parameters),
-            stashed=stash(i) + m * (output + output_grad),
-            skips=under_way,
-            copies=arrived + waiting,
+            self._always,
+            gradients=self._kept_grads + (0.0 if begins else self._parameters),
+            stashed=self._stashed(i) + self._m * (self._output + self._output_grad),
+            skips=self._skip_grads(i),
+            copies=self._grads_under_way(task, begins),
         )
-        if i < recomputed:
+        if i < self._recomputed:
             yield replace(held, working=task.inputs + task.graph)
-        if apart:
-            peak = task.first if first else task.later
+        # Where nothing is copied or recomputed, all tasks share one graph; otherwise each has its own.
+        if self._n > 1 or self._recomputed > 0:
+            peak = task.first if begins else task.later
+        elif begins:
+            peak = task.later if self._setup.zeroed and self._m == 1 else task.first
         else:
-            peak = task.summed if not first else task.later if setup.zeroed and m == 1 else task.first
+            peak = task.summed
         yield replace(held, working=task.kept + peak)
-    update = setup.optimizer.temporaries([x for layer in layers for x in layer.parameter_sizes])
-    yield replace(always, gradients=parameters, stashed=m * output, update=update)
+
+    def _skip_grads(self, i: int) -> float:
+        j = self._j
+        if self._counts.copied:
+            return sum((1 + min(i, target - j)) * x.grad for source, target, x in self._crossings if source == j)
+        # What is no copy counts where it was made.
+        waiting = self._m - 1 - i
+        return sum(min(waiting, j - source) * x.grad for source, target, x in self._crossings if target == j)
+
+    def _grads_under_way(self, task: Task, begins: bool) -> float:
+        """Return the bytes of copies: the gradient of the output, and that of the last input, which is on its way."""
+        arrived = self._plain.output_grad if self._counts.copied and not self._last else 0.0
+        return arrived + (0.0 if begins or self._first else task.input_grad)
 
 
 def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) -> Task:

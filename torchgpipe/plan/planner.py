@@ -31,8 +31,6 @@ from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.trace.layer import flat
 
-__all__ = ["HERE", "Plan", "plan"]
-
 HERE = "here"
 """In place of a hardware description's name: profile on the present device."""
 

@@ -22,8 +22,6 @@ from torchgpipe.plan.hardware.operators import Operator
 from torchgpipe.plan.replay import Costs, Timeline, replay, shared
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
-__all__ = ["LayerSeconds", "Predictor", "Setup", "Step", "crossing", "micro_batch_sizes"]
-
 
 @dataclass(frozen=True)
 class Setup:

@@ -25,8 +25,6 @@ from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
-__all__ = ["Curve", "Profile", "ProfiledPredictor", "predictor_here", "profile_layers"]
-
 LEAST = 2
 """Samples of the smallest micro-batch that is timed: batch normalization may refuse one. Twice that are timed, too."""
 

@@ -10,8 +10,6 @@ from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.search.search import Found
 from torchgpipe.plan.search.trial import Candidate
 
-__all__ = ["reason"]
-
 MUCH = 0.1
 """From which share on something is said to be in the way."""
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torchgpipe.tensors.observe import Kind
 
-__all__ = ["Costs", "Event", "Timeline", "bubbles", "replay", "shared"]
-
 Table = Sequence[Sequence[float]]
 
 

@@ -9,8 +9,6 @@ from torchgpipe.plan.amount import amount
 from torchgpipe.plan.search.beside import DataParallel
 from torchgpipe.plan.search.trial import Candidate
 
-__all__ = ["balance_text", "describe_numbers", "describe_setup"]
-
 GiB = 2**30
 WIDTH = 78
 INDENT = " " * 12

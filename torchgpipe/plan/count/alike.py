@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from torchgpipe.skip.skippable import skips_of
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 
 if TYPE_CHECKING:
-    from torchgpipe.plan.count.footprint import Footprint
-
-__all__ = ["Alike"]
+    from torchgpipe.plan.count.footprint import Footprint, LayerCount
 
 
 class Alike:
@@ -25,7 +23,7 @@ class Alike:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[object, Any] = {}
+        self.counts: dict[object, tuple[LayerCount, TensorOrTensors]] = {}
         self.footprints: dict[object, tuple[Footprint, TensorOrTensors]] = {}
         self._layers: dict[int, tuple[torch.nn.Module, object]] = {}  # by id, which stays theirs while it is held
         self._how: object = None

@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.plan.count.attention import attention
 from torchgpipe.plan.count.autocast import cast
 
-__all__ = ["as_on"]
-
 WRITTEN_IN_PYTHON = ("torch.nn.functional", "torch.functional")
 CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from torchgpipe.plan.hardware.operators import Operator, bytes_of, dtype_of, tensors_in
 
-__all__ = ["attention", "attention_operator"]
-
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 """Channels of a head, for which there are flash kernels."""

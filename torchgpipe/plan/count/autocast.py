@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["cast"]
-
 PRODUCTS = (
     "matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum linear prelu conv1d conv2d conv3d conv_tbc "
     "conv_transpose1d conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention "

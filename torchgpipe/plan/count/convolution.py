@@ -21,8 +21,6 @@ from torchgpipe.plan.hardware._flops import flop_formula
 from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of
 from torchgpipe.plan.hardware.tiles import Grid
 
-__all__ = ["Convolution", "convolution", "convolution_backward"]
-
 
 def convolution(func: Any, args: Sequence[Any], result: Tensor) -> list[Operator]:
     """Return what `aten.convolution` does."""

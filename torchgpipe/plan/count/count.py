@@ -10,7 +10,8 @@ follows, but for layers that multiply samples with each other (see `growth`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +33,6 @@ from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
 from torchgpipe.trace.layer import batched
-
-__all__ = ["Counts", "count"]
 
 SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
@@ -105,12 +104,14 @@ def count(
     found: list[list[LayerCount]] = []
     numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
     names = list(module._modules)
+    titles = [f"layer {i} ({name!r}, {type(x).__name__})" for i, (name, x) in enumerate(module._modules.items())]
     remembered, alike = Remembered(), alike or Alike()
     alike.begin(module, device, autocast)
     for size in SIZES:
         given = _empty(sample, size, batched(module))
         with undisturbed(meta), remembered, as_on(device, autocast):
-            counted = rehearse(module, given, meta, _count(numbers, module, alike))
+            count_layer = functools.partial(_count_layer, numbers, alike, iter(titles))
+            counted = rehearse(module, given, meta, count_layer)
             layers = [x._replace(name=name) for name, x in zip(names, counted, strict=True)]
             if memory:
                 footprints = rehearse(module, given, meta, _measure(layers, given, alike))
@@ -132,59 +133,50 @@ def _refuse_compiled(module: nn.Sequential) -> None:
                 )
 
 
-def _count(numbers: dict[SkipKey, int], module: nn.Sequential, alike: Alike) -> Callable[[Rehearsal], LayerCount]:
-    """Count the layers in turn, but for their names."""
-    known: dict[object, tuple[LayerCount, TensorOrTensors]] = alike.counts
-    whose = iter(f"layer {i} ({name!r}, {type(x).__name__})" for i, (name, x) in enumerate(module._modules.items()))
-
-    def measure(rehearsal: Rehearsal) -> LayerCount:
-        which, key = next(whose), alike.behaviour(rehearsal.original, rehearsal.value)
-        if key is not None and key in known:
-            found, rehearsal.output = known[key]
-            return found
-        value = rehearsal.prepare()
-        reached: set[int] = set()
-        given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
-        rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
-        layer = rehearsal.layer
-        entering = set(rehearsal.scope)
-        with naming_layer(which, value), Counter() as forward:
-            rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
-        stashes = tuple(
-            Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items()
-        )
-        nbytes = float(sum(x.nbytes for x in tensors_of(rehearsal.output)))
-        roots = [x for x in rehearsal.results() if x.requires_grad]
-        backward = Counter()
-        if roots:
-            gradients = [torch.empty_like(x) for x in roots]
-            with naming_layer(which, value), backward:
-                torch.autograd.backward(roots, gradients)
-        gives = tuple(i in reached for i in range(len(given)))
-        trained = [p for p in layer.parameters() if p.requires_grad]
-        others = [p for p in layer.parameters() if not p.requires_grad]
-        accumulate = tuple(
-            Operator("elementwise", str(p.dtype).removeprefix("torch."), 0.0, 3.0 * p.nbytes) for p in trained
-        )
-        counted = LayerCount(
-            name="",
-            forward=tuple(forward.operators),
-            backward=tuple(backward.operators),
-            accumulate=accumulate,
-            output=nbytes,
-            stashes=stashes,
-            pops=tuple(numbers[key] for key in entering if key in numbers),
-            parameters=sum(p.nbytes for p in trained),
-            parameter_sizes=tuple(p.nbytes for p in trained),
-            frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
-            gives=gives,
-        )
-
-        if key is not None:
-            known[key] = counted, rehearsal.output
-        return counted
-
-    return measure
+def _count_layer(numbers: dict[SkipKey, int], alike: Alike, whose: Iterator[str], rehearsal: Rehearsal) -> LayerCount:
+    """Count one layer, but for its name; one like an earlier layer is not run again. `whose` names layers in errors."""
+    which, key = next(whose), alike.behaviour(rehearsal.original, rehearsal.value)
+    if key is not None and key in alike.counts:
+        found, rehearsal.output = alike.counts[key]
+        return found
+    value = rehearsal.prepare()
+    reached: set[int] = set()
+    given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
+    rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
+    layer = rehearsal.layer
+    entering = set(rehearsal.scope)
+    with naming_layer(which, value), Counter() as forward:
+        rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
+    stashes = tuple(Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items())
+    nbytes = float(sum(x.nbytes for x in tensors_of(rehearsal.output)))
+    roots = [x for x in rehearsal.results() if x.requires_grad]
+    backward = Counter()
+    if roots:
+        gradients = [torch.empty_like(x) for x in roots]
+        with naming_layer(which, value), backward:
+            torch.autograd.backward(roots, gradients)
+    gives = tuple(i in reached for i in range(len(given)))
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    others = [p for p in layer.parameters() if not p.requires_grad]
+    accumulate = tuple(
+        Operator("elementwise", str(p.dtype).removeprefix("torch."), 0.0, 3.0 * p.nbytes) for p in trained
+    )
+    counted = LayerCount(
+        name="",
+        forward=tuple(forward.operators),
+        backward=tuple(backward.operators),
+        accumulate=accumulate,
+        output=nbytes,
+        stashes=stashes,
+        pops=tuple(numbers[key] for key in entering if key in numbers),
+        parameters=sum(p.nbytes for p in trained),
+        parameter_sizes=tuple(p.nbytes for p in trained),
+        frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
+        gives=gives,
+    )
+    if key is not None:
+        alike.counts[key] = counted, rehearsal.output
+    return counted
 
 
 class _Entry(torch.autograd.Function):

@@ -19,8 +19,6 @@ from torchgpipe.plan.hardware._flops import flop_formula
 from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of, tensors_in
 from torchgpipe.tensors._autograd import without_torch_function
 
-__all__ = ["Counter"]
-
 # Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
 NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax")
 POOLS = ("pool", "upsample")

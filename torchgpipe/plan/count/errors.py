@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from torchgpipe.caught import caught
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 
-__all__ = ["naming_layer"]
-
 ADVICE = (
     "check the sample's shape and type; layers are counted on device 'meta', where tensors have no values, so one that "
     "needs values cannot be: find the balance with torchgpipe.balance, which runs the layers"

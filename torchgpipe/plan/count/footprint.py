@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from torchgpipe.plan.hardware.operators import Operator
 
-__all__ = ["NOTHING", "SUMMED", "Change", "Footprint", "LayerCount", "Stashed", "renumbered"]
-
 
 class Change(NamedTuple):
     """Bytes that come to life or die; of which storage, where it is one that entered the layer."""

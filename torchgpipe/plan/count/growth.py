@@ -13,8 +13,6 @@ from typing import Any
 from torchgpipe.plan.count.footprint import LayerCount
 from torchgpipe.plan.hardware.operators import Operator
 
-__all__ = ["between", "check_growth"]
-
 
 def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
     """Return what lies on the straight line from `a` to `b`, beyond them where the share is above 1: all floats in it.

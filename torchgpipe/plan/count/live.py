@@ -14,8 +14,6 @@ from torchgpipe.plan.count.footprint import SUMMED, Change
 from torchgpipe.plan.hardware.operators import tensors_in
 from torchgpipe.tensors._autograd import holders, without_torch_function
 
-__all__ = ["ADDED", "GIVEN", "Live"]
-
 GIVEN, ADDED = -2, -3
 """In place of a storage: a gradient that backward starts from, and a parameter's that would be added to another."""
 COPIES = (torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default)

@@ -15,8 +15,6 @@ from torchgpipe.plan.count.live import ADDED, GIVEN, Live
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.tensors._autograd import without_torch_function
 
-__all__ = ["Numbers", "measure_footprint"]
-
 Needs = Sequence[bool]
 
 

@@ -22,8 +22,6 @@ from torch import nn
 
 from torchgpipe.plan.count.live import Live
 
-__all__ = ["OPTIMIZERS", "STATELESS", "Optimizer", "optimizer_named"]
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
     "none": None,
     "sgd": torch.optim.SGD,

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe.plan.hardware.operators import tensors_in
 from torchgpipe.tensors._autograd import without_torch_function
 
-__all__ = ["Remembered"]
-
 
 class _Like(NamedTuple):
     """What a tensor on `meta` looks like."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint
 
-__all__ = ["Task", "task_bytes"]
-
 
 @dataclass(frozen=True)
 class Task:

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["flop_formula"]
-
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:
     """Return what counts the operator's floating-point operations, given its arguments and its result as `out_val`."""

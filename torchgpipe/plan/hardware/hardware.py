@@ -25,8 +25,6 @@ from typing import Any
 from torchgpipe.plan.hardware.operators import CLASSES, Operator
 from torchgpipe.plan.hardware.tiles import excess
 
-__all__ = ["FOLDER", "Hardware", "hardware_names", "load_hardware"]
-
 FOLDER = Path(__file__).parent
 
 SCALARS = ("devices", "memory", "memory_bandwidth", "link_bandwidth", "link_latency", "launch")

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from torchgpipe.plan.hardware.hardware import Hardware
 
-__all__ = ["HEADROOM", "check_headroom", "room"]
-
 HEADROOM = 0.15
 """What a GPU's allocator is taken to reserve beyond tensors, as a share of these: the median, rounded up."""
 

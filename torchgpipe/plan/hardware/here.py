@@ -18,8 +18,6 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.operators import CLASSES
 
-__all__ = ["MOST_AT_WORK", "RUNS", "describe_here", "device_name", "hand_over", "sharing"]
-
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A container's limit of memory, in bytes."""
 RUNS = 5

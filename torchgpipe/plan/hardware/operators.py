@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchgpipe.plan.hardware.tiles import Grid
 
-__all__ = ["CLASSES", "Operator", "OperatorClass", "bytes_of", "dtype_of", "tensors_in"]
-
 OperatorClass = Literal[
     "matmul", "conv", "conv3x3", "winograd", "attention", "attention_backward", "norm", "pool", "elementwise"
 ]

@@ -10,8 +10,6 @@ import functools
 import math
 from typing import NamedTuple
 
-__all__ = ["TILES", "Grid", "excess"]
-
 TILES = ((128, 128), (128, 64), (64, 128), (128, 32), (32, 128))
 """The sizes that are tried: those in the names of cuDNN's and cuBLAS's kernels in float32 (`..._128x64_...`)."""
 

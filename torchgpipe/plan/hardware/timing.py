@@ -20,8 +20,6 @@ from torchgpipe.balance.profile import Rehearsal, rehearse, synchronize, time_fo
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, tensors_of
 
-__all__ = ["Seconds", "time_alone", "time_step"]
-
 
 class Seconds(NamedTuple):
     """Seconds of every layer for one micro-batch: forward without a graph and with one, and backward."""

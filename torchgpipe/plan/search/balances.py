@@ -10,8 +10,6 @@ from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.tensors.checkpoint import checkpointed
 
-__all__ = ["Work", "heaviest"]
-
 SAFE = 1 - 1e-9
 """What bounds are multiplied by, for rounding."""
 

@@ -15,8 +15,6 @@ from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor, Setup
 
-__all__ = ["DataParallel", "data_parallel"]
-
 
 @dataclass(frozen=True)
 class DataParallel:

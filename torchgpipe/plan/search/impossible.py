@@ -14,8 +14,6 @@ from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.tensors.checkpoint import MODES, Mode
 
-__all__ = ["Impossible", "Least", "hopeless", "least", "why"]
-
 
 class Impossible(ValueError):
     """Tell in one line why no setup fits."""

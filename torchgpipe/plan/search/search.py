@@ -19,8 +19,6 @@ from torchgpipe.plan.search.impossible import Impossible, least, why
 from torchgpipe.plan.search.trial import MOST_TASKS, Candidate, Trial, assess
 from torchgpipe.tensors.checkpoint import MODES, Mode
 
-__all__ = ["Found", "chunk_choices", "search"]
-
 BYTES = (0.5, 1.0)
 """The shares of bytes, beside seconds, in what balances even out where memory is scarce, and at the end."""
 CLOSE = 1e-3

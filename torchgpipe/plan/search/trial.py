@@ -10,8 +10,6 @@ from torchgpipe.plan.memory import Device, setup_memory
 from torchgpipe.plan.predict import Predictor, Setup, Step
 from torchgpipe.plan.search.balances import Work
 
-__all__ = ["MOST_TASKS", "Candidate", "Trial", "assess"]
-
 MOST_TASKS = 1_000_000
 """Tasks of all replays that a setup's balances are worth; one that has more is tried where no other fits."""
 
