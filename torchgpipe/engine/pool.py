@@ -6,6 +6,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
 
@@ -40,30 +41,13 @@ class Workers:
             Workers.__init__(self, self._count)
         if self in _running.get():
             # A layer or a hook of a program runs the pipeline again: these threads are busy until that returns.
-            again = Workers(self._count)
-            try:
+            with closing(Workers(self._count)) as again:
                 return again.run(relay, programs)
-            finally:
-                again.close()
         # In a context of the programs' own: what an interrupt could leave behind in the caller's would stay there.
         context = contextvars.copy_context()
         context.run(_running.set, (*_running.get(), self))
-        *others, own = (partial(context.copy().run, program) for program in programs)
-        given: list[threading.Lock] = []
         try:
-            try:
-                # Two threads may run a mini-batch each. The lock lets all workers get the two in one order.
-                with self._lock:
-                    self._start()
-                    for inbox, program in zip(self._inboxes, others, strict=True):
-                        given.append(_give(inbox, partial(relay.attempt, program)))
-                relay.attempt(own)
-                _wait(given)
-            except KeyboardInterrupt as interrupt:
-                if isinstance(relay.error, KeyboardInterrupt):
-                    raise
-                relay.stop(interrupt)
-                _wait(given)
+            self._run_all(relay, [partial(context.copy().run, program) for program in programs])
             if relay.error is not None:
                 raise relay.error
         finally:
@@ -72,6 +56,24 @@ class Workers:
             if self._closed:
                 with self._lock:
                     self._end()
+
+    def _run_all(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
+        """Run the programs to their ends; a first interrupt lets each end after its present task."""
+        *others, own = programs
+        given: list[threading.Lock] = []
+        try:
+            # Two threads may run a mini-batch each. The lock lets all workers get the two in one order.
+            with self._lock:
+                self._start()
+                for inbox, program in zip(self._inboxes, others, strict=True):
+                    given.append(_give(inbox, partial(relay.attempt, program)))
+            relay.attempt(own)
+            _wait(given)
+        except KeyboardInterrupt as interrupt:
+            if isinstance(relay.error, KeyboardInterrupt):
+                raise
+            relay.stop(interrupt)
+            _wait(given)
 
     def close(self) -> None:
         """End the threads when their present programs have ended.
