@@ -9,7 +9,7 @@ INSTALL ?= $(BIN)/python -m pip install --disable-pip-version-check
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help setup test test-oldest planted lint suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
+.PHONY: help setup test test-oldest planted lint docs suites benchmark regression has-base has-sides reproduce reproduce-amoebanet reproduce-unet reproduce-resnet results compare report clean
 
 help:
 	@echo "make reproduce            run every experiment here, one model after another"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-oldest          run them with the oldest versions that setup.cfg allows"
 	@echo "make planted              plant each fault of tests/planted in a copy, and see whether tests find it (ARGS='--jobs 2')"
 	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
+	@echo "make docs                 build the site of these docs in build/docs; a broken link is an error"
 	@echo "make benchmark            time balancer, micro-batches, portals, the planner, the replay"
 	@echo "make suites               run each of these once, untimed, to see that they work"
 	@echo "make regression BASE=REV  is the working tree slower than that revision?"
@@ -56,6 +57,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m reproduce render --check
+
+docs: $(READY)
+	$(INSTALL) --quiet --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -n -q docs build/docs
 
 suites: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-disable $(ARGS)

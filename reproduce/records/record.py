@@ -3,7 +3,7 @@
 A record is a JSON file that says everything needed to read it later. Its requirements:
 
 - what is in it is as measured or as published; ratios and medians are worked out by whoever reads it (but those of
-  `benchmarks` have summaries of samples, see `results/README.md`);
+  `benchmarks` have summaries of samples, see `docs/results.md`);
 - it is replaced atomically, so that a kill at any moment leaves the old file or the new one;
 - a file of an older version is read as well, see `reproduce/records/upgrade.py`;
 - a foreign or broken file is refused with one line that says what is wrong where.

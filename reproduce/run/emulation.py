@@ -6,7 +6,7 @@ as n devices would overlap. So outputs and gradients are real, and only the over
 trace-driven simulation.
 
 It leaves out what devices do to each other: they share memory bandwidth and the interpreter's lock, and take time to
-hand tensors over. `docs/emulation.md` says how much that is.
+hand tensors over. `docs/prediction.md` says how much that is.
 """
 
 from __future__ import annotations
