@@ -55,7 +55,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
-	$(BIN)/python -m reproduce render --check
+	$(BIN)/python -m benchmarks.render --check
 
 suites: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-disable $(ARGS)
@@ -84,7 +84,7 @@ reproduce-resnet: $(READY)
 reproduce: reproduce-amoebanet reproduce-unet reproduce-resnet
 
 results: $(READY)
-	$(BIN)/python -m reproduce render
+	$(BIN)/python -m benchmarks.render
 
 has-sides:
 	@: $(if $(A),,$(error make compare A=... B=...: A is missing)) $(if $(B),,$(error make compare A=... B=...: B is missing))

@@ -26,7 +26,6 @@ from reproduce.records.record import FREED_MEMORY, Record, Result, save
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import new_run, now, prepare_folder
 from reproduce.tables.layout import grid
-from reproduce.tables.render import module_of
 
 render = grid
 Found = Generator[Sequence[Result], None, None]
@@ -34,11 +33,11 @@ Found = Generator[Sequence[Result], None, None]
 
 
 def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
-    """Return the parser of the benchmark of that name.
+    """Return the parser of the benchmark of that name, such as `gates.overlap`.
 
     Of the common options it takes `--json`, and `--rounds` and `--steps` where they have a default.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module_of(name)}", description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
     for option, default in defaults.items():
         what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
         parser.add_argument(f"--{option}", type=positive, default=default, help=f"{what} (default {default})")
@@ -67,11 +66,11 @@ def start(
     run = new_run(
         Devices(device, devices, 1 if device == "cpu" else None),
         seed=0,
-        command=["python", "-m", module_of(name)],  # without the paths of a machine; the rest is in the settings
+        command=["python", "-m", f"benchmarks.{name}"],  # without the paths of a machine; the rest is in the settings
         settings={**given, FREED_MEMORY: "kept" if kept() else "as the C library does"},
     )
     torch.set_num_threads(1)
-    return Record(name, title, "measured", unit, [], run=run)
+    return Record(name.rpartition(".")[2], title, "measured", unit, [], run=run)
 
 
 def continued(record: Record, before: Record) -> Record:

@@ -24,6 +24,7 @@ from functools import partial
 
 from benchmarks.harness import Found, command, keep, positive, start
 from reproduce.error import USAGE, Error
+from reproduce.machine.description import ROOT
 from reproduce.machine.git import Git, checkout
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.records.record import Record, Result, load, save
@@ -33,7 +34,6 @@ from reproduce.regression.judge import RULE, Judgement, judge_ratios, ratios
 from reproduce.regression.main import measure
 from reproduce.regression.trees import trees
 from reproduce.tables.layout import grid
-from reproduce.tables.render import BENCHMARKS
 
 DELAYS = (0.0, 0.03, 0.0, 0.05)  # of the runs in turn: a drift of the machine meets all kinds
 DRAWS = 200  # resampled runs of each kind
@@ -83,8 +83,8 @@ def _judged(decision: Decision) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is left of the experiment, and print its table."""
-    parser = command("regression", __doc__)
-    parser.set_defaults(json=BENCHMARKS / "regression.json")
+    parser = command("gates.regression", __doc__)
+    parser.set_defaults(json=ROOT / "results" / "benchmarks" / "regression.json")
     parser.add_argument("--runs", type=positive, default=16, help="runs, half of them unchanged (default 16)")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an experiment that was broken off")
     options = parser.parse_args(arguments)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         restarts=settings.restarts, rounds=settings.rounds, clock=settings.clock, alpha=RULE.alpha,
         threshold=RULE.threshold, draws=DRAWS,
     )  # fmt: skip
-    record = start(options, "regression", "is a planted delay seen?", {"seconds": "s"}, devices=2)
+    record = start(options, "gates.regression", "is a planted delay seen?", {"seconds": "s"}, devices=2)
     assert record.run is not None
     revision, what = record.run.git, record.run.settings
     if revision is None or revision.dirty:

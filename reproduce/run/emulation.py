@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -49,9 +50,8 @@ class Executed:
     value: float
 
 
-@dataclass(frozen=True)
-class EmulatedStep:
-    """A step as n devices would do it, in `seconds`, of which the optimizer takes `update`.
+class EmulatedStep(NamedTuple):
+    """A step as n devices would do it, in `seconds`.
 
     It would take `here` seconds on n of this machine's devices, where `seconds` are of devices behind a described link.
     Both are of a device as quick as it was when it ran everything in `work` seconds.
@@ -59,9 +59,7 @@ class EmulatedStep:
 
     seconds: float
     here: float
-    update: float
     work: float
-    costs: Costs
     timeline: Timeline
 
 
@@ -102,8 +100,8 @@ class Emulation:
         with_parameters = [each for each in self.training.partitions if any(True for _ in each.parameters())]
         self.optimizers = [make_optimizer(row, partition) for partition in with_parameters]
 
-    def run(self, *, wall: bool = False) -> Executed:
-        """Run a step's tasks, one at a time; with `wall`, each takes what it took on the clock."""
+    def run(self) -> Executed:
+        """Run a step's tasks, one at a time."""
         training, device = self.training, self.training.devices[0]
         losses = []
         with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
@@ -116,7 +114,7 @@ class Emulation:
                 updated.append(Mark(device))
             self.devices.synchronize()
 
-        since = Mark.since if wall else Mark.work_since
+        since = Mark.work_since
         last = max((each.end for each in watched if each.task.kind == "forward"), key=lambda mark: mark.time)
         first = min((each.start for each in watched if each.task.kind != "forward"), key=lambda mark: mark.time)
         return Executed(
@@ -145,7 +143,7 @@ class Emulation:
         if self.link is not None:
             copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
             timeline = replay(replace(costs, copy=copy, skips=skips, ahead=self._dependency))
-        return EmulatedStep(timeline.seconds + updates, here.seconds + updates, updates, work, costs, timeline)
+        return EmulatedStep(timeline.seconds + updates, here.seconds + updates, work, timeline)
 
     def samples(self, runs: Sequence[Executed]) -> dict[str, list[float]]:
         """Return what a record keeps of the runs: the emulated step, as quick or as slow as each run was."""
