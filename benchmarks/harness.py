@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -22,9 +21,9 @@ from reproduce.cli.interrupt import interruptible
 from reproduce.error import Error
 from reproduce.machine.allocator import kept
 from reproduce.machine.devices import Devices
-from reproduce.records.record import FREED_MEMORY, Record, Result, save
+from reproduce.records.record import FREED_MEMORY, Record, Result
 from reproduce.run.progress import Progress
-from reproduce.run.recorder import new_run, now, prepare_folder
+from reproduce.run.recorder import Recorder, new_run, prepare_folder
 from reproduce.tables.layout import grid
 
 render = grid
@@ -108,22 +107,19 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
 
     Ctrl-C, or an error of a measuring process, ends the program; what is finished is printed and kept all the same.
     """
-    results = {(result.experiment, result.row): result for result in record.results}
+    recorder = Recorder(path or Path(), record)
+    for result in record.results:
+        recorder.put(result)
+    save = recorder.save if path is not None else lambda: None
     progress = Progress()
     why: tuple[int, str] | None = None  # it is not finished: an exit code and a line
-
-    def so_far(state: Literal["running", "finished", "interrupted"]) -> Record:
-        assert record.run is not None
-        ended = None if state == "running" else now()
-        return replace(record, results=list(results.values()), run=replace(record.run, state=state, ended=ended))
-
     try:
         with interruptible() as check, closing(found):
             progress.show(f"0 of {total}")
             for number, part in enumerate(found, 1):
-                results |= {(result.experiment, result.row): summarized(result) for result in part}
-                if path is not None:
-                    save(so_far("running"), path)
+                for result in part:
+                    recorder.put(summarized(result))
+                save()
                 progress.show(f"{number} of {total}")
                 check()
     except KeyboardInterrupt:
@@ -131,14 +127,14 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
     except Error as error:
         why = error.exit_code, str(error)
     progress.clear()
-    record = so_far("finished" if why is None else "interrupted")
-    if results:
+    recorder.close("finished" if why is None else "interrupted")
+    record = recorder.record
+    if record.results:
         print(table(record))
-        if path is not None:
-            save(record, path)
+        save()
     if why is not None:
         where = "shown above" if path is None else f"in {path}"
-        left = f"what is finished is {where}" if results else "nothing is finished"
+        left = f"what is finished is {where}" if record.results else "nothing is finished"
         print(f"{record.name}: {why[1]}; {left}", file=sys.stderr)
         raise SystemExit(why[0])
     return record

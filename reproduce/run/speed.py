@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from reproduce.experiments import PUBLISHED_BALANCE, Row
 from reproduce.records.record import Engine
@@ -74,11 +73,12 @@ def run_speed(session: Session) -> Iterator[str]:
     A row that did not fit beside the others is run alone afterwards.
     """
     for row in session.scale.rows:
-        enough = row.devices <= session.devices.count
+        lacking = row.devices > session.devices.count
+        status = "needs devices" if lacking else "not run"
         for engine in session.engines:
-            if engine != "threads" or not session.emulates(row):
-                why = {"status": "not run", "reason": session.why_not(row, engine)} if enough else session.lacks(row)
-                session.put(row, engine=engine, **why)
+            if engine != "threads" or row.devices > session.emulate:
+                why = f"needs {row.devices} devices" if lacking else session.why_not(row, engine)
+                session.put(row, engine=engine, status=status, reason=why)
     groups = _groups(session)
     for group in dict.fromkeys(row.group for row in session.scale.rows):
         tasks = groups.get(group, [])  # none where too few devices are to be had
@@ -99,7 +99,7 @@ def _groups(session: Session) -> dict[str, list[Task]]:
         if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
             engines = [engine for engine in session.engines if session.why_not(row, engine) is None]
             tasks.extend(Task(row, emulated=False, engine=engine) for engine in engines)
-        if session.emulates(row):
+        if row.devices <= session.emulate:
             tasks.append(Task(row, emulated=True))
     return {group: tasks for group, tasks in groups.items() if tasks}
 
@@ -283,6 +283,6 @@ class _Timing:
                     samples["round"] = list(self.rounds[task])
                 if not all(map(math.isfinite, samples["loss"])):
                     del samples["loss"]
-                result = self.session.result(task.row, **task.kind)
-                self.session.recorder.put(structs.replace(result, config=made.config, samples=samples))
+                result = self.session.result(task.row, **task.kind, config=made.config, samples=samples)
+                self.session.recorder.put(result)
         self.session.recorder.save()
