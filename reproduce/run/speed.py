@@ -27,11 +27,11 @@ from reproduce.run.engines.processes import Processes
 from reproduce.run.failure import Failure, explain
 from reproduce.run.progress import duration
 from reproduce.run.session import Session
-from reproduce.run.timed import EmulatedSteps, MeasuredSteps, time_step, watch, watched
+from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-Steps = MeasuredSteps | EmulatedSteps
+Steps = MeasuredSteps | Emulation
 LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
 
 
@@ -169,9 +169,9 @@ class _Timing:
             for _ in range(_warmup(session, task)):
                 self.start("warming up", task)
                 self.run_one(task, made)
-            if task.emulated and made.steps:
+            if task.emulated and made.runs:
                 self.seconds[task.row.name] = median(made.samples()["step_time"])
-            made.steps.clear()
+            made.runs.clear()
         except Exception as error:
             self.fail(task, explain(error))
         else:
@@ -184,7 +184,7 @@ class _Timing:
         session = self.session
         shared = task.row, session.devices, data, session.balancer, session.seed
         if task.emulated:
-            return EmulatedSteps(Emulation(*shared, session.link(task.row)))
+            return Emulation(*shared, session.link(task.row))
         if task.engine == "threads":
             training = Training(*shared)
             given = training, session.devices
@@ -277,7 +277,7 @@ class _Timing:
     def put_all(self) -> None:
         """Record the steps so far. A loss that is no number is none that JSON could hold."""
         for task, made in self.running.items():
-            if made.steps:
+            if made.runs:
                 samples = made.samples()
                 if self.paired:
                     samples["round"] = list(self.rounds[task])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -64,11 +64,13 @@ class Emulated(Fake, Emulation):
         Fake.__init__(self, row, devices, data, balancer, seed)
         self.training = self  # type: ignore[assignment]
         self.executed, self.link = row.micro_batches or 1, link  # type: ignore[assignment]
+        self.runs = []
 
     def run(self) -> Executed:
-        return Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(self.train()))
+        self.runs.append(Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(self.train())))
+        return self.runs[-1]
 
-    def step(self, runs: Sequence[Executed]) -> EmulatedStep:
+    def step(self) -> EmulatedStep:
         timeline = Timeline([Event("forward", 0, 0, 0.0, 1.0)], SECONDS, self.row.devices)
         return EmulatedStep(SECONDS, 0.5, 3.0, timeline)
 
