@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import any_model, conformance
-from benchmarks.gates import machinery, overlap, regression
+from benchmarks.gates import machinery, overlap
 from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
@@ -23,7 +23,6 @@ TABLES = {
     "conformance": conformance.table,
     "machinery": machinery.table,
     "overlap": overlap.table,
-    "regression": regression.table,
 }
 
 

@@ -71,9 +71,7 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
         )
 
 
-def measure(
-    base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Progress = lambda restarts: None
-) -> Judgement:
+def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Progress) -> Judgement:
     """Run the job on two trees and judge every case; `progress` is told how many restarts are done."""
     with contextlib.closing(interleaved(base, head, settings)) as lines:
         return judge(collect(lines, settings.cases, progress), rule)

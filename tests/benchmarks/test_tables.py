@@ -75,7 +75,7 @@ def test_a_record_is_shown(name: str, tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_yet_is_said(tmp_path: Path) -> None:
-    for name in ("machinery", "overlap-later", "regression"):
+    for name in ("machinery", "overlap-later", "conformance"):
         assert benchmark_block(tmp_path / "page.md", name, tmp_path) == "Nothing measured is committed yet.\n"
 
 
