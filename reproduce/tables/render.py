@@ -9,7 +9,6 @@ A block stands between two comments, which name what it shows, and is replaced a
 - an experiment's name: the tables of its newest finished run, of those with most rows; with "/short" behind it, two
   of them;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks, by `benchmarks/render.py` alone;
-- "emulated": how far emulated speed-ups are from published ones (emulated_docs.py).
 
 Where there is no record yet, the block says so.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
 from reproduce.records.record import Record, load
 from reproduce.tables.all import about_run, document, tables
-from reproduce.tables.emulated_docs import distances
 
 FOLDERS = ("measured", "predicted")
 SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
@@ -53,7 +51,6 @@ def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:
     makers: dict[str, Maker] = {
         **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
         **({} if benchmarks is None else {"benchmarks": benchmarks}),
-        "emulated": lambda page, name: emulated_block(list(records.values())),
     }
 
     def block(match: re.Match[str]) -> str:
@@ -74,12 +71,6 @@ def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:
 def stale(files: Mapping[Path, str]) -> list[Path]:
     """Return the files that differ from what they should be."""
     return [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-
-
-def emulated_block(records: Sequence[Record]) -> str:
-    """Return the table of every run's distance from the published speed-ups; or that there is none yet."""
-    table = distances(records)
-    return f"\n{table.markdown().partition(chr(10) * 2)[2].strip()}\n\n" if table.rows else NOTHING
 
 
 def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
