@@ -56,7 +56,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
-	$(BIN)/python -m reproduce render --check
+	$(BIN)/python -m benchmarks.render --check
 
 docs: $(READY)
 	$(INSTALL) --quiet --editable '.[docs]'
@@ -89,7 +89,7 @@ reproduce-resnet: $(READY)
 reproduce: reproduce-amoebanet reproduce-unet reproduce-resnet
 
 results: $(READY)
-	$(BIN)/python -m reproduce render
+	$(BIN)/python -m benchmarks.render
 
 has-sides:
 	@: $(if $(A),,$(error make compare A=... B=...: A is missing)) $(if $(B),,$(error make compare A=... B=...: B is missing))

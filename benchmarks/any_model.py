@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from benchmarks.any_model_lists import LISTS, Case
 from benchmarks.harness import Found, by_case, command, continued, keep, render, start
+from benchmarks.pipelines import evenly
 from reproduce.records.record import Record, Result, load
 from tests.behaviours.compare import differences
 from torchgpipe import GPipe, sequential
 from torchgpipe.tensors.checkpoint import MODES
-from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 
 PARTITIONS = (1, 2, 4)
@@ -113,7 +113,9 @@ def _ours(experiment: str, name: str, case: Case) -> Result:
     restore(case.module, before)
     for n in PARTITIONS:
         for mode in MODES:
-            pipeline = GPipe(layers, balance(layers, n), devices=["cpu"] * n, chunks=CHUNKS, checkpoint=mode)
+            pipeline = GPipe(
+                layers, evenly(layers, min(n, len(layers))), devices=["cpu"] * n, chunks=CHUNKS, checkpoint=mode
+            )
             if pipeline.state_dict().keys() != before.keys():
                 raise Unequal("the names of the state differ")
             if said := differences(outcome(case, pipeline, [case.sample]), plain, TOLERANCE):
@@ -129,12 +131,6 @@ def restore(module: nn.Module, state: dict[str, Tensor]) -> None:
         for name, buffer in module.named_buffers():
             if name in state:
                 buffer.copy_(state[name])
-
-
-def balance(layers: Layers, n: int) -> list[int]:
-    """Return equal numbers of layers; where a model has fewer than partitions, one each."""
-    n = min(n, len(layers))
-    return [len(layers) * (j + 1) // n - len(layers) * j // n for j in range(n)]
 
 
 def split(sample: Any) -> list[Any]:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -22,11 +21,10 @@ from reproduce.cli.interrupt import interruptible
 from reproduce.error import Error
 from reproduce.machine.allocator import kept
 from reproduce.machine.devices import Devices
-from reproduce.records.record import FREED_MEMORY, Record, Result, save
+from reproduce.records.record import FREED_MEMORY, Record, Result
 from reproduce.run.progress import Progress
-from reproduce.run.recorder import new_run, now, prepare_folder
+from reproduce.run.recorder import Recorder, new_run, prepare_folder
 from reproduce.tables.layout import grid
-from reproduce.tables.render import module_of
 
 render = grid
 Found = Generator[Sequence[Result], None, None]
@@ -34,11 +32,11 @@ Found = Generator[Sequence[Result], None, None]
 
 
 def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
-    """Return the parser of the benchmark of that name.
+    """Return the parser of the benchmark of that name, such as `gates.overlap`.
 
     Of the common options it takes `--json`, and `--rounds` and `--steps` where they have a default.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module_of(name)}", description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
     for option, default in defaults.items():
         what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
         parser.add_argument(f"--{option}", type=positive, default=default, help=f"{what} (default {default})")
@@ -67,11 +65,11 @@ def start(
     run = new_run(
         Devices(device, devices, 1 if device == "cpu" else None),
         seed=0,
-        command=["python", "-m", module_of(name)],  # without the paths of a machine; the rest is in the settings
+        command=["python", "-m", f"benchmarks.{name}"],  # without the paths of a machine; the rest is in the settings
         settings={**given, FREED_MEMORY: "kept" if kept() else "as the C library does"},
     )
     torch.set_num_threads(1)
-    return Record(name, title, "measured", unit, [], run=run)
+    return Record(name.rpartition(".")[2], title, "measured", unit, [], run=run)
 
 
 def continued(record: Record, before: Record) -> Record:
@@ -109,22 +107,19 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
 
     Ctrl-C, or an error of a measuring process, ends the program; what is finished is printed and kept all the same.
     """
-    results = {(result.experiment, result.row): result for result in record.results}
+    recorder = Recorder(path or Path(), record)
+    for result in record.results:
+        recorder.put(result)
+    save = recorder.save if path is not None else lambda: None
     progress = Progress()
     why: tuple[int, str] | None = None  # it is not finished: an exit code and a line
-
-    def so_far(state: Literal["running", "finished", "interrupted"]) -> Record:
-        assert record.run is not None
-        ended = None if state == "running" else now()
-        return replace(record, results=list(results.values()), run=replace(record.run, state=state, ended=ended))
-
     try:
         with interruptible() as check, closing(found):
             progress.show(f"0 of {total}")
             for number, part in enumerate(found, 1):
-                results |= {(result.experiment, result.row): summarized(result) for result in part}
-                if path is not None:
-                    save(so_far("running"), path)
+                for result in part:
+                    recorder.put(summarized(result))
+                save()
                 progress.show(f"{number} of {total}")
                 check()
     except KeyboardInterrupt:
@@ -132,14 +127,14 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
     except Error as error:
         why = error.exit_code, str(error)
     progress.clear()
-    record = so_far("finished" if why is None else "interrupted")
-    if results:
+    recorder.close("finished" if why is None else "interrupted")
+    record = recorder.record
+    if record.results:
         print(table(record))
-        if path is not None:
-            save(record, path)
+        save()
     if why is not None:
         where = "shown above" if path is None else f"in {path}"
-        left = f"what is finished is {where}" if results else "nothing is finished"
+        left = f"what is finished is {where}" if record.results else "nothing is finished"
         print(f"{record.name}: {why[1]}; {left}", file=sys.stderr)
         raise SystemExit(why[0])
     return record

@@ -15,7 +15,7 @@ ENGINES = ("graph", "across", "workers")
 
 def evenly(layers: nn.Sequential, n: int) -> list[int]:
     """Return a balance with about as many layers in each of `n` partitions."""
-    return [len(part) for part in torch.arange(len(layers)).chunk(n)]
+    return [len(part) for part in torch.arange(len(layers)).tensor_split(n)]
 
 
 def on_cpu(layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any) -> GPipe:

@@ -126,7 +126,7 @@ def differences(file: Mapping[str, Mapping[str, int]], counted: Mapping[str, Cou
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count every configuration and print it; compare with the file, or write it."""
-    parser = command("counts", __doc__, json=False)
+    parser = command("gates.counts", __doc__, json=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
     try:

@@ -46,7 +46,7 @@ WAYS = ("plain", OTHER, *(way for engine in ENGINES for way in (f"{engine}, {OTH
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case and print a table."""
-    parser = command("machinery", __doc__, rounds=5, steps=20)
+    parser = command("gates.machinery", __doc__, rounds=5, steps=20)
     parser.add_argument("--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["linear"])
     parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
     devices = 1 if options.device == "cuda" else max(options.partitions)
     unit = dict.fromkeys((*DIRECTIONS, BOTH), "us/task")
-    record = start(options, "machinery", "time per task", unit, devices=devices, device=options.device)
+    record = start(options, "gates.machinery", "time per task", unit, devices=devices, device=options.device)
     cases = [*product(options.model, options.checkpoint, options.partitions, options.chunks)]
     keep(record, options.json, measure(options, cases), len(cases), table)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
-from benchmarks.pipelines import on_cpu
+from benchmarks.pipelines import evenly, on_cpu
 from reproduce.models import amoebanetd
 from torchgpipe import GPipe
 
@@ -30,7 +30,7 @@ class Subject:
         build, shape = MODELS[model]
         torch.manual_seed(0)
         self.layers, self.x = build(n).to(device), torch.rand(m, *shape, device=device)
-        balance = [len(part) for part in torch.arange(len(self.layers)).tensor_split(n)]
+        balance = evenly(self.layers, n)
         self.run: Callable[[Tensor], Tensor]
         if way == "plain":
             checkpointed = {"never": 0, "except_last": m - 1, "always": m}[checkpoint]

@@ -78,7 +78,7 @@ class Alone:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = command("overlap", __doc__, rounds=20)
+    parser = command("gates.overlap", __doc__, rounds=20)
     parser.add_argument("--size", type=positive, nargs=2, default=(6, 64), metavar=("L", "D"))
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--chunks", type=positive, nargs="+", default=[2, 4, 8])
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keep_freed_memory()
 
     units = {"time": "s", GAIN: "1", "replay": "s", "replay if it waited": "s"}
-    record = start(options, "overlap", "what overlap gains", units, devices=2)
+    record = start(options, "gates.overlap", "what overlap gains", units, devices=2)
     keep(record, options.json, measure(options), options.rounds, table)
 
 

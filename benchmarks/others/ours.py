@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.pipelines import evenly
 from tests.behaviours.parts.deferred import Deferred
 from tests.behaviours.pipe import Pipe
 from torchgpipe import GPipe, sequential
@@ -63,5 +64,5 @@ def as_layers(layers: Any, balance: list[Any], sample: Tensor | None) -> tuple[A
     if sample is None:
         return layers, balance
     with torch.random.fork_rng():
-        traced, n = sequential(layers, sample), len(balance) + 1
-    return traced, [len(traced) * (j + 1) // n - len(traced) * j // n for j in range(n)]
+        traced = sequential(layers, sample)
+    return traced, evenly(traced, len(balance) + 1)

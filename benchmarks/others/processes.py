@@ -1,34 +1,36 @@
 """Run a row by an adapter, in processes of its own, and say how it ended.
 
 Processes are forked from one that has imported torch already. Their process group is set up through a file that they
-share. Each rank writes what the row has left there (losses, gradients, parameters) to a file of its own; here these
-are read and put together.
+share. Each rank says what the row has left there (losses, gradients, parameters); here this is put together.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import closing
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from reproduce.run.engines.launch import Ended, Launched
 from tests.behaviours.compare import difference
 from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
 
 LIMIT = 60.0  # seconds for a row; those of a process group are fewer
 PATIENCE = timedelta(seconds=12)  # of all process groups, for one operation
-AFTER = 2.0  # seconds that other ranks have after one has ended, or has nothing more to do
+AFTER = 2.0  # seconds that other ranks have after one has failed or ended
 TOLERANCE = 1e-4  # of the largest value of a tensor
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
@@ -69,12 +71,6 @@ class Left(NamedTuple):
 
     found: Found
     outcome: Outcome | None
-    at: float
-
-    @property
-    def told(self) -> bool:
-        """Whether it ended as another rank had failed."""
-        return self.outcome is not None and self.outcome.said.startswith("RankFailed")
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
@@ -101,54 +97,52 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
     """Run a row on as many ranks as it has partitions; return what it leaves on each, or how it ended otherwise."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory() as name:
-        folder, ranks = Path(name), row.partitions if adapter.ranks else 1
-        processes = [
-            context.Process(target=_rank, args=(row.name, adapter, number, ranks, folder), daemon=True)
-            for number in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        first, end = None, time.monotonic() + limit
-        while running := [process for process in processes if process.exitcode is None]:
-            if first is None:
-                first = next((each for each in processes if each.exitcode), None)  # the first to end badly
-                if first is not None:
-                    end = time.monotonic() + AFTER
-            if time.monotonic() > end:
-                break
-            connection.wait([process.sentinel for process in running], timeout=max(0.01, end - time.monotonic()))
-        for process in running:
-            os.kill(process.pid or 0, signal.SIGKILL)
-            process.join()
-        left = [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.left"))]
-        # What a rank raises because it has heard of another's failure says less than that failure.
-        errors = sorted((each for each in left if each.outcome is not None), key=lambda each: (each.told, each.at))
-        ended = [k for k, each in enumerate(processes) if each not in running and not (folder / f"{k}.left").exists()]
-        if errors and (not ended or (errors[0].outcome.kind == "refused" and not errors[0].told)):
-            outcome: Outcome = errors[0].outcome
-            return outcome
-        if ended:
-            return Outcome("ends", _how(processes[ended[0]].exitcode or 0, (folder / f"{ended[0]}.log").read_text()))
-        if running:
-            return Outcome("hangs", f"not finished after {limit:g} seconds")
-        return [each.found for each in left]
+    get_context("forkserver").set_forkserver_preload(PRELOADED)
+    ranks = row.partitions if adapter.ranks else 1
+    left: dict[int, Left] = {}
+    ended: dict[int, str] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Launched("forkserver", ranks, _rank, row.name, adapter, ranks, Path(folder))) as launched,
+    ):
+        running, end = {*range(ranks)}, time.monotonic() + limit
+        while running and (heard := [*launched.hear(running, max(0.01, end - time.monotonic()))]):
+            for k, said in heard:
+                running.remove(k)
+                if isinstance(said, Ended):
+                    ended[k] = f"{said.how.split(maxsplit=1)[1]}{_printed(Path(folder, f'{k}.log').read_text())}"
+                else:
+                    left[k] = torch.load(io.BytesIO(said), weights_only=False)
+                if k in ended or left[k].outcome is not None:
+                    end = min(end, time.monotonic() + AFTER)
+    # What a rank raises because it has heard of another's failure says less than that failure.
+    errors = [each.outcome for each in left.values() if each.outcome is not None]
+    first = min(errors, key=_told, default=None)
+    if first is not None and (not ended or (first.kind == "refused" and not _told(first))):
+        return first
+    if ended:
+        return Outcome("ends", next(iter(ended.values()))[:300])
+    if running:
+        return Outcome("hangs", f"not finished after {limit:g} seconds")
+    return [left[k].found for k in range(ranks)]
 
 
-def _how(exit_code: int, log: str) -> str:
-    """Return how a process ended, and the line that it printed about it."""
-    how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+def _told(outcome: Outcome) -> bool:
+    """Say whether a rank ended as another one had failed."""
+    return outcome.said.startswith("RankFailed")
+
+
+def _printed(log: str) -> str:
+    """Return the line that a process has printed about its end."""
     lines = [line.strip() for line in log.splitlines() if "what()" in line or "Error" in line]
-    return f"{how}: {_without_folders(lines[-1])}"[:300] if lines else how
+    return f": {_without_folders(lines[-1])}" if lines else ""
 
 
 def _without_folders(said: str) -> str:
     return re.sub(r"(/[\w.+-]+)+/", "", said)
 
 
-def _rank(name: str, adapter: Adapter, number: int, ranks: int, folder: Path) -> None:
+def _rank(number: int, link: Connection, name: str, adapter: Adapter, ranks: int, folder: Path) -> None:
     log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -169,13 +163,12 @@ def _rank(name: str, adapter: Adapter, number: int, ranks: int, folder: Path) ->
     except BaseException as error:
         traceback.print_exc()
         outcome = judged(error, package)
-    part = folder / f"{number}.part"
-    torch.save(Left(found, outcome, time.time()), part)
-    part.rename(folder / f"{number}.left")
-    end = time.monotonic() + AFTER
-    while outcome is None and len([*folder.glob("*.left")]) < ranks and time.monotonic() < end:
-        time.sleep(0.02)  # a connection that closes too early would be a failure of its own
-    os._exit(0 if outcome is None else 1)
+    content = io.BytesIO()
+    torch.save(Left(found, outcome), content)
+    link.send(content.getvalue())
+    if outcome is None:
+        link.poll(None)  # till it is ended: a connection that closes too early would be a failure of its own
+    os._exit(1)
 
 
 def judged(error: BaseException, package: str) -> Outcome:

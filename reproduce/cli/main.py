@@ -13,6 +13,7 @@ from reproduce.cli.records import compare, import_paper, publish, render, report
 from reproduce.cli.regression import regression
 from reproduce.cli.run import INTERRUPTED, run
 from reproduce.error import Error
+from reproduce.tables.render import Maker
 
 COMMANDS = [list_experiments, run, show, publish, compare, report, render, predict, plan, regression,
             import_paper]  # fmt: skip
@@ -26,11 +27,14 @@ def cli() -> None:
     """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; an error is one line on stderr."""
+def main(arguments: Sequence[str] | None = None, benchmarks: Maker | None = None) -> int:
+    """Run the command line and return its exit code; an error is one line on stderr.
+
+    What makes the tables of `benchmarks` is for the command `render`.
+    """
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False)
+        code = cli.main(arguments, prog_name="python -m reproduce", standalone_mode=False, obj=benchmarks)
     except click.ClickException as error:
         message = error.format_message()
         if isinstance(error, click.MissingParameter) and error.ctx is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from reproduce.records.published import import_tables
 from reproduce.records.record import Record, Run, load, save, write_atomically
 from reproduce.run.recorder import prepare_folder
 from reproduce.tables.all import document, tables
+from reproduce.tables.render import Maker, stale
 from reproduce.tables.render import render as rendered
-from reproduce.tables.render import stale
 
 
 @click.command()
@@ -96,18 +95,19 @@ def import_paper(source: Path, out: Path) -> None:
 
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing; fail if anything is stale.")
-def render(check: bool) -> None:
+@click.pass_obj
+def render(benchmarks: Maker | None, check: bool) -> None:
     """Rewrite the tables that are made from records.
 
-    These are the pages in results/, and the marked blocks of README.md and docs/.
+    These are the pages in results/, and the marked blocks of README.md and docs/; the blocks of benchmarks only by
+    python -m benchmarks.render.
     """
     need_checkout("render")
-    sys.path.insert(0, str(ROOT))  # its benchmarks make blocks, wherever one stands
-    files = rendered(ROOT)
+    files = rendered(ROOT, benchmarks)
     changed = stale(files)
     if check and changed:
         named = ", ".join(str(path.relative_to(ROOT)) for path in changed)
-        raise click.ClickException(f"stale: {named}; run 'python -m reproduce render'")
+        raise click.ClickException(f"stale: {named}; run 'make results'")
     for path in changed:
         write_atomically(path, files[path])
         click.echo(str(path.relative_to(ROOT)))

@@ -169,7 +169,8 @@ def run(
     except KeyboardInterrupt:
         progress.clear()
 
-    recorder.end(state)
+    recorder.close(state)
+    recorder.save()
     page = recorder.path.with_suffix(".md")
     write_atomically(page, document(recorder.record))
     results = recorder.record.results

@@ -9,12 +9,16 @@ else with all, at whatever scale; a note then says what differs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from reproduce.error import USAGE, Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.sources import Entry, Side
+
+T = TypeVar("T")
+Key = TypeVar("Key")
 
 CHOSEN = ("balance",)  # by a run itself, where the experiment does not fix it
 FIELDS = ("experiment", "row", "scale", "device", "engine")  # besides those of the configuration
@@ -33,6 +37,14 @@ class Line:
     def first(self) -> Entry:
         """Give the row that says what the line is about: one that was run rather than published, where there is one."""
         return min(self.entries.values(), key=lambda entry: entry.result.status == "published")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
+    """Return the items that have the same key, by their keys."""
+    groups: dict[Key, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def match(sides: Sequence[Side]) -> list[Line]:
@@ -160,10 +172,7 @@ def _label(lines: Sequence[Line]) -> None:
         how = "emulated" if result.emulated else result.engine
         line.label = result.row + f" ({how})" * (how != "threads")
     for k in range(3):
-        groups: dict[tuple[str, str], list[Line]] = {}
-        for line in lines:
-            groups.setdefault((line.experiment, line.label), []).append(line)
-        for group in groups.values():
+        for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
             extras = [(line.first.result.scale, line.first.result.device, line.first.hardware)[k] for line in group]
             for line, extra in zip(group, extras, strict=True):
                 if extra is not None and len(set(extras)) > 1:

@@ -69,15 +69,14 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     predictors = {
         key: Predictor(counted(*key, memory=False), hardware)
         if isinstance(hardware, Hardware)
-        else _profiled(*key, size, hardware)
+        else _profiled(key, size, hardware)
         for key, size in largest.items()
     }
-    results = []
-    for row in rows:
-        values = rounded(_speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS)
-        results.append(
-            Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over, values=values)
-        )
+    results = [
+        Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over,
+               values=rounded(_speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS))
+        for row in rows
+    ]  # fmt: skip
     hardware = next(iter(predictors.values())).hardware
     return _record(record.name, record.title, record.scale, hardware, results)
 
@@ -99,9 +98,8 @@ def _model(config: dict[str, Json]) -> Model:
     return config["model"], sizes, tuple(config["input_shape"])
 
 
-def _profiled(
-    model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], rows: int, on: torch.device
-) -> Predictor:
+def _profiled(key: Model, rows: int, on: torch.device) -> Predictor:
+    model, sizes, input_shape = key
     with torch.device("meta"):
         module = MODELS[model].build(*sizes)
     sample = torch.rand(rows, *input_shape, device=on)
@@ -121,15 +119,7 @@ def _described(hardware: Hardware) -> dict[str, Json]:
 def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
     """Predict one published row of `table`."""
     config = row.config
-    result = Result(
-        experiment=experiment,
-        row=row.row,
-        status="predicted",
-        scale="paper",
-        device="meta",
-        config=config,
-        published=f"{table}/{row.row}",
-    )
+    result = Result(experiment, row.row, "predicted", "paper", "meta", config, published=f"{table}/{row.row}")
     components = config.get("components")
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)

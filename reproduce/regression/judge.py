@@ -9,7 +9,7 @@ an equal share of alpha (Bonferroni).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scipy import stats
@@ -43,17 +43,11 @@ class Judgement:
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
     """Return how the head compares in every case, and in all of them; `rule.alpha` is the risk of all tests."""
-    return judge_ratios({case: ratios(samples) for case, samples in found.items() if not samples.unable}, rule, found)
-
-
-def ratios(samples: Samples) -> list[float]:
-    """Return for each restart the median over its pairs of head by base."""
-    return [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
-
-
-def judge_ratios(of_cases: Mapping[str, Sequence[float]], rule: Rule, found: Mapping[str, Samples]) -> Judgement:
-    """Judge each case by the ratios of its restarts, which are of the samples that were `found`."""
-    of_cases = dict(of_cases)
+    of_cases = {
+        case: [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
+        for case, samples in found.items()
+        if not samples.unable
+    }
     if len(of_cases) > 1:
         of_cases[TOGETHER] = stats.gmean(list(of_cases.values()), axis=0).tolist()
     rule = _share(rule, len(of_cases))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,18 +29,11 @@ from reproduce.tables.layout import many
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Hold the table of what was found, under a rule for each test, and why it does not pass, None where it does."""
+class Answer(NamedTuple):
+    """Hold what writes the table as 'text', 'markdown', 'csv' or 'json', and why it does not pass, or None."""
 
-    table: Comparison
-    sides: list[Side]
-    rule: Rule
+    text: Callable[[str], str]
     complaint: str | None
-
-    def text(self, style: str) -> str:
-        """Return the table as 'text', 'markdown', 'csv' or 'json'."""
-        return write_comparisons([self.table], self.sides, self.rule, [], style)
 
 
 def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress: Progress) -> Answer:
@@ -60,8 +53,11 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress
         of_tree = replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty))
         # As `compare` has it; its times are in the comparison.
         sides.append(Side(letter, tree.name, [], [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)]))
-    complaint = _complaint(judged, both[0].name, both[1].name)
-    return Answer(_comparison(judged, settings, rule.alpha), sides, judged.rule, complaint)
+    comparison = _comparison(judged, settings, rule.alpha)
+    return Answer(
+        lambda style: write_comparisons([comparison], sides, judged.rule, [], style),
+        _complaint(judged, both[0].name, both[1].name),
+    )
 
 
 def check_restarts(settings: Settings, rule: Rule) -> None:
@@ -75,9 +71,7 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
         )
 
 
-def measure(
-    base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Progress = lambda restarts: None
-) -> Judgement:
+def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Progress) -> Judgement:
     """Run the job on two trees and judge every case; `progress` is told how many restarts are done."""
     with contextlib.closing(interleaved(base, head, settings)) as lines:
         return judge(collect(lines, settings.cases, progress), rule)
@@ -127,10 +121,10 @@ def _comparison(judged: Judgement, settings: Settings, alpha: float) -> Comparis
 
 
 def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
-    readings: list[Reading | None] = [None, None]
-    if decision is not None:
-        for i, restarts in enumerate((samples.base, samples.head)):
-            readings[i] = Reading([1000 * seconds for restart in restarts for seconds in restart], "ms")
+    readings = [
+        None if decision is None else Reading([1000 * seconds for restart in restarts for seconds in restart], "ms")
+        for restarts in (samples.base, samples.head)
+    ]
     return ComparedRow(Line("regression", label=case), readings, [None, decision])
 
 

@@ -11,6 +11,7 @@ import jinja2
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu
+from reproduce.numbers.match import grouped
 from reproduce.records.places import Json
 from reproduce.records.record import Record
 from reproduce.report.figures import ablation_figures, memory_figures, speed_up_figures
@@ -78,10 +79,8 @@ def _section(subject: Subject) -> dict[str, Any]:
 
 def _machines(records: Mapping[str, Record]) -> dict[tuple[tuple[str, str], ...], list[Record]]:
     """Group records by what is known of their making, so that everything is said once."""
-    groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
-    for record in sorted(records.values(), key=lambda record: list(reversed(KINDS)).index(record.kind)):
-        groups.setdefault(tuple(provenance(record).items()), []).append(record)
-    return groups
+    ordered = sorted(records.values(), key=lambda record: list(reversed(KINDS)).index(record.kind))
+    return grouped(ordered, lambda record: tuple(provenance(record).items()))
 
 
 def _other(subject: Subject) -> Table:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.numbers.match import CHOSEN, differing
+from reproduce.numbers.match import CHOSEN, differing, grouped
 from reproduce.numbers.metrics import BYTES, Reading, final_error, outcome, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
-from reproduce.records.record import SUCCESS, Engine, Record, Result, hardware_name, load
+from reproduce.records.record import SUCCESS, Record, Result, hardware_name, load
 from reproduce.tables.layout import number, ratio, reading_text, with_quartiles
 
 FOLDERS = ("paper", "predicted", "measured")
@@ -123,12 +123,8 @@ def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
     best: dict[tuple[str | bool | None, ...], Source] = {}
     runs = [record for record in records if record.kind == "measured"]
     for record in sorted(runs, key=lambda record: record.run.started if record.run else ""):
-        groups: dict[tuple[str | None, str | None, bool, Engine], list[Result]] = {}
-        for result in record.results:
-            if result.experiment == experiment:
-                key = (result.scale, result.device, result.emulated, result.engine)
-                groups.setdefault(key, []).append(result)
-        for key, results in groups.items():
+        own = [result for result in record.results if result.experiment == experiment]
+        for key, results in grouped(own, lambda each: (each.scale, each.device, each.emulated, each.engine)).items():
             scale, device, emulated, engine = key
             kind: Literal["emulated", "measured"] = "emulated" if emulated else "measured"
             verb = "counted" if device == "meta" else kind

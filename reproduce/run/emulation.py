@@ -11,17 +11,21 @@ hand tensors over. `docs/prediction.md` says how much that is.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.models.counted import counted, setup_of
+from reproduce.records.places import Json
+from reproduce.run.timed import Samples, Values, busy
 from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, record_tasks, update
 from torchgpipe.engine.schedule import overlaps
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
@@ -49,9 +53,8 @@ class Executed:
     value: float
 
 
-@dataclass(frozen=True)
-class EmulatedStep:
-    """A step as n devices would do it, in `seconds`, of which the optimizer takes `update`.
+class EmulatedStep(NamedTuple):
+    """A step as n devices would do it, in `seconds`.
 
     It would take `here` seconds on n of this machine's devices, where `seconds` are of devices behind a described link.
     Both are of a device as quick as it was when it ran everything in `work` seconds.
@@ -59,9 +62,7 @@ class EmulatedStep:
 
     seconds: float
     here: float
-    update: float
     work: float
-    costs: Costs
     timeline: Timeline
 
 
@@ -82,7 +83,12 @@ def executed(row: Row, most: int = MOST_EXECUTED) -> Row:
 
 
 class Emulation:
-    """Emulate steps of one row. `self.row` is the whole row, with the balance that is used."""
+    """Emulate steps of one row.
+
+    Attributes:
+        row: the whole row, with the balance that is used.
+        runs: of its steps so far.
+    """
 
     def __init__(
         self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, link: Link | None = None
@@ -99,11 +105,12 @@ class Emulation:
         self.row = replace(row, balance=self.training.row.balance)
         self.executed = self.training.row.micro_batches or 1
         self.devices, self.link = devices, link
+        self.runs: list[Executed] = []
         with_parameters = [each for each in self.training.partitions if any(True for _ in each.parameters())]
         self.optimizers = [make_optimizer(row, partition) for partition in with_parameters]
 
-    def run(self, *, wall: bool = False) -> Executed:
-        """Run a step's tasks, one at a time; with `wall`, each takes what it took on the clock."""
+    def run(self) -> Executed:
+        """Run the tasks of one more step, one at a time."""
         training, device = self.training, self.training.devices[0]
         losses = []
         with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
@@ -116,10 +123,10 @@ class Emulation:
                 updated.append(Mark(device))
             self.devices.synchronize()
 
-        since = Mark.since if wall else Mark.work_since
+        since = Mark.work_since
         last = max((each.end for each in watched if each.task.kind == "forward"), key=lambda mark: mark.time)
         first = min((each.start for each in watched if each.task.kind != "forward"), key=lambda mark: mark.time)
-        return Executed(
+        run = Executed(
             tasks={each.task: since(each.end, each.start) for each in watched},
             loss=since(first, last),
             updates=[since(end, start) for start, end in pairwise(updated)],
@@ -127,12 +134,15 @@ class Emulation:
             wall=updated[-1].since(started),
             value=float(losses[0]),
         )
+        self.runs.append(run)
+        return run
 
-    def step(self, runs: Sequence[Executed]) -> EmulatedStep:
-        """Replay a step whose tasks take the share of all work that they took in the median of `runs`.
+    def step(self) -> EmulatedStep:
+        """Replay a step whose tasks take the share of all work that they took in the median of the runs.
 
         The slowest partition decides how long a step takes. Of a single run that would be one that was disturbed.
         """
+        runs = self.runs
         work = median(run.work for run in runs)
 
         def typical(seconds: Iterable[float]) -> float:
@@ -144,12 +154,22 @@ class Emulation:
         here = timeline = replay(costs)
         if self.link is not None:
             copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
-            timeline = replay(replace(costs, copy=copy, skips=skips, ahead=self._dependency))
-        return EmulatedStep(timeline.seconds + updates, here.seconds + updates, updates, work, costs, timeline)
+            timeline = replay(replace(costs, copy=copy, skips=skips, ahead="dependency" in self.row.components))
+        return EmulatedStep(timeline.seconds + updates, here.seconds + updates, work, timeline)
 
-    def samples(self, runs: Sequence[Executed]) -> dict[str, list[float]]:
+    @property
+    def config(self) -> dict[str, Json]:
+        """Give the row's configuration as it was run, and the hardware of whose links its copies are."""
+        return {**self.row.config(), **({} if self.link is None else {"link": self.link.title})}
+
+    def watch(self) -> tuple[Values, Timeline]:
+        """Say how busy each device is in the replay, and how many micro-batches were run for it."""
+        timeline = self.step().timeline
+        return {"executed": self.executed, **busy(timeline)}, timeline
+
+    def samples(self) -> Samples:
         """Return what a record keeps of the runs: the emulated step, as quick or as slow as each run was."""
-        step = self.step(runs)
+        step, runs = self.step(), self.runs
         return {
             "step_time": [step.seconds * run.work / step.work for run in runs],
             "here_time": [step.here * run.work / step.work for run in runs],
@@ -157,11 +177,6 @@ class Emulation:
             "wall_time": [run.wall for run in runs],
             "loss": [run.value for run in runs],
         }
-
-    @property
-    def _dependency(self) -> bool:
-        """Say whether recomputations are asked for before their gradients are there."""
-        return "dependency" in self.row.components
 
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
         """Return what every task of the whole step takes. Tasks that were not run take what equal ones took."""
@@ -177,7 +192,7 @@ class Emulation:
             recompute=table("recompute"),
             loss=loss * self.row.batch_size / self.training.row.batch_size,
             # CPU devices that cannot overlap run one after another in one thread.
-            ahead=self._dependency and (self.devices.kind != "cpu" or overlaps(count, n)),
+            ahead="dependency" in self.row.components and (self.devices.kind != "cpu" or overlaps(count, n)),
             blocking="streams" not in self.row.components,
         )
 
@@ -202,7 +217,7 @@ class Link:
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
         self.hardware, self.papers = hardware, papers
         self.title = hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
-        self._predictors: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Predictor] = {}
+        self._predictor = functools.cache(lambda *model: Predictor(counted(*model, memory=False), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy and of each skip's, where a micro-batch's forward takes so many.
@@ -212,7 +227,7 @@ class Link:
         paper = row
         if self.papers is not None:
             paper = self.papers.get(row.name.partition("/")[0]) or next(iter(self.papers.values()))
-        predictor = self._predictor(paper)
+        predictor = self._predictor(paper.model, paper.size, paper.input_shape)
         setup = Setup(
             batch_size=paper.batch_size,
             balance=row.balance or (),
@@ -222,12 +237,6 @@ class Link:
         boundaries, skips = predictor.copies(setup)
         share = 1.0 if self.papers is None else forward / sum(predictor.layers(setup.sizes[0]).forward)
         return [each * share for each in boundaries], {route: each * share for route, each in skips.items()}
-
-    def _predictor(self, row: Row) -> Predictor:
-        key = (row.model, row.size, row.input_shape)
-        if key not in self._predictors:
-            self._predictors[key] = Predictor(counted(*key, memory=False), self.hardware)
-        return self._predictors[key]
 
 
 def own_links(devices: Devices) -> str | None:

@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Iterator
 
 import torch
-from msgspec.structs import replace
 
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
@@ -82,14 +81,14 @@ def run_memory(session: Session) -> Iterator[str]:
     on_meta = session.devices.kind == "meta"  # there the rows themselves are of the published size
     for row in () if on_meta else session.experiment.scale("paper").rows:
         session.start(f"counting the parameters of {row.name}")
-        counted = replace(session.result(row), scale="paper", device="meta", values=_model_values(row))
-        session.recorder.put(counted)
+        session.recorder.put(session.result(row, scale="paper", device="meta", values=_model_values(row)))
 
     for row in session.expected():
         try:
             used, values = measure_memory(session, row, session.scale.steps)
         except Exception as error:
-            session.put_failure(row, explain(error))
+            session.put(row, **explain(error)._asdict())
+            session.progress.drop(session.job(row))
         else:
             session.put(used, values=values)
         finally:
@@ -100,7 +99,8 @@ def run_memory(session: Session) -> Iterator[str]:
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
     """Return the row as it was run, balance included, and its model's size and peak memory."""
     session.free()
-    training = session.build(row, FakeData([row], session.seed))
+    session.start(f"building {row.name}")
+    training = Training(row, session.devices, FakeData([row], session.seed), session.balancer, session.seed)
 
     def before(step: int) -> None:
         session.start(f"memory of {row.name}, step {step + 1} of {steps}", session.job(row))

@@ -39,11 +39,10 @@ class Recorder:
         """Write the file."""
         save(self.record, self.path)
 
-    def end(self, state: Literal["finished", "interrupted"]) -> None:
-        """Write the file for the last time."""
+    def close(self, state: Literal["finished", "interrupted"]) -> None:
+        """Say how the run has ended."""
         assert self.empty.run is not None
         self.empty = replace(self.empty, run=replace(self.empty.run, state=state, ended=now()))
-        self.save()
 
 
 def new_recorder(

@@ -17,10 +17,9 @@ from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.datasets import AccuracyNeeds
 from reproduce.run.emulation import Link, own_links
 from reproduce.run.engines.engines import why_not
-from reproduce.run.failure import Failure
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
-from reproduce.run.training import Balancer, FakeData, Training
+from reproduce.run.training import Balancer
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
 from torchgpipe.plan.replay import Timeline
 
@@ -85,14 +84,6 @@ class Session:
             self.put(row, status="not run")
         return self.scale.rows
 
-    def lacks(self, row: Row) -> dict[str, Any]:
-        """Return what to record of a row for which there are too few devices."""
-        return {"status": "needs devices", "reason": f"needs {row.devices} devices"}
-
-    def emulates(self, row: Row) -> bool:
-        """Say whether the row is to be emulated."""
-        return row.devices <= self.emulate
-
     def why_not(self, row: Row, engine: Engine) -> str | None:
         """Return why the engine cannot run the row, in words; None where it can."""
         if (row.name, engine) not in self.reasons:
@@ -123,46 +114,33 @@ class Session:
         self.check()
         self.progress.start(job, f"{self.experiment.name}: {text}")
 
-    def build(self, row: Row, data: FakeData) -> Training:
-        """Make the row ready to train."""
-        self.start(f"building {row.name}")
-        return Training(row, self.devices, data, self.balancer, self.seed)
-
-    def result(self, row: Row, *, emulated: bool = False, engine: Engine = "threads") -> Result:
-        """Return an empty result for `row`."""
-        return Result(
+    def result(self, row: Row, **fields: Any) -> Result:
+        """Return a result for `row` with these fields; it was measured by threads, unless they say otherwise."""
+        found = Result(
             experiment=self.experiment.name,
             row=row.name,
-            status="emulated" if emulated else "measured",
-            emulated=emulated,
-            engine=engine,
+            status="emulated" if fields.get("emulated") else "measured",
             scale=self.scale.name,
             device=self.devices.kind,
             config=row.config(),
             over=row.over,
             published=None if row.published is None else f"{self.experiment.table}/{row.published}",
         )
+        return replace(found, **fields)
 
-    def put(self, row: Row, *, emulated: bool = False, engine: Engine = "threads", **changes: Any) -> None:
+    def put(self, row: Row, **fields: Any) -> None:
         """Record the row's result with these fields, and write the record."""
-        self.recorder.put(replace(self.result(row, emulated=emulated, engine=engine), **changes))
+        self.recorder.put(self.result(row, **fields))
         self.recorder.save()
 
-    def put_failure(self, row: Row, failure: Failure) -> None:
-        """Record how a row ended that did not succeed."""
-        self.put(row, status=failure.status, reason=failure.reason)
-        self.progress.drop(self.job(row))
+    def recorded(self, row: Row, **how: Any) -> Result:
+        """Return what is recorded of the row, as it was run: that it was not, where nothing is."""
+        empty = self.result(row, **how, status="not run")
+        return self.recorder.results.get(empty.key, empty)
 
-    def recorded(self, row: Row, *, emulated: bool = False, engine: Engine = "threads") -> Result:
-        """Return what is recorded of the row: that it was not run, where nothing is."""
-        empty = self.result(row, emulated=emulated, engine=engine)
-        return self.recorder.results.get(empty.key, replace(empty, status="not run"))
-
-    def add_values(
-        self, row: Row, values: dict[str, Json], *, emulated: bool = False, engine: Engine = "threads"
-    ) -> None:
-        """Add values to a row's result, and write the record."""
-        result = self.recorded(row, emulated=emulated, engine=engine)
+    def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
+        """Add values to what is recorded of the row, and write the record."""
+        result = self.recorded(row, **how)
         self.recorder.put(replace(result, values={**result.values, **values}))
         self.recorder.save()
 

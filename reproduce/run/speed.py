@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from msgspec import structs
 
 from reproduce.experiments import PUBLISHED_BALANCE, Row
 from reproduce.records.record import Engine
@@ -28,11 +27,11 @@ from reproduce.run.engines.processes import Processes
 from reproduce.run.failure import Failure, explain
 from reproduce.run.progress import duration
 from reproduce.run.session import Session
-from reproduce.run.timed import EmulatedSteps, MeasuredSteps, time_step, watch, watched
+from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-Steps = MeasuredSteps | EmulatedSteps
+Steps = MeasuredSteps | Emulation
 LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
 
 
@@ -59,13 +58,21 @@ class Task:
         return executed(self.row).work() if self.emulated else self.row.work() / self.row.devices
 
 
+class Group(NamedTuple):
+    """Hold what is run in turn: rows that are compared with each other, and the seconds that their rounds may take."""
+
+    name: str
+    tasks: list[Task]
+    limit: float | None
+
+
 def plan_speed(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
-    for group, tasks in _groups(session).items():
-        for task in tasks:
+    for group in _groups(session):
+        for task in group.tasks:
             session.progress.plan(_job(session, task), _warmup(session, task) + _rounds(session), task.work)
-        if (limit := _limit(session, group)) is not None:
-            session.progress.limit(f"{session.experiment.name} {group} ", limit)
+        if group.limit is not None:
+            session.progress.limit(f"{session.experiment.name} {group.name} ", group.limit)
 
 
 def run_speed(session: Session) -> Iterator[str]:
@@ -74,44 +81,41 @@ def run_speed(session: Session) -> Iterator[str]:
     A row that did not fit beside the others is run alone afterwards.
     """
     for row in session.scale.rows:
-        enough = row.devices <= session.devices.count
+        lacking = row.devices > session.devices.count
+        status = "needs devices" if lacking else "not run"
         for engine in session.engines:
-            if engine != "threads" or not session.emulates(row):
-                why = {"status": "not run", "reason": session.why_not(row, engine)} if enough else session.lacks(row)
-                session.put(row, engine=engine, **why)
-    groups = _groups(session)
-    for group in dict.fromkeys(row.group for row in session.scale.rows):
-        tasks = groups.get(group, [])  # none where too few devices are to be had
-        for task in tasks:
+            if engine != "threads" or row.devices > session.emulate:
+                why = f"needs {row.devices} devices" if lacking else session.why_not(row, engine)
+                session.put(row, engine=engine, status=status, reason=why)
+    for group in _groups(session):
+        for task in group.tasks:
             session.put(task.row, **task.kind, status="not run")
-        without_memory = _time_rows(session, group, tasks) if tasks else []
-        for task in without_memory if len(tasks) > 1 else []:
+        without_memory = _time_rows(session, group, group.tasks) if group.tasks else []
+        for task in without_memory if len(group.tasks) > 1 else []:
             session.free()
             _time_rows(session, group, [task], paired=False)
-        yield group
+        yield group.name
 
 
-def _groups(session: Session) -> dict[str, list[Task]]:
-    """Return what is to be run, by the groups of rows that are compared with each other."""
+def _groups(session: Session) -> list[Group]:
+    """Return what is to be run; a group has no task where too few devices are to be had."""
     groups: dict[str, list[Task]] = {}
     for row in session.scale.rows:
         tasks = groups.setdefault(row.group, [])
         if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
             engines = [engine for engine in session.engines if session.why_not(row, engine) is None]
             tasks.extend(Task(row, emulated=False, engine=engine) for engine in engines)
-        if session.emulates(row):
+        if row.devices <= session.emulate:
             tasks.append(Task(row, emulated=True))
-    return {group: tasks for group, tasks in groups.items() if tasks}
-
-
-def _limit(session: Session, group: str) -> float | None:
-    """Return the seconds that the group's rounds may take: its share of the scale's time, by the work that it is."""
-    if session.steps is not None or session.scale.seconds is None:
-        return None
-    # What is emulated counts alone where there is any: some of it would take too long to measure.
-    kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in _groups(session).items()}
+    # Each has a share of the scale's time, by its work. What is emulated counts alone where there is any: some of it
+    # would take too long to measure.
+    kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()}
     works = {name: sum(task.work for task in tasks) for name, tasks in kinds.items()}
-    return session.scale.seconds * works[group] / sum(works.values())
+    seconds = session.scale.seconds if session.steps is None else None
+    return [
+        Group(name, tasks, None if seconds is None or not tasks else seconds * works[name] / sum(works.values()))
+        for name, tasks in groups.items()
+    ]
 
 
 def _rounds(session: Session) -> int:
@@ -126,7 +130,7 @@ def _job(session: Session, task: Task) -> str:
     return f"{session.experiment.name} {task.row.group} {task}"
 
 
-def _time_rows(session: Session, group: str, tasks: Sequence[Task], *, paired: bool = True) -> list[Task]:
+def _time_rows(session: Session, group: Group, tasks: Sequence[Task], *, paired: bool = True) -> list[Task]:
     """Run rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
     with contextlib.ExitStack() as processes:
         timing = _Timing(session, group, paired, processes)
@@ -143,7 +147,7 @@ class _Timing:
     Steps that are not `paired` belong to no round: nothing else ran next to them.
     """
 
-    def __init__(self, session: Session, group: str, paired: bool, processes: contextlib.ExitStack) -> None:
+    def __init__(self, session: Session, group: Group, paired: bool, processes: contextlib.ExitStack) -> None:
         self.session, self.group, self.paired, self.processes = session, group, paired, processes
         self.running: dict[Task, Steps] = {}
         self.rounds: dict[Task, list[int]] = {}  # of each step
@@ -153,10 +157,9 @@ class _Timing:
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Build rows, which share their data, and run the first steps of each, which are slower than the rest."""
-        if tasks:
-            data = FakeData([executed(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
-            for task in tasks:
-                self.add_one(task, data)
+        data = FakeData([executed(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
+        for task in tasks:
+            self.add_one(task, data)
 
     def add_one(self, task: Task, data: FakeData) -> None:
         """Build a row and run its first steps."""
@@ -169,9 +172,9 @@ class _Timing:
             for _ in range(_warmup(session, task)):
                 self.start("warming up", task)
                 self.run_one(task, made)
-            if task.emulated and made.steps:
+            if task.emulated and made.runs:
                 self.seconds[task.row.name] = median(made.samples()["step_time"])
-            made.steps.clear()
+            made.runs.clear()
         except Exception as error:
             self.fail(task, explain(error))
         else:
@@ -184,7 +187,7 @@ class _Timing:
         session = self.session
         shared = task.row, session.devices, data, session.balancer, session.seed
         if task.emulated:
-            return EmulatedSteps(Emulation(*shared, session.link(task.row)))
+            return Emulation(*shared, session.link(task.row))
         if task.engine == "threads":
             training = Training(*shared)
             given = training, session.devices
@@ -210,7 +213,7 @@ class _Timing:
     def is_worth_measuring(self, task: Task) -> bool:
         """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
         session = self.session
-        limit, step = _limit(session, self.group), self.seconds.get(task.row.name)
+        limit, step = self.group.limit, self.seconds.get(task.row.name)
         steps = session.scale.least_steps + session.scale.warmup
         if limit is None or step is None or step * steps <= LARGEST_SHARE * limit:
             return True
@@ -222,14 +225,13 @@ class _Timing:
     def run(self) -> None:
         """Run all rows, round after round, until the group's time is over where it has a limit."""
         session, rounds = self.session, _rounds(self.session)
-        limit = _limit(session, self.group)
-        session.progress.begin(f"{session.experiment.name} {self.group} ")
+        session.progress.begin(f"{session.experiment.name} {self.group.name} ")
         started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
         try:
             for done, _ in enumerate(turns(steps, rounds, random.Random(session.seed)), 1):
                 session.rounds += 1
                 self.put_all()
-                if done >= session.scale.least_steps and time.monotonic() - started > (limit or math.inf):
+                if done >= session.scale.least_steps and time.monotonic() - started > (self.group.limit or math.inf):
                     break
         finally:
             self.put_all()
@@ -277,12 +279,12 @@ class _Timing:
     def put_all(self) -> None:
         """Record the steps so far. A loss that is no number is none that JSON could hold."""
         for task, made in self.running.items():
-            if made.steps:
+            if made.runs:
                 samples = made.samples()
                 if self.paired:
                     samples["round"] = list(self.rounds[task])
                 if not all(map(math.isfinite, samples["loss"])):
                     del samples["loss"]
-                result = self.session.result(task.row, **task.kind)
-                self.session.recorder.put(structs.replace(result, config=made.config, samples=samples))
+                result = self.session.result(task.row, **task.kind, config=made.config, samples=samples)
+                self.session.recorder.put(result)
         self.session.recorder.save()

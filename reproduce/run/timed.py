@@ -1,4 +1,4 @@
-"""Run steps of one row again and again, measured or emulated, and keep what is known of them."""
+"""Time steps of one row again and again, and keep what is known of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -14,13 +15,13 @@ from reproduce.error import Error
 from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
-from reproduce.run.emulation import Emulation, Executed
 from reproduce.run.failure import explain
 from reproduce.run.training import Training, record_tasks
 from torchgpipe.plan.replay import Timeline
 
 Samples = dict[str, list[float]]
 Values = dict[str, Json]
+T = TypeVar("T")
 
 
 class MeasuredSteps:
@@ -40,7 +41,7 @@ class MeasuredSteps:
         watch: Callable[[], tuple[Values, Timeline | None]] = lambda: ({}, None),
     ) -> None:
         self.row, self.watch, self._timed = row, watch, timed
-        self.steps: list[tuple[float, float]] = []  # seconds and loss
+        self.runs: list[tuple[float, float]] = []  # seconds and loss
         self.losses: list[float] = []
 
     @property
@@ -51,59 +52,33 @@ class MeasuredSteps:
     def run(self) -> None:
         """Run one more step."""
         torch.manual_seed(len(self.losses))  # whatever other rows have drawn: every engine's k-th step begins alike
-        self.steps.append(self._timed())
-        self.losses.append(self.steps[-1][1])
+        self.runs.append(self._timed())
+        self.losses.append(self.runs[-1][1])
 
     def samples(self) -> Samples:
         """Return what a record keeps of the steps."""
-        seconds, losses = zip(*self.steps, strict=True)
+        seconds, losses = zip(*self.runs, strict=True)
         return {"step_time": list(seconds), "loss": list(losses)}
 
 
-class EmulatedSteps:
-    """Run a row's tasks on one device, step by step, to be replayed."""
-
-    def __init__(self, emulation: Emulation) -> None:
-        self.emulation, self.row = emulation, emulation.row
-        self.steps: list[Executed] = []
-
-    @property
-    def config(self) -> dict[str, Json]:
-        """Give the row's configuration as it was run, and the hardware of whose links its copies are."""
-        link = self.emulation.link
-        return {**self.row.config(), **({} if link is None else {"link": link.title})}
-
-    def run(self) -> None:
-        """Run the tasks of one more step."""
-        self.steps.append(self.emulation.run())
-
-    def samples(self) -> Samples:
-        """Return what a record keeps of the steps."""
-        return self.emulation.samples(self.steps)
-
-    def watch(self) -> tuple[Values, Timeline | None]:
-        """Say how busy each device is in the replay, and how many micro-batches were run for it."""
-        timeline = self.emulation.step(self.steps).timeline
-        return {"executed": self.emulation.executed, **busy(timeline)}, timeline
+def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
+    """Return what comes of running something, when it began, and the seconds till the devices have finished."""
+    devices.synchronize()
+    started = time.perf_counter()
+    found = run()
+    devices.synchronize()
+    return found, started, time.perf_counter() - started
 
 
 def time_step(training: Training, devices: Devices) -> tuple[float, float]:
     """Run one whole step and return its time in seconds and its loss."""
-    devices.synchronize()
-    started = time.perf_counter()
-    loss = training.step()
-    devices.synchronize()
-    seconds = time.perf_counter() - started
+    loss, _, seconds = _clocked(devices, training.step)
     return seconds, float(loss)
 
 
 def record_step(training: Training, devices: Devices) -> Timeline:
     """Run one whole step and return its timeline."""
-    devices.synchronize()
-    started = time.perf_counter()
-    stopwatch = record_tasks(training, training.step)
-    devices.synchronize()
-    seconds = time.perf_counter() - started
+    stopwatch, started, seconds = _clocked(devices, lambda: record_tasks(training, training.step))
     events = [event._replace(start=event.start - started, end=event.end - started) for event in stopwatch.events()]
     return Timeline(events, seconds, len(training.devices))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from reproduce.experiments import Experiment
 from reproduce.numbers.metrics import FinalError, epoch_throughput, final_error, final_errors, outcome
@@ -16,6 +16,7 @@ RUNNING_STATISTICS = (  # of records up to revision 414bf55
     "variance from what torch's batch norm, in the last epoch, made of the same values in undivided mini-batches; "
     "where deferred, rounding should be all there is"
 )
+Both = tuple[FinalError, FinalError]
 
 
 def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
@@ -25,15 +26,11 @@ def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
 
 
 def _reached(rows: Rows) -> Table:
-    def over_base(heading: str, cell: Callable[[FinalError, FinalError], object]) -> Column[Result]:
-        """Return a column that compares a row with the one that it is to equal."""
-
-        def compared(result: Result) -> object:
-            base = rows.named(result.over)
-            ours, theirs = final_error(result), None if base is None else final_error(base)
-            return None if ours is None or theirs is None else cell(ours, theirs)
-
-        return Column(heading, compared)
+    def both(result: Result) -> Both | None:
+        """Return the error of a row and that of the one that it is to equal."""
+        base = rows.named(result.over)
+        ours, theirs = final_error(result), None if base is None else final_error(base)
+        return None if ours is None or theirs is None else (ours, theirs)
 
     def published(result: Result) -> object:
         paper = rows.paper(result)
@@ -42,9 +39,9 @@ def _reached(rows: Rows) -> Table:
     columns = [
         ROW,
         Column("top-1 error\n%", lambda result: final_error(result) or _how_far(result)),
-        over_base("over\nbase", lambda ours, theirs: f"{ours.mean - theirs.mean:+.2f}"),
-        over_base("spread", lambda *both: None if (most := FinalError.allowed(*both)) is None else f"{most:.2f}"),
-        over_base("verdict", FinalError.verdict),
+        Column[Both]("over\nbase", lambda both: both[0].mean - both[1].mean, "{:+.2f}").of(both),
+        Column[Both]("spread", lambda both: both[0].allowed(both[1]), "{:.2f}").of(both),
+        Column[Both]("verdict", lambda both: both[0].verdict(both[1])).of(both),
         Column("published\n%", published),
     ]
     configs = [result.config for result in rows]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from reproduce.experiments import Experiment
+from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import outcome, speed_up, throughput
 from reproduce.records.record import Engine, Result
 from reproduce.tables.layout import Column, Table, many, number, ratio, table
@@ -25,18 +26,16 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
     """Return the table, where there are devices for any row of another engine than `threads`."""
     measured = [result for result in results if not result.emulated]
     engines = sorted({result.engine for result in measured}, key=get_args(Engine).index)
-    rows: dict[str, dict[Engine, Result]] = {}
-    for result in measured:
-        rows.setdefault(result.row, {})[result.engine] = result
+    rows = {
+        row: {each.engine: each for each in found} for row, found in grouped(measured, lambda each: each.row).items()
+    }
     run = [found for found in rows.values() if any(each.status != "needs devices" for each in found.values())]
     if engines == ["threads"] or not run:
         return []
     columns = [Column[Found]("row", lambda found: next(iter(found.values())).row, left=True)]
     columns += [column for engine in engines for column in _columns(engine)]
-    reasons: dict[str, list[Result]] = {}
-    for result in measured:
-        if result.reason and result.status != "needs devices":
-            reasons.setdefault(result.reason, []).append(result)
+    left_out = [result for result in measured if result.reason and result.status != "needs devices"]
+    reasons = grouped(left_out, lambda each: each.reason)
     notes = [
         *(text for engine, text in WHAT.items() if engine in engines),
         "over threads: the median over rounds, in which each engine does a step" if "threads" in engines else None,

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import tabulate
 
+from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import BYTES, Reading
 
 MiB, GiB = BYTES["MiB"], BYTES["GiB"]
@@ -146,10 +147,7 @@ def bullets(notes: Sequence[str], wrap: bool = True) -> str:
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
     """Return for each value the names that have it, as in `a, b`."""
-    names: dict[str, list[str]] = {}
-    for name, value in values.items():
-        names.setdefault(value, []).append(name)
-    return {value: ", ".join(those) for value, those in names.items()}
+    return {value: ", ".join(names) for value, names in grouped(values, values.__getitem__).items()}
 
 
 def many(count: int, thing: str) -> str:

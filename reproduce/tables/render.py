@@ -8,8 +8,7 @@ A block stands between two comments, which name what it shows, and is replaced a
 
 - an experiment's name: the tables of its newest finished run, of those with most rows; with "/short" behind it, two
   of them;
-- a name such as "benchmarks/overlap": the table of that record in results/benchmarks;
-- "emulated": how far emulated speed-ups are from published ones (emulated_docs.py).
+- a name such as "benchmarks/overlap": the table of that record in results/benchmarks, by `benchmarks/render.py` alone;
 
 Where there is no record yet, the block says so.
 """
@@ -17,44 +16,47 @@ Where there is no record yet, the block says so.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
-from reproduce.machine.description import ROOT
-from reproduce.records.record import FREED_MEMORY, Record, Run, load
+from reproduce.records.record import Record, load
 from reproduce.tables.all import about_run, document, tables
-from reproduce.tables.emulated_docs import distances
 
 FOLDERS = ("measured", "predicted")
-BENCHMARKS = ROOT / "results" / "benchmarks"
 SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
 RUN = ("measured", "emulated")
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
-def render(root: Path) -> dict[Path, str]:
+Maker = Callable[[Path, str], str]
+"""Makes a block, given its page and what stands behind its name."""
+
+
+def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:
     """Return every file below `root` that is made from records, or has such a block, with its whole new text.
+
+    What makes the blocks of `benchmarks` is given, as these import this package.
 
     Raises:
         Error: a record is broken, or nothing makes a block of some name.
     """
     records = {path: load(path) for name in FOLDERS for path in sorted((root / "results" / name).rglob("*.json"))}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
-    makers: dict[str, Callable[[Path, str], str]] = {
+    makers: dict[str, Maker] = {
         **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
-        "benchmarks": benchmark_block,
-        "emulated": lambda page, name: emulated_block(list(records.values())),
+        **({} if benchmarks is None else {"benchmarks": benchmarks}),
     }
 
     def block(match: re.Match[str]) -> str:
         kind, _, name = match["name"].partition("/")
+        if kind == "benchmarks" and benchmarks is None:
+            return match[0]
         if kind not in makers:
             raise Error(f"{page}: a block is from {match['name']!r}; name one of {', '.join(makers)}")
         return f"{match['begin']}{makers[kind](page, name)}{match['end']}"
@@ -69,38 +71,6 @@ def render(root: Path) -> dict[Path, str]:
 def stale(files: Mapping[Path, str]) -> list[Path]:
     """Return the files that differ from what they should be."""
     return [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-
-
-def benchmark_block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
-    """Return the table of the benchmark's record `name`, and what it was made under; or that there is none yet.
-
-    Raises:
-        Error: the record is broken, or no benchmark makes one of that name.
-    """
-    path = folder / f"{name}.json"
-    try:
-        # By name, for benchmarks are in the checkout only, and import this package.
-        benchmark = importlib.import_module(module_of(name.partition("-")[0]))
-        if not path.exists():
-            return NOTHING
-        record = load(path)
-        assert record.run is not None
-        made, under = benchmark.table(record, "pipe"), _circumstances(record.run)
-    except (AssertionError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
-    return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({_link(page, path)})\n\n"
-
-
-def module_of(benchmark: str) -> str:
-    """Return the name of a benchmark's module, which may be in any folder of `benchmarks`."""
-    found = next((ROOT / "benchmarks").rglob(f"{benchmark}.py"), ROOT / "benchmarks" / benchmark)
-    return ".".join(found.relative_to(ROOT).with_suffix("").parts)
-
-
-def emulated_block(records: Sequence[Record]) -> str:
-    """Return the table of every run's distance from the published speed-ups; or that there is none yet."""
-    table = distances(records)
-    return f"\n{table.markdown().partition(chr(10) * 2)[2].strip()}\n\n" if table.rows else NOTHING
 
 
 def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
@@ -123,21 +93,9 @@ def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Pat
         parts = [table.markdown(level=3) for table in tables(record, experiment)]
     about = about_run(record, run)
     under = f"Run on {run.started[:10]} with torch {run.versions.get('torch')}, {about['devices']}; {about['machine']}"
-    return "\n\n".join([*parts, f"{under}; [more of this run]({_link(page, path.with_suffix('.md'))})"]) + "\n\n"
+    return "\n\n".join([*parts, f"{under}; [more of this run]({link(page, path.with_suffix('.md'))})"]) + "\n\n"
 
 
-def _circumstances(run: Run) -> str:
-    """Return in a line what a run was made under."""
-    machine, git = run.machine, run.git
-    gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
-    freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
-    load = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
-    revision = "no revision" if git is None else f"revision {git.revision[:9]}{', with changes' if git.dirty else ''}"
-    return (
-        f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, {gpu}{machine.cpu}, "
-        f"{machine.cores} cores{freed}{load}, {revision}"
-    )
-
-
-def _link(page: Path, path: Path) -> str:
+def link(page: Path, path: Path) -> str:
+    """Return how the page names a file."""
     return Path(os.path.relpath(path, page.parent)).as_posix()

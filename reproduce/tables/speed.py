@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from reproduce.experiments import COMPONENTS, EQUAL_LAYERS, PLANNED, PUBLISHED_BALANCE, Experiment
+from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, GiB, Table, in_lines, number, ratio, span
@@ -23,11 +24,8 @@ def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tabl
     """Return a table for each group of rows, and one of how busy the devices were; of many models, one for all."""
     if results[0].config.get("equal") == "model":
         return [zoo_table(experiment, results)]
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(_group(result), []).append(result)
     tables = []
-    for group, chosen in groups.items():
+    for group, chosen in grouped(results, _group).items():
         rows = Rows(experiment, chosen)
         if group == PUBLISHED_BALANCE:
             table = _balances(rows, Rows(experiment, [each for each in results if each.published]))

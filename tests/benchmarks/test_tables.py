@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import summarized
+from benchmarks.render import block as benchmark_block
 from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run, save
-from reproduce.tables.render import benchmark_block
 
 
 def written(folder: Path, name: str, cases: dict[str, dict[str, dict[str, list[float]]]]) -> None:
@@ -75,7 +75,7 @@ def test_a_record_is_shown(name: str, tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_yet_is_said(tmp_path: Path) -> None:
-    for name in ("emulation", "overlap-later", "regression"):
+    for name in ("machinery", "overlap-later", "conformance"):
         assert benchmark_block(tmp_path / "page.md", name, tmp_path) == "Nothing measured is committed yet.\n"
 
 

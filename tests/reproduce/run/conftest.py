@@ -62,7 +62,7 @@ def runner() -> type[Runner]:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    for module in ("session", "speed"):
+    for module in ("peak", "speed"):
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Measured)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", fake_peak)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from reproduce.machine.devices import Devices
 from reproduce.records.record import Result
 from reproduce.run.emulation import EmulatedStep, Emulation, Executed
 from reproduce.run.training import FakeData
-from torchgpipe.plan.replay import Costs, Event, Timeline
+from torchgpipe.plan.replay import Event, Timeline
 
 Run = Callable[..., "dict[str, Result]"]
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
@@ -64,13 +64,15 @@ class Emulated(Fake, Emulation):
         Fake.__init__(self, row, devices, data, balancer, seed)
         self.training = self  # type: ignore[assignment]
         self.executed, self.link = row.micro_batches or 1, link  # type: ignore[assignment]
+        self.runs = []
 
-    def run(self, *, wall: bool = False) -> Executed:
-        return Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(self.train()))
+    def run(self) -> Executed:
+        self.runs.append(Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(self.train())))
+        return self.runs[-1]
 
-    def step(self, runs: Sequence[Executed]) -> EmulatedStep:
+    def step(self) -> EmulatedStep:
         timeline = Timeline([Event("forward", 0, 0, 0.0, 1.0)], SECONDS, self.row.devices)
-        return EmulatedStep(SECONDS, 0.5, 0.0, 3.0, Costs([[1.0]], [[0.0]], [[0.0]]), timeline)
+        return EmulatedStep(SECONDS, 0.5, 3.0, timeline)
 
 
 def fake_peak(training: Any, devices: Devices, *, steps: int, before: Callable[[int], None]) -> dict[str, list[int]]:

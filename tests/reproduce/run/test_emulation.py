@@ -156,11 +156,11 @@ def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(
     assert len(set(made.seen)) == len(made.seen) == n * (2 * m + again)
     assert run.work == made.now == sum(map(cost, made.seen)) + LOSS + sum(UPDATES[:n])
     assert run.wall == 3 * run.work
-    found, here = emulated.step([run]), replay(costs(row, **changes))
+    found, here = emulated.step(), replay(costs(row, **changes))
     timeline = replay(costs(row, **changes, **LINKED)) if linked else here
     assert same(found.timeline, timeline) and (found.seconds > found.here) == linked
-    assert found.update == pytest.approx(max(UPDATES[:n])), "partitions are updated at the same time"
-    assert (found.seconds, found.here) == pytest.approx([each.seconds + found.update for each in (timeline, here)])
+    updated = max(UPDATES[:n])  # partitions are updated at the same time
+    assert (found.seconds, found.here) == pytest.approx([each.seconds + updated for each in (timeline, here)])
     assert (emulated.row.batch_size, emulated.row.micro_batches) == (row.batch_size, row.micro_batches)
 
 
@@ -180,9 +180,8 @@ LONE = pipeline(m=1, checkpoint="always")
 )
 def test_by_hand(made: Made, row: Row, link: Any, seconds: float) -> None:
     emulated = emulation(row, link=link)
-    assert emulated.step([emulated.run()]).seconds == pytest.approx(seconds)
-    if link is None:
-        assert emulated.step([emulated.run(wall=True)]).seconds == pytest.approx(3 * seconds)
+    emulated.run()
+    assert emulated.step().seconds == pytest.approx(seconds)
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
@@ -195,12 +194,13 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
         taken[Task("forward", 0, 1)] += disturbed
         return Executed(taken, slow * 0.5, [slow, slow * 0.5], work=slow * 8 + disturbed, wall=9.0, value=slow)
 
-    assert emulated.step([run()]).seconds == 1 + 2 + 0.5 + 2 + 1 + 1
+    emulated.runs = [run()]
+    assert emulated.step().seconds == 1 + 2 + 0.5 + 2 + 1 + 1
     for disturbed in (0.0, 5.0):
-        runs = [run(), run(slow=2), run(disturbed=disturbed), run(), run(slow=0.5)]
-        found = emulated.step(runs)
-        assert (found.work, found.seconds, found.here, found.update) == (8, 7.5, 7.5, 1)
-        samples = emulated.samples(runs)
+        emulated.runs = runs = [run(), run(slow=2), run(disturbed=disturbed), run(), run(slow=0.5)]
+        found = emulated.step()
+        assert (found.work, found.seconds, found.here) == (8, 7.5, 7.5)
+        samples = emulated.samples()
         assert samples["step_time"] == [7.5, 15, 7.5 + disturbed * 7.5 / 8, 7.5, 3.75], "as slow as all work was"
         assert samples["work_time"] == [each.work for each in runs] and samples["wall_time"] == [9.0] * 5
         assert samples["loss"] == [1, 2, 1, 1, 0.5] and samples["here_time"] == samples["step_time"]
@@ -251,7 +251,7 @@ def test_a_step_trains() -> None:
     run = emulated.run()
     for old, parameter in zip(before, emulated.training.model.parameters(), strict=True):
         assert parameter.grad is None and not torch.equal(old, parameter)
-    found = emulated.step([run])
+    found = emulated.step()
     assert 0 < found.timeline.seconds < found.seconds < found.work < 1.5 * run.wall
 
 
@@ -260,7 +260,8 @@ def test_a_partition_without_parameters_has_nothing_to_update(made: Made) -> Non
     bare = next(i for i, layer in enumerate(layers) if not any(True for _ in layer.parameters()))
     row = replace(pipeline(3), balance=(bare, 1, len(layers) - bare - 1))
     emulated = emulation(row)
-    assert emulated.step([emulated.run()]).seconds == pytest.approx(replay(costs(row)).seconds + max(UPDATES[:2]))
+    emulated.run()
+    assert emulated.step().seconds == pytest.approx(replay(costs(row)).seconds + max(UPDATES[:2]))
 
 
 @pytest.mark.parametrize("n", [None, 2, 4])

@@ -47,7 +47,7 @@ def test_copies_are_in_proportion_to_the_published_model() -> None:
     link = Link(HARDWARE, papers)
     copies, skips = link.copies(replace(small, name="pb/x"), 3.0)
     own, theirs = Link(HARDWARE, None).copies(large, 1.0)
-    forward = sum(link._predictor(large).layers(2).forward)
+    forward = sum(link._predictor(large.model, large.size, large.input_shape).layers(2).forward)
     assert copies == pytest.approx([copy / forward * 3 for copy in own])
     assert skips == pytest.approx({route: skip / forward * 3 for route, skip in theirs.items()})
     assert link.copies(replace(small, name="none"), 3.0) != (copies, skips)

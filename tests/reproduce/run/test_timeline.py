@@ -12,6 +12,7 @@ import torch
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
+from reproduce.run.emulation import Emulation
 from reproduce.run.timed import record_step
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe import GPipe
@@ -45,6 +46,24 @@ def test_plain_training_is_two_tasks() -> None:
     _, timeline = watched()
     assert [event[:3] for event in timeline.events] == [("forward", 0, 0), ("backward", 0, 0)]
     assert timeline.partitions == 1
+
+
+def in_order(timeline: Timeline, together: bool) -> list[list[tuple[object, ...]]]:
+    """Return each partition's tasks in the order in which they start; of all partitions where they take turns."""
+    tasks = [event[:3] for event in sorted(timeline.tasks, key=lambda each: each.start)]
+    return [[task for task in tasks if task[2] == j] for j in range(3)] if together else [[*tasks]]
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize(("balance", "chunks"), [((65,), 3), ((30, 35), 1), ((30, 35), 4), ((20, 20, 25), 3)], ids=str)
+def test_an_emulation_replays_tasks_in_the_order_of_a_real_run(
+    balance: tuple[int, ...], chunks: int, mode: str
+) -> None:
+    training, real = watched(partitions=len(balance), balance=balance, chunks=chunks, checkpoint=mode)
+    devices = Devices("cpu", 2, 1)
+    emulation = Emulation(training.row, devices, FakeData([training.row], 0), Balancer(devices), 0)
+    emulation.run()
+    assert in_order(emulation.step().timeline, chunks > 1) == in_order(real, chunks > 1)
 
 
 class FakeEvent:

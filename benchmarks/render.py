@@ -1,0 +1,62 @@
+"""Rewrite the tables that are made from records, as `python -m reproduce render` does, and those of benchmarks.
+
+python -m benchmarks.render            # or make results
+python -m benchmarks.render --check    # as make lint does
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks import any_model, conformance
+from benchmarks.gates import machinery, overlap
+from reproduce.cli.main import main
+from reproduce.error import Error
+from reproduce.machine.description import ROOT
+from reproduce.records.record import FREED_MEMORY, Run, load
+from reproduce.tables.render import NOTHING, link
+
+BENCHMARKS = ROOT / "results" / "benchmarks"
+TABLES = {
+    "any_model": any_model.table,
+    "conformance": conformance.table,
+    "machinery": machinery.table,
+    "overlap": overlap.table,
+}
+
+
+def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
+    """Return the table of the benchmark's record `name`, and what it was made under; or that there is none yet.
+
+    Raises:
+        Error: the record is broken, or no benchmark makes one of that name.
+    """
+    path = folder / f"{name}.json"
+    try:
+        table = TABLES[name.partition("-")[0]]
+        if not path.exists():
+            return NOTHING
+        record = load(path)
+        assert record.run is not None
+        made, under = table(record, "pipe"), _circumstances(record.run)
+    except (AssertionError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
+    return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({link(page, path)})\n\n"
+
+
+def _circumstances(run: Run) -> str:
+    """Return in a line what a run was made under."""
+    machine, git = run.machine, run.git
+    gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
+    freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
+    load = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
+    revision = "no revision" if git is None else f"revision {git.revision[:9]}{', with changes' if git.dirty else ''}"
+    return (
+        f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, {gpu}{machine.cpu}, "
+        f"{machine.cores} cores{freed}{load}, {revision}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(["render", *sys.argv[1:]], block))
