@@ -23,16 +23,21 @@ class Net(nn.Module):
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
 
+class Of(Net):
+    """Call a function of these layers and the input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
 class Residual(Net):
     def forward(self, x: Tensor) -> Tensor:
         y = self.b(self.a(x).relu())
         return self.c(x + y) + y
-
-
-class Branches(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        found = [layer(x) for layer in (self.a, self.b, self.c)]
-        return torch.cat(found, dim=1)
 
 
 class InPlace(nn.Module):
@@ -89,12 +94,8 @@ class Masked(Net):
         return self.c(2 * y if double else y)
 
 
-class Square(nn.Module):
+class Square(Net):
     """A mask of tokens by tokens, which may be as many as the batch has samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -129,11 +130,6 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(x)))
 
 
-class Reused(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(self.b(self.a(x).tanh()))
-
-
 class Frozen(Net):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -150,11 +146,6 @@ class Squared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 3 * grad * ctx.saved_tensors[0]  # not the gradient, to tell that it was asked
-
-
-class Custom(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(Squared.apply(self.a(x)))
 
 
 class Constant(Net):
@@ -206,17 +197,11 @@ class Dropping(Net):
         return self.b(x + 2 * y) + self.drop(self.c(x))
 
 
-class Choosing(nn.Module):
+class Choosing(Net):
     """Looks at what is in its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            return self.a(x)
-        return self.b(x)
+        return self.a(x) if x.sum() > 0 else self.b(x)
 
 
 class Chosen(Net):
@@ -242,7 +227,7 @@ def rows(*shape: int) -> Tensor:
 
 CASES: dict[str, Case] = {
     "residual": Case(Residual, rows),
-    "branches from one input": Case(Branches, rows),
+    "branches from one input": Case(lambda: Of(lambda n, x: torch.cat([n.a(x), n.b(x), n.c(x)], dim=1)), rows),
     "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
     "a tensor that is filled": Case(Filled, rows),
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
@@ -254,9 +239,9 @@ CASES: dict[str, Case] = {
     "a mask, said to be shared": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4)), {"shared": ["mask"]}),
     "dictionaries": Case(Structured, lambda: ({"x": rows(), "y": rows()},)),
     "a dataclass": Case(Structured, lambda: {"inputs": {"x": rows(), "y": rows()}, "kind": "dataclass"}),
-    "reused": Case(Reused, rows),
+    "reused": Case(lambda: Of(lambda n, x: n.a(n.b(n.a(x).tanh()))), rows),
     "without gradients": Case(Frozen, rows),
-    "a custom function": Case(Custom, rows),
+    "a custom function": Case(lambda: Of(lambda n, x: n.b(Squared.apply(n.a(x)))), rows),
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
     "a part that looks at its input": Case(Chosen, rows, {"whole": [Choosing]}),
