@@ -34,20 +34,30 @@ def made(module: Any = None, balance: Any = (1, 1), **options: Any) -> GPipe:
 
 CHUNKS = "chunks must be a whole number of at least 1, but got"
 MODES = "checkpoint must be one of 'always', 'except_last', 'never', but got"
+MOVED = r"cannot be moved; name the devices .*GPipe\(module, balance, devices="
 
-# How it is made, the error, and what it says: what was given, and what to do.
-MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: made(engine="inline"), ValueError, "one of 'auto', 'graph', 'workers', but got 'inline'"),
-    (lambda: made(engine="workers", devices=["cpu", "meta"]), ValueError, r"is for CPU devices, but got \['cpu', 'm"),
-    (lambda: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, "positional argument"),  # type: ignore[call-arg]
-    (lambda: made()([torch.rand(2, 2)]), TypeError, "input must be a tensor or a tuple of tensors, but got list"),
+# What is done, the error, and what it says: what was given, and what to do.
+REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
+    (lambda _: made(engine="inline"), ValueError, "one of 'auto', 'graph', 'workers', but got 'inline'"),
+    (lambda _: made(engine="workers", devices=["cpu", "meta"]), ValueError, r"is for CPU devices, but got \['cpu', 'm"),
+    (lambda _: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, "positional argument"),  # type: ignore[call-arg]
+    (lambda model: model([torch.rand(2, 2)]), TypeError, "input must be a tensor or a tuple of tensors, but got list"),
+    (lambda model: model.cuda(device=torch.device("cuda", 1)), TypeError, MOVED),
+    (lambda model: model.cpu(), TypeError, MOVED),
+    (lambda model: model.to("cuda:0"), TypeError, MOVED),
+    (lambda model: model.to(device="cpu"), TypeError, MOVED),
+    (lambda model: model.to("cpu", torch.float64), TypeError, MOVED),
+    (lambda model: model.to(torch.rand(1)), TypeError, MOVED),
+    (lambda model: model.to(tensor=torch.rand(1)), TypeError, MOVED),
 ]
 
 
-@pytest.mark.parametrize("make, error, message", MISUSE)
-def test_misuse(make: Callable[[], object], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("do, error, message", REFUSED)
+def test_refused(do: Callable[[Any], object], error: type[Exception], message: str) -> None:
+    model = made()
     with pytest.raises(error, match=message):
-        make()
+        do(model)
+    assert {(p.device, p.dtype) for p in model.parameters()} == {(CPU, torch.float32)}
 
 
 SETTINGS = [
@@ -81,26 +91,6 @@ def test_a_layer_replaced_after_wrapping_is_noticed(where: str) -> None:
         model.partitions[1][0] = nn.Linear(2, 2)  # type: ignore[operator]
     with pytest.raises(RuntimeError, match=r"replaced after the pipeline was made.*wrap them"):
         model(torch.ones(1, 2))
-
-
-# What would move it.
-MOVES: list[Callable[[GPipe], object]] = [
-    lambda model: model.cuda(device=torch.device("cuda", 1)),
-    lambda model: model.cpu(),
-    lambda model: model.to("cuda:0"),
-    lambda model: model.to(device="cpu"),
-    lambda model: model.to("cpu", torch.float64),
-    lambda model: model.to(torch.rand(1)),
-    lambda model: model.to(tensor=torch.rand(1)),
-]
-
-
-@pytest.mark.parametrize("move", MOVES)
-def test_it_is_not_moved(move: Callable[[GPipe], object]) -> None:
-    model = made()
-    with pytest.raises(TypeError, match=r"cannot be moved; name the devices .*GPipe\(module, balance, devices="):
-        move(model)
-    assert {(p.device, p.dtype) for p in model.parameters()} == {(CPU, torch.float32)}
 
 
 @pytest.mark.parametrize(

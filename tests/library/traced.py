@@ -23,21 +23,15 @@ class Net(nn.Module):
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
 
-class Of(Net):
-    """Call a function of these layers and the input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
 class Residual(Net):
     def forward(self, x: Tensor) -> Tensor:
         y = self.b(self.a(x).relu())
         return self.c(x + y) + y
+
+
+class Branches(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.a(x), self.b(x), self.c(x)], dim=1)
 
 
 class InPlace(nn.Module):
@@ -130,13 +124,6 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(x)))
 
 
-class Frozen(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.a(x)
-        return self.c(self.b(x) * y + y.detach())
-
-
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -146,6 +133,15 @@ class Squared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 3 * grad * ctx.saved_tensors[0]  # not the gradient, to tell that it was asked
+
+
+class Unusual(Net):
+    """A layer that is used twice, once without gradients, and a custom function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.a(x)
+        return self.c(self.b(Squared.apply(self.a(x))) * y + y.detach())
 
 
 class Constant(Net):
@@ -227,7 +223,7 @@ def rows(*shape: int) -> Tensor:
 
 CASES: dict[str, Case] = {
     "residual": Case(Residual, rows),
-    "branches from one input": Case(lambda: Of(lambda n, x: torch.cat([n.a(x), n.b(x), n.c(x)], dim=1)), rows),
+    "branches from one input": Case(Branches, rows),
     "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
     "a tensor that is filled": Case(Filled, rows),
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
@@ -239,9 +235,7 @@ CASES: dict[str, Case] = {
     "a mask, said to be shared": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4)), {"shared": ["mask"]}),
     "dictionaries": Case(Structured, lambda: ({"x": rows(), "y": rows()},)),
     "a dataclass": Case(Structured, lambda: {"inputs": {"x": rows(), "y": rows()}, "kind": "dataclass"}),
-    "reused": Case(lambda: Of(lambda n, x: n.a(n.b(n.a(x).tanh()))), rows),
-    "without gradients": Case(Frozen, rows),
-    "a custom function": Case(lambda: Of(lambda n, x: n.b(Squared.apply(n.a(x)))), rows),
+    "used twice, without gradients, and a custom function": Case(Unusual, rows),
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
     "a part that looks at its input": Case(Chosen, rows, {"whole": [Choosing]}),

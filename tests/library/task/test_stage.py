@@ -104,6 +104,8 @@ def test_a_pipeline_among_the_layers_of_another_knows_its_pass(outer: Callable[[
     with outer():
         ambient, expected = Ambient(DEVICES), (is_checkpointing(), is_recomputing())
     with ambient.entered():
+        with checkpointing():
+            assert is_checkpointing()
         assert (is_checkpointing(), is_recomputing()) == expected != (False, False)
     assert not is_checkpointing() and not is_recomputing()
 
