@@ -1,6 +1,6 @@
 """`GPipe` as a module: how it is made, what it refuses and why, and what it has.
 
-That it computes what its layers do is in tests/behaviours; errors while it runs are in tests/test_errors.py; which
+That it computes what its layers do is in tests/behaviours; errors while it runs are in tests/failures; which
 modules, balances and devices it refuses, in test_partition.py.
 """
 
