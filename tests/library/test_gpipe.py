@@ -1,6 +1,6 @@
 """`GPipe` as a module: how it is made, what it refuses and why, and what it has.
 
-That it computes what its layers do is in tests/behaviours; errors while it runs are in tests/test_errors.py; which
+That it computes what its layers do is in tests/behaviours; errors while it runs are in tests/failures; which
 modules, balances and devices it refuses, in test_partition.py.
 """
 
@@ -34,27 +34,30 @@ def made(module: Any = None, balance: Any = (1, 1), **options: Any) -> GPipe:
 
 CHUNKS = "chunks must be a whole number of at least 1, but got"
 MODES = "checkpoint must be one of 'always', 'except_last', 'never', but got"
+MOVED = r"cannot be moved; name the devices .*GPipe\(module, balance, devices="
 
-# How it is made, the error, and what it says: what was given, and what to do.
-MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: made(nn.Linear(2, 2)), TypeError, "wraps an nn.Sequential, but got Linear"),
-    (lambda: GPipe(linears(2)), ValueError, "balance is required"),
-    (lambda: made(engine="inline"), ValueError, "one of 'auto', 'graph', 'workers', but got 'inline'"),
-    (
-        lambda: made(engine="workers", devices=["cpu", "meta"]),
-        ValueError,
-        r"engine='workers' is for CPU devices, but got \['cpu', 'meta'\]",
-    ),
-    (lambda: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, "positional argument"),  # type: ignore[call-arg]
-    (lambda: made()([torch.rand(2, 2)]), TypeError, "input must be a tensor or a tuple of tensors, but got list"),
-    (lambda: made()(torch.tensor(1.0)), ValueError, "needs a batch dimension, but tensor 0 is a scalar"),
+# What is done, the error, and what it says: what was given, and what to do.
+REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
+    (lambda _: made(engine="inline"), ValueError, "one of 'auto', 'graph', 'workers', but got 'inline'"),
+    (lambda _: made(engine="workers", devices=["cpu", "meta"]), ValueError, r"is for CPU devices, but got \['cpu', 'm"),
+    (lambda _: GPipe(linears(2), [1, 1], ["cpu"] * 2), TypeError, "positional argument"),  # type: ignore[call-arg]
+    (lambda model: model([torch.rand(2, 2)]), TypeError, "input must be a tensor or a tuple of tensors, but got list"),
+    (lambda model: model.cuda(device=torch.device("cuda", 1)), TypeError, MOVED),
+    (lambda model: model.cpu(), TypeError, MOVED),
+    (lambda model: model.to("cuda:0"), TypeError, MOVED),
+    (lambda model: model.to(device="cpu"), TypeError, MOVED),
+    (lambda model: model.to("cpu", torch.float64), TypeError, MOVED),
+    (lambda model: model.to(torch.rand(1)), TypeError, MOVED),
+    (lambda model: model.to(tensor=torch.rand(1)), TypeError, MOVED),
 ]
 
 
-@pytest.mark.parametrize("make, error, message", MISUSE)
-def test_misuse(make: Callable[[], object], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("do, error, message", REFUSED)
+def test_refused(do: Callable[[Any], object], error: type[Exception], message: str) -> None:
+    model = made()
     with pytest.raises(error, match=message):
-        make()
+        do(model)
+    assert {(p.device, p.dtype) for p in model.parameters()} == {(CPU, torch.float32)}
 
 
 SETTINGS = [
@@ -90,38 +93,15 @@ def test_a_layer_replaced_after_wrapping_is_noticed(where: str) -> None:
         model(torch.ones(1, 2))
 
 
-MOVES: dict[str, Callable[[GPipe], object]] = {
-    "cuda()": lambda model: model.cuda(),
-    "cuda(0)": lambda model: model.cuda(0),
-    "cuda(device)": lambda model: model.cuda(device=torch.device("cuda", 1)),
-    "cpu()": lambda model: model.cpu(),
-    "to('cuda:0')": lambda model: model.to("cuda:0"),
-    "to(device)": lambda model: model.to(META),
-    "to(device=)": lambda model: model.to(device="cpu"),
-    "to(device, dtype)": lambda model: model.to("cpu", torch.float64),
-    "to(tensor)": lambda model: model.to(torch.rand(1)),
-    "to(tensor=)": lambda model: model.to(tensor=torch.rand(1)),
-}
-
-
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_it_is_not_moved(move: Callable[[GPipe], object]) -> None:
-    model = made()
-    with pytest.raises(TypeError, match=r"cannot be moved; name the devices .*GPipe\(module, balance, devices="):
-        move(model)
-    assert {(p.device, p.dtype) for p in model.parameters()} == {(CPU, torch.float32)}
-
-
-CONVERSIONS: dict[str, tuple[Callable[[GPipe], GPipe], torch.dtype]] = {
-    "to(dtype=float64)": (lambda model: model.to(dtype=torch.float64), torch.float64),
-    "to(float64, non_blocking=True)": (lambda model: model.to(torch.float64, non_blocking=True), torch.float64),
-    "half()": (lambda model: model.half(), torch.float16),
-    "float()": (lambda model: model.double().float(), torch.float32),
-    "to(memory_format=)": (lambda model: model.to(memory_format=torch.channels_last), torch.float32),
-}
-
-
-@pytest.mark.parametrize("convert, dtype", CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize(
+    "convert, dtype",
+    [
+        (lambda model: model.to(dtype=torch.float64), torch.float64),
+        (lambda model: model.to(torch.float64, non_blocking=True), torch.float64),
+        (lambda model: model.half(), torch.float16),
+        (lambda model: model.to(memory_format=torch.channels_last), torch.float32),
+    ],
+)
 def test_its_type_is_changed(convert: Callable[[GPipe], GPipe], dtype: torch.dtype, engine: str) -> None:
     model = made(engine=engine, chunks=2)
     assert convert(model) is model
@@ -141,15 +121,11 @@ def test_it_has_what_was_given() -> None:
     assert [p.device for p in model.parameters()] == [CPU] * 4 + [META] * 2 + [CPU] * 4
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode(training: bool) -> None:
-    def modes() -> set[bool]:
-        return {m.training for part in (model, *model.partitions) for m in part.modules()}
-
-    model = made(linears(2).train(training))
-    assert modes() == {training}
-    assert model.train(not training) is model
-    assert modes() == {not training}
+def test_the_mode() -> None:
+    model = made(linears(2).eval())
+    for training in (False, True, False):
+        assert {m.training for part in (model, *model.partitions) for m in part.modules()} == {training}
+        assert model.train(not training) is model
 
 
 def test_it_is_a_sequence() -> None:
@@ -184,38 +160,21 @@ def test_the_input_may_be_on_another_device() -> None:
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
 
 
-def test_an_interrupt_before_deferred_batch_norms_are_committed_leaves_gradients_on(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commit runs without gradients, and Ctrl-C can come before what would turn them on again."""
-
-    def interrupted(norms: object) -> None:
-        torch.set_grad_enabled(False)
-        raise KeyboardInterrupt
-
-    model = made(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)), deferred_batch_norm=True, engine=engine)
-    monkeypatch.setattr("torchgpipe.partitioned.commit", interrupted)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.rand(4, 2))
-        assert torch.is_grad_enabled()
-    finally:
-        torch.set_grad_enabled(True)
-    monkeypatch.undo()
-    model(torch.rand(4, 2))
-    norm = model[0]
-    assert norm.num_batches_tracked == 1
-
-
 # A context that is never left, since Ctrl-C comes just before its exit; and whether this thread is still in it.
-LEFT: dict[str, tuple[type, Callable[[], bool]]] = {
-    "a pass": (Passing, lambda: is_checkpointing() or is_recomputing()),
-    "a private generator": (PrivateGenerator, lambda: PrivateGenerator.in_use() or present_mode() is not None),
+LEFT: dict[str, tuple[type, Callable[[], bool], str]] = {
+    "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled(), "forward"),
+    **{
+        f"{name} in {when}": (kind, within, when)
+        for when in ("forward", "backward")
+        for name, kind, within in [
+            ("a pass", Passing, lambda: is_checkpointing() or is_recomputing()),
+            ("a private generator", PrivateGenerator, lambda: PrivateGenerator.in_use() or present_mode() is not None),
+        ]
+    },
 }
 
 
-@pytest.mark.parametrize("kind, within", LEFT.values(), ids=LEFT)
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("kind, within, when", LEFT.values(), ids=LEFT)
 def test_an_interrupt_before_a_context_is_left(
     kind: Any, within: Callable[[], bool], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

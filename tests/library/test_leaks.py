@@ -1,6 +1,6 @@
-"""A pipeline leaves nothing behind: no tensor after a step, and neither tensor nor thread beyond its life.
+"""What a pipeline keeps: between forward and backward what it needs; after a step nothing, and nothing beyond its life.
 
-What a failure leaves is tested with failures (failures/test_errors.py).
+Peaks within a step are those that are predicted (plan/test_memory.py); what a failure leaves, in failures.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe import GPipe
+from torchgpipe.tensors.checkpoint import checkpointed
 
 from ..parts import Pop, Stash
 from ..plain import piped
 from .ledger import Ledger, assert_eventually, assert_no_thread_more
 
-WIDTH = 8
+WIDTH, CHUNKS = 8, 4
+BATCH = 16 * CHUNKS
+# Bytes of a tensor of WIDTH features for each sample of a micro-batch.
+UNIT = BATCH // CHUNKS * WIDTH * torch.float32.itemsize
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +44,8 @@ def only_what_the_tests_make() -> Iterator[None]:
 
 
 def pipeline(**options: Any) -> GPipe:
-    return piped(nn.Sequential(*(layer for _ in range(3) for layer in (linear(), nn.Tanh()))), [2, 2, 2], 4, **options)
+    layers = (layer for _ in range(3) for layer in (linear(), nn.Tanh(), nn.Sigmoid()))
+    return piped(nn.Sequential(*layers), [3, 3, 3], CHUNKS, **options)
 
 
 def linear() -> nn.Linear:
@@ -48,7 +53,42 @@ def linear() -> nn.Linear:
 
 
 def batch() -> Tensor:
-    return torch.randn(14, WIDTH)
+    return torch.randn(BATCH, WIDTH)
+
+
+def watched(model: GPipe) -> Ledger:
+    """Let gradients accumulate in place, so that a step makes no tensor that stays."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model.observer = ledger = Ledger()
+    return ledger
+
+
+def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None:
+    model = pipeline(**way)
+    ledger = watched(model)
+    with torch.no_grad():
+        y = model(batch())
+    ledger.assert_comes_to(0)
+    y = model(batch())
+    # Of a checkpointed micro-batch, the inputs of the second and third partition. Of others, the outputs of tanh and
+    # sigmoid: an input is the output of the partition before, or the caller's.
+    count = checkpointed(way["checkpoint"], CHUNKS)
+    ledger.assert_comes_to((count * 2 + (CHUNKS - count) * 3 * 2) * UNIT)
+    y.sum().backward()
+    ledger.assert_comes_to(0)
+
+
+@pytest.mark.parametrize("portals", [True, False])
+def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None:
+    module = nn.Sequential(Stash(), linear(), nn.Tanh(), Pop())
+    model = piped(module, [1, 1, 1, 1], CHUNKS, portals=portals, checkpoint="always", engine=engine)
+    ledger = watched(model)
+    y = model(batch().requires_grad_())
+    # Three boundaries, and the skip once, however many partitions it passes.
+    ledger.assert_comes_to(CHUNKS * (3 + 1) * UNIT)
+    y.sum().backward()
+    ledger.assert_comes_to(0)
 
 
 def count_tensors() -> int:
@@ -57,10 +97,8 @@ def count_tensors() -> int:
 
 def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, Any]) -> None:
     module = nn.Sequential(linear(), Stash(), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop(), linear())
-    model = piped(module, [2, 2, 2], 4, deferred_batch_norm=True, **way)
-    ledger = model.observer = Ledger()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+    model = piped(module, [2, 2, 2], CHUNKS, deferred_batch_norm=True, **way)
+    ledger = watched(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
@@ -82,11 +120,6 @@ def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, An
         gc.enable()
 
 
-def without_gradients(model: GPipe) -> None:
-    with torch.no_grad():
-        model(batch())
-
-
 def backward_of_the_input(model: GPipe) -> None:
     x = batch().requires_grad_()
     torch.autograd.grad(model(x).sum(), x)
@@ -100,7 +133,7 @@ def backward_refused(model: GPipe) -> None:
 USES: dict[str, Callable[[GPipe], object]] = {
     "never used": lambda model: None,
     "forward only": lambda model: model(batch()),
-    "without gradients": without_gradients,
+    "without gradients": torch.no_grad()(lambda model: model(batch())),
     "backward too": lambda model: [model(batch()).sum().backward() for _ in range(2)],
     "backward retained": lambda model: model(batch()).sum().backward(retain_graph=True),
     "backward of the input": backward_of_the_input,

@@ -31,8 +31,7 @@ class Residual(Net):
 
 class Branches(Net):
     def forward(self, x: Tensor) -> Tensor:
-        found = [layer(x) for layer in (self.a, self.b, self.c)]
-        return torch.cat(found, dim=1)
+        return torch.cat([self.a(x), self.b(x), self.c(x)], dim=1)
 
 
 class InPlace(nn.Module):
@@ -89,12 +88,8 @@ class Masked(Net):
         return self.c(2 * y if double else y)
 
 
-class Square(nn.Module):
+class Square(Net):
     """A mask of tokens by tokens, which may be as many as the batch has samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -129,18 +124,6 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(x)))
 
 
-class Reused(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(self.b(self.a(x).tanh()))
-
-
-class Frozen(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.a(x)
-        return self.c(self.b(x) * y + y.detach())
-
-
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -152,9 +135,13 @@ class Squared(torch.autograd.Function):
         return 3 * grad * ctx.saved_tensors[0]  # not the gradient, to tell that it was asked
 
 
-class Custom(Net):
+class Unusual(Net):
+    """A layer that is used twice, once without gradients, and a custom function."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(Squared.apply(self.a(x)))
+        with torch.no_grad():
+            y = self.a(x)
+        return self.c(self.b(Squared.apply(self.a(x))) * y + y.detach())
 
 
 class Constant(Net):
@@ -206,17 +193,11 @@ class Dropping(Net):
         return self.b(x + 2 * y) + self.drop(self.c(x))
 
 
-class Choosing(nn.Module):
+class Choosing(Net):
     """Looks at what is in its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            return self.a(x)
-        return self.b(x)
+        return self.a(x) if x.sum() > 0 else self.b(x)
 
 
 class Chosen(Net):
@@ -254,9 +235,7 @@ CASES: dict[str, Case] = {
     "a mask, said to be shared": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4)), {"shared": ["mask"]}),
     "dictionaries": Case(Structured, lambda: ({"x": rows(), "y": rows()},)),
     "a dataclass": Case(Structured, lambda: {"inputs": {"x": rows(), "y": rows()}, "kind": "dataclass"}),
-    "reused": Case(Reused, rows),
-    "without gradients": Case(Frozen, rows),
-    "a custom function": Case(Custom, rows),
+    "used twice, without gradients, and a custom function": Case(Unusual, rows),
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
     "a part that looks at its input": Case(Chosen, rows, {"whole": [Choosing]}),

@@ -1,11 +1,14 @@
-"""The skip layout, as a table: layers and partitions in, crossings out."""
+"""Skips over partitions, as tables: which crossings there are, and which models are refused."""
 
 from __future__ import annotations
+
+from collections import OrderedDict
 
 import pytest
 from torch import nn
 
-from torchgpipe.skip import skippable
+from torchgpipe import GPipe
+from torchgpipe.skip import skippable, verify_skippables
 from torchgpipe.skip.layout import skip_layout
 
 
@@ -22,8 +25,6 @@ def layer(word: str) -> nn.Module:
 CASES = [
     ("no skip", [". .", "."], [], []),
     ("inside a partition", ["+a -a", "."], [], []),
-    ("to the next", ["+a", "-a"], ["a01"], ["a01"]),
-    ("past one", ["+a", ".", "-a"], ["a02"], ["a01", "a12"]),
     ("past two", ["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),
     ("several over one boundary", ["+a +b", "-b -a"], ["b01", "a01"], ["b01", "a01"]),
     ("crossing each other", ["+a", "+b", "-a", "-b"], ["a02", "b13"], ["a01", "a12", "b12", "b23"]),
@@ -39,3 +40,30 @@ def test_crossings(text: list[str], straight: list[str], through: list[str], por
     crossings = skip_layout(partitions, portals=portals)
     found = [f"{key.name}{source}{target}" for key, source, target in crossings]
     assert sorted(found) == sorted(straight if portals else through)
+
+
+# The layers of a model, which are named by number, and its faults.
+FAULTS = {
+    "": [],
+    ". +ab -ba .": [],
+    "+a .": ["layer '0' stashes 'a', which no later layer pops"],
+    ". -a": ["layer '1' pops 'a', which no earlier layer stashes"],
+    "-a +a": ["layer '0' pops 'a', which no earlier layer stashes"],
+    "+a +a -a -a": [
+        "layer '1' stashes 'a', which layer '0' stashed already",
+        "layer '3' pops 'a', which layer '2' popped already",
+    ],
+}
+
+
+@pytest.mark.parametrize("text, faults", FAULTS.items(), ids=FAULTS)
+def test_faults_are_all_listed(text: str, faults: list[str]) -> None:
+    model = nn.Sequential(OrderedDict((str(k), layer(word)) for k, word in enumerate(text.split())))
+    if not faults:
+        verify_skippables(model)
+        return
+    with pytest.raises(TypeError, match="skips do not match") as caught:
+        GPipe(model, [1] * len(model), devices=["cpu"] * len(model))
+    assert all(f"- {fault}\n" in str(caught.value) for fault in faults)
+    assert str(caught.value).count("\n- ") == len(faults)
+    assert "isolate(Namespace())" in str(caught.value)

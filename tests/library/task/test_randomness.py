@@ -1,18 +1,19 @@
-"""Randomness: two passes of a task draw the same, whoever else draws. What layers see of it is in tests/behaviours."""
+"""Randomness: generators of tasks, and their seeds. What layers see of it is in tests/behaviours."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.randomness import PrivateGenerator, Randomness, SeededDefault
+from torchgpipe.task.seeds import Seeds
+from torchgpipe.task.stage import Stage
 
 from ...behaviours.rows.random import DRAWS
 
@@ -21,41 +22,6 @@ X = torch.ones(4, 4)
 
 def private(seed: int = 7, drew: Callable[[], None] = lambda: None) -> PrivateGenerator:
     return PrivateGenerator(seed, drew)
-
-
-def seeded() -> Randomness:
-    """Return the random numbers of a rank's task."""
-    both = SeededDefault(7, lambda: None)
-    return Randomness(private=lambda: both)
-
-
-# What sets the generators of a task, and whether its first pass draws from the default one.
-WAYS: dict[str, tuple[Callable[[], Randomness], bool]] = {
-    "set back": (lambda: Randomness([torch.default_generator]), True),
-    "private": (lambda: Randomness(private=private), False),
-    "both": (lambda: Randomness([torch.Generator()], private), False),
-    "seeded": (seeded, False),
-}
-
-
-@pytest.mark.parametrize("way, default", WAYS.values(), ids=WAYS)
-def test_both_passes_draw_the_same(way: Callable[[], Randomness], default: bool) -> None:
-    def draw() -> Tensor:
-        return torch.cat([torch.rand(4), torch.poisson(torch.full((16,), 5.0))])
-
-    randomness, before = way(), torch.get_rng_state()
-    with randomness.first():
-        first = [draw(), draw()]
-    randomness.ended()
-    assert torch.equal(torch.get_rng_state(), before) != default
-    torch.rand(3)
-    before = torch.get_rng_state()
-    with pytest.raises(ArithmeticError), randomness.again():
-        second = [draw(), draw()]
-        raise ArithmeticError
-    assert all(map(torch.equal, first, second))
-    assert torch.equal(torch.get_rng_state(), before), "the second pass has moved the default generator"
-    assert not torch.equal(first[0], draw())
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
@@ -71,38 +37,16 @@ def test_the_default_generator_draws_what_a_private_one_draws(draw: Callable[[Te
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    "first, second, message",
-    [
-        (lambda: torch.manual_seed(0), lambda: None, r"set the default generator \(torch.manual_seed\)"),
-        (lambda: torch.rand(2), lambda: torch.rand(3), "drew more or fewer random numbers than its first pass"),
-        (lambda: torch.rand(2), lambda: None, "drew more or fewer random numbers than its first pass"),
-    ],
-)
-def test_a_seeded_task_refuses(first: Callable[[], object], second: Callable[[], object], message: str) -> None:
-    randomness, before = seeded(), torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=message):
-        with randomness.first():
-            first()
-        with randomness.again():
-            second()
+@pytest.mark.parametrize("count, error", [(3, RuntimeError), (0, RuntimeError), (2, ArithmeticError)])
+def test_a_seeded_task_refuses_to_draw_more_or_fewer_numbers_again(count: int, error: type[Exception]) -> None:
+    both, before = SeededDefault(7, lambda: None), torch.get_rng_state()
+    with both:
+        torch.rand(2)
+    with pytest.raises(error, match=r"drew more or fewer random numbers|its own"), both:
+        torch.rand(count)
+        if error is ArithmeticError:
+            raise error("its own")
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("name", ["randint", "poisson"])  # takes a generator, or takes the default one
-def test_one_within_another(name: str) -> None:
-    draw = partial(DRAWS[name], X)
-    drew: list[None] = []
-    with private(2):
-        alone = draw()
-    with private(1, lambda: drew.append(None)) as outer:
-        with private(2):
-            assert torch.equal(draw(), alone)
-        assert drew == []
-        assert outer.in_use()
-        draw()
-    assert drew
-    assert not PrivateGenerator.in_use()
 
 
 def test_an_operator_that_fails_puts_the_default_generator_back() -> None:
@@ -113,27 +57,24 @@ def test_an_operator_that_fails_puts_the_default_generator_back() -> None:
 
 
 def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def several(name: str) -> Tensor:
+        with private():
+            return torch.stack([DRAWS[name](X) for _ in range(10)])
+
+    def note(name: str) -> None:
+        results[name] = several(name)
+
     names = ("several", "poisson")  # both take the default generator
-
-    def several(seed: int) -> Tensor:
-        with private(seed):
-            return torch.stack([DRAWS[names[seed]](X) for _ in range(10)])
-
-    expected = [several(k) for k in range(2)]
-    before, results = torch.get_rng_state(), [torch.empty(0)] * 2
-    set_state = torch.set_rng_state
+    expected, results = {name: several(name) for name in names}, dict[str, Tensor]()
+    before, set_state = torch.get_rng_state(), torch.set_rng_state
     # Threads take turns while the default generator is in another state.
     monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_state(state), time.sleep(1e-3)))  # type: ignore[func-returns-value]
-
-    def run(k: int) -> None:
-        results[k] = several(k)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
+    threads = [threading.Thread(target=note, args=(name,)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert all(map(torch.equal, results, expected))
+    assert all(torch.equal(results[name], expected[name]) for name in names)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -154,3 +95,46 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
         thread.start()
         thread.join(60)
         assert drawn, "the worker waits for what its caller holds"
+
+
+def numbers(meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False) -> list[list[float]]:
+    """Return what the tasks of a mini-batch draw, on two partitions of which the first draws."""
+    seeds, drawn = Seeds(2, recomputed=True, grad=True, alone=alone), []
+    stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(2)]
+    assert all(stage.look() for stage in stages)
+    with seeds:
+        for i in range(3):
+            for stage in stages:
+                with seeds.of(i, stage, True).first():
+                    drawn += [torch.rand(4).tolist()] if stage.index == 0 else []
+        meanwhile()
+    return drawn
+
+
+def test_ranks_draw_what_workers_draw() -> None:
+    state = torch.get_rng_state()
+    workers = numbers()
+    torch.set_rng_state(state)
+    assert numbers(alone=True) == workers != numbers(alone=True)
+
+
+def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
+    inner: list[list[float]] = []
+    outer = numbers(lambda: inner.extend(numbers()))
+    assert not any(drawn in outer for drawn in inner)
+
+
+def test_within_an_outer_pipelines_task() -> None:
+    """The seed of an inner mini-batch is one of the outer task's numbers, so that its second pass has the same.
+
+    Nothing else that is drawn within is the outer task's.
+    """
+    found, before = [], torch.get_rng_state()
+    for _ in range(2):
+        drew: list[None] = []
+        with private(7, lambda drew=drew: drew.append(None)):  # type: ignore[misc]
+            found.append([numbers() for _ in range(2)])
+        assert len(drew) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

@@ -1,7 +1,8 @@
-"""A stage: what its partition consists of, and which partitions run one at a time."""
+"""Stages and what tasks meet on them, where layers would not tell. What they see of it is in tests/behaviours."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,40 +11,13 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.task.ambient import Ambient
+from torchgpipe.task.contents import begins_in_place
+from torchgpipe.task.parameters import InPlace, Leaves
 from torchgpipe.task.stage import Stage
+from torchgpipe.tensors.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
 
-
-def stage_of(*layers: nn.Module) -> Stage:
-    stage = Stage(0, nn.Sequential(*layers), torch.device("cpu"))
-    assert stage.look()
-    stage.connect([])
-    return stage
-
-
-# What is done to a partition, and whether it consists of other modules after it.
-CHANGES: dict[str, tuple[Callable[[Any], object], bool]] = {
-    "nothing": (lambda inner: None, False),
-    "a parameter replaced": (lambda inner: setattr(inner[0], "weight", nn.Parameter(torch.ones(2, 2))), False),
-    "a layer replaced": (lambda inner: inner.__setitem__(0, nn.Linear(2, 2)), True),
-    "a layer appended": (lambda inner: inner.append(nn.ReLU()), True),
-    "a layer of another class": (lambda inner: setattr(inner[0], "__class__", nn.Bilinear), True),
-}
-
-
-@pytest.mark.parametrize("change, changed", CHANGES.values(), ids=CHANGES)
-def test_what_a_partition_consists_of_is_looked_up_anew(change: Callable[[Any], object], changed: bool) -> None:
-    inner = nn.Sequential(nn.Linear(2, 2))
-    stage = stage_of(inner)
-    assert not stage.look()
-    change(inner)
-    assert stage.look() == changed
-    inner.append(DeferredBatchNorm(2))
-    stage.look()
-    assert stage.deferred_norms == [inner[-1]]
-
-
-LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()
+LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(inplace=True)
 BOTH = nn.Sequential(LAYER, OTHER, nn.Linear(2, 2))
 PIPELINE = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
 
@@ -61,13 +35,90 @@ TOGETHER: dict[str, tuple[list[nn.Module], list[nn.Module], bool]] = {
 @pytest.mark.parametrize("ours, theirs, waits", TOGETHER.values(), ids=TOGETHER)
 def test_which_partitions_run_one_at_a_time(ours: list[nn.Module], theirs: list[nn.Module], waits: bool) -> None:
     # Some of these layers are in another partition already, which has a lock of its own.
-    *_, one, other = (stage_of(*layers) for layers in ([LAYER], [OTHER], [THIRD], ours, theirs))
+    stages = [Stage(0, nn.Sequential(*layers), DEVICES[0]) for layers in ([LAYER], [OTHER], [THIRD], ours, theirs)]
+    assert all(stage.look() for stage in stages)
 
     def locks(stage: Stage) -> set[Any]:
         return {*getattr(stage.lock, "_locks", [stage.lock])}
 
+    *_, one, other = stages
     assert bool(locks(one) & locks(other)) == waits
     # Locks that are several are taken in one order by all.
     assert not any(hasattr(lock, "_locks") for stage in (one, other) for lock in locks(stage))
     with one.lock, one.lock, other.lock:
         pass
+
+
+FIRST: dict[str, tuple[nn.Module, bool]] = {
+    "nested": (nn.Sequential(nn.Sequential(nn.Sequential(), nn.Sequential(RELU)), nn.Linear(2, 2)), True),
+    "after what passes its input on": (nn.Sequential(nn.Identity(), nn.Flatten(), nn.Dropout(inplace=True)), True),
+    "later": (nn.Sequential(nn.Linear(2, 2), RELU), False),
+    "in a layer of another kind": (nn.Sequential(nn.ModuleList([RELU])), False),
+    "no layer": (nn.Sequential(), False),
+}
+
+
+@pytest.mark.parametrize("partition, expected", FIRST.values(), ids=FIRST)
+def test_whether_a_partition_begins_in_place(partition: nn.Module, expected: bool) -> None:
+    assert begins_in_place(partition) == expected
+
+
+class Place(dict[str, Any]):
+    """A module's attributes, that are interrupted when they are set for the `count`-th time from now."""
+
+    count = 0
+
+    def __setitem__(self, key: str, value: object) -> None:
+        Place.count -= 1
+        if Place.count == 0:
+            raise KeyboardInterrupt
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
+    places = [Place(held="parameter") for _ in range(3)]
+    Place.count = count
+    with pytest.raises(KeyboardInterrupt), InPlace("held", places, ["leaf"] * 3):  # type: ignore[arg-type]
+        assert [place["held"] for place in places] == ["leaf"] * 3
+    gc.collect()
+    assert [place["held"] for place in places] == ["parameter"] * 3
+
+
+def test_leaves_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it_had() -> None:
+    layer = nn.Linear(2, 2)
+    before = {**layer._parameters}
+    with Leaves([layer]).in_place():
+        inner = {**layer._parameters}
+        with Leaves([layer]).in_place():  # another mini-batch's, of a pipeline that is called within its own layers
+            layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
+        assert layer._parameters == inner and layer.weight is not before["weight"]
+    assert layer._parameters == before
+
+
+DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # looked at, not used
+
+
+@pytest.mark.parametrize("outer", [checkpointing, recomputing])
+def test_a_pipeline_among_the_layers_of_another_knows_its_pass(outer: Callable[[], Any]) -> None:
+    with outer():
+        ambient, expected = Ambient(DEVICES), (is_checkpointing(), is_recomputing())
+    with ambient.entered():
+        with checkpointing():
+            assert is_checkpointing()
+        assert (is_checkpointing(), is_recomputing()) == expected != (False, False)
+    assert not is_checkpointing() and not is_recomputing()
+
+
+def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None:
+    linear, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ambient = Ambient(DEVICES)
+        with torch.no_grad(), ambient.for_first_pass():
+            linear(x)
+        linear(x).sum().backward()
+        assert linear.weight.grad is not None
+        for context in (ambient.for_first_pass, ambient.again, ambient.entered):
+            with context():
+                assert not torch.is_autocast_cache_enabled()
+            assert torch.is_autocast_cache_enabled()
