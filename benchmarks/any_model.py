@@ -17,6 +17,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def outcome(case: Case, model: nn.Module, samples: list[Any]) -> dict[str, Tenso
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render how many models of each list are equal, and then the lists."""
+    """Render how many models of each list are equal, and then which, and what becomes of the others."""
     cases = by_case(record)
     summary, lists = [], []
     for name in LISTS:
@@ -167,9 +168,11 @@ def table(record: Record, style: str = "simple") -> str:
         statuses = [result.status for result in models.values()]
         counts = [str(statuses.count(status)) for status in ("measured", "failed")]
         summary.append([name, str((record.software or {})[name]), str(len(models)), *counts])
-        listed = render(["model", "result"], [[model, _said(models[model])] for model in sorted(models)], style)
-        title = f"{name}: {len(models)} models"
-        lists.append(f"<details><summary>{title}</summary>\n\n{listed}\n\n</details>" if style == "pipe" else listed)
+        ends = {model: _said(models[model]) for model in sorted(models)}
+        equal = ", ".join(model for model, said in ends.items() if said == "equal")
+        lists.append("\n".join(wrap(f"Equal, of {name}: {equal or 'none'}.", 160)))
+        if others := [[model, said] for model, said in ends.items() if said != "equal"]:
+            lists.append(render(["other models", "result"], others, style))
     return "\n\n".join([render(["list", "version", "models", "equal", "refused or not equal"], summary, style), *lists])
 
 
