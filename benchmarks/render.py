@@ -1,7 +1,9 @@
 """Rewrite the tables that are made from records, as `python -m reproduce render` does, and those of benchmarks.
 
-python -m benchmarks.render            # or make results
-python -m benchmarks.render --check    # as make lint does
+    python -m benchmarks.render            # or make results
+    python -m benchmarks.render --check    # as make lint does
+
+Benchmarks import `reproduce`, so they hand the makers of their blocks to it.
 """
 
 from __future__ import annotations

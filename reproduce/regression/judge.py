@@ -20,7 +20,6 @@ from reproduce.numbers.significance import Decision, Rule, compare_samples, need
 from reproduce.regression.job import Samples
 
 METRIC = "time"
-RULE = Rule(threshold=0.02)
 TOGETHER = "all together"
 
 
