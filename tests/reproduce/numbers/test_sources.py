@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from reproduce.numbers.sources import load_side
 from reproduce.records.record import save
 
 from ..made import record, row
+from ..repository import commit
 
 FOREIGN = Path(__file__).parents[1] / "records" / "data" / "pytest-benchmark.json"
 
@@ -23,9 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     measured = tmp_path / "results" / "measured"
     measured.mkdir(parents=True)
     save(record(row("x", [2.0]), row("y", [2.0])), measured / "old.json")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    for command in (["init"], ["add", "."], [*identity, "commit", "--no-verify", "-m", "old"], ["tag", "before"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    commit(tmp_path, "before")
     save(record(row("x", [1.0]), started="2021-01-01T00:00:00Z"), measured / "new.json")
     return measured
 
@@ -54,7 +52,6 @@ NO_SUCH = "no such file or folder, and no git revision here; name a record, a fo
     [
         ("", f": {NO_SUCH}"),
         (":results", f":results: {NO_SUCH}"),
-        ("-rf", f"-rf: {NO_SUCH}"),
         ("results", "results: no record (*.json) in this folder; there are some in results/measured"),
         ("HEAD:docs", "HEAD:docs: that revision holds no record (*.json) in docs; name a place as HEAD:FOLDER"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,7 @@ import pytest
 from reproduce.error import Error
 from reproduce.regression.trees import committed, snapshot, trees
 
-
-def git(folder: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-    done = subprocess.run(["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+from ..repository import commit, git
 
 
 @pytest.fixture
@@ -26,14 +21,11 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "root"
     package = root / "torchgpipe"
     package.mkdir(parents=True)
-    git(root, "init", "--quiet")
     (root / "other").write_text("")
     for tag in ("empty", "old", "new"):
         if tag != "empty":
             (package / "__init__.py").write_text(f"version = {tag!r}\n")
-        git(root, "add", ".")
-        git(root, "commit", "--quiet", "-m", tag)
-        git(root, "tag", tag)
+        commit(root, tag)
     return root
 
 
@@ -41,12 +33,11 @@ def version(folder: Path) -> str:
     return (folder / "torchgpipe" / "__init__.py").read_text().split("'")[1]
 
 
-@pytest.mark.parametrize("revision", ["old", "HEAD~1"])
-def test_a_revision(root: Path, tmp_path: Path, revision: str) -> None:
+def test_a_revision(root: Path, tmp_path: Path) -> None:
     (root / "torchgpipe" / "__init__.py").write_text("version = 'edited'\n")
     before = git(root, "status", "--porcelain")
-    tree = committed(root, revision, tmp_path / "base")
-    assert (tree.name, tree.commit, tree.dirty) == (revision, git(root, "rev-parse", "old"), False)
+    tree = committed(root, "HEAD~1", tmp_path / "base")
+    assert (tree.name, tree.commit, tree.dirty) == ("HEAD~1", git(root, "rev-parse", "old"), False)
     assert [path.name for path in tree.folder.iterdir()] == ["torchgpipe"] and version(tree.folder) == "old"
     assert version(root) == "edited" and git(root, "status", "--porcelain") == before
 
@@ -60,15 +51,12 @@ def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> 
     assert tree.dirty and version(tree.folder) == "newer"
 
 
-def test_a_revision_without_torchgpipe_is_refused(root: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_had(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Error, match=r"^empty: that revision holds no folder torchgpipe$"):
         committed(root, "empty", tmp_path / "base")
-
-
-def test_no_git(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     tree = snapshot(root, tmp_path / "head")
-    assert tree.commit is None and version(tree.folder) == "new"
+    assert tree.commit is None and version(tree.folder) == "new", "without git there is a tree all the same"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
