@@ -80,21 +80,13 @@ def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(nam
         assert model(torch.empty(2, 3, 64, 64)).shape == (2, 5)
 
 
-@pytest.mark.parametrize(
-    ("build", "what"), [(resnet101, "ResNet-101"), (lambda: torchvision_model("vgg11", 64), "torchvision:vgg11")]
-)
-def test_torchvision_that_cannot_be_imported(
-    build: Callable[[], object], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torchvision_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As one does that was made for another PyTorch."""
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(Error) as caught:
-        build()
-    assert str(caught.value) == (
-        f"{what} needs torchvision, which cannot be imported here (RuntimeError: no operator torchvision::nms): "
-        "install the release that goes with your PyTorch, by 'pip install torch torchvision'"
-    )
+    with pytest.raises(
+        Error, match=r"^ResNet-101 needs torchvision, which .* here .RuntimeError: no operator torchvision"
+    ):
+        resnet101()

@@ -120,14 +120,7 @@ def test_which_rows_are_on_a_line(sides: list[list[Record]], expected: list[tupl
 GRID = lines([record(*(row(f"n{n}m{m}", 1.0, config={"partitions": n, "chunks": m}) for n in (2, 10) for m in (1, 4)))])
 
 
-@pytest.mark.parametrize(
-    ("filters", "rows"),
-    [
-        ([], ["n2m1", "n2m4", "n10m1", "n10m4"]),
-        (["n=2,10", "m=1"], ["n2m1", "n10m1"]),
-        (["n=2", "n=10", "row=n2m4"], ["n2m4"]),
-    ],
-)
-def test_filters(filters: list[str], rows: list[str]) -> None:
-    assert [line.label for line in pick(GRID, filters)] == rows
+def test_filters_of_one_field_add_up_and_those_of_several_narrow_down() -> None:
+    assert [line.label for line in pick(GRID, ["n=2,10", "m=1"])] == ["n2m1", "n10m1"]
+    assert [line.label for line in pick(GRID, ["n=2", "n=10", "row=n2m4"])] == ["n2m4"]
     assert shape(pick(lines([ENGINES]), ["engine=ranks"])) == [("x (ranks)", {0: "x"})]
