@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,52 +39,43 @@ def test_this_machine() -> None:
     assert len(load_average() or (0, 0, 0)) == 3
 
 
-class Driver(SimpleNamespace):
-    """Stand in for pynvml: the first GPU tells everything, the second only where it is."""
+def told(answer: object) -> Callable[..., object]:
+    """Make a function of a driver, which tells everything of the first GPU, and of the second only where it is."""
 
-    def __getattr__(self, function: str) -> object:
-        answers = {
-            "__spec__": None,  # Python 3.13 asks for it
-            "nvmlInit": None,
-            "nvmlSystemGetDriverVersion": "575.57.08",
-            "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-0a-1": "one", "GPU-0a-2": "two"}[uuid],
-            "nvmlDeviceGetMaxClockInfo": lambda handle, kind: {1: 1980, 2: 2619}[kind],
-            "nvmlDeviceGetPowerManagementLimit": 700_000,
-            "nvmlDeviceGetMaxPcieLinkGeneration": 5,
-            "nvmlDeviceGetMaxPcieLinkWidth": 16,
-            "nvmlDeviceGetNvLinkState": lambda handle, link: int(link < 2),
-        }
-        answer = answers[function]
+    def ask(gpu: str = "", which: object = None) -> object:
+        if gpu == "two":
+            raise RuntimeError("not supported")
+        return answer[which] if isinstance(answer, dict) else answer
 
-        def ask(*arguments: object) -> object:
-            if arguments and arguments[0] == "two":
-                raise RuntimeError("not supported")
-            return answer(*arguments) if callable(answer) else answer
-
-        return ask
+    return ask
 
 
+DRIVER = SimpleNamespace(
+    __spec__=None,  # Python 3.13 asks for it
+    nvmlInit=told(None),
+    nvmlSystemGetDriverVersion=told("575.57.08"),
+    nvmlDeviceGetHandleByUUID={"GPU-0a-1": "one", "GPU-0a-2": "two"}.__getitem__,
+    nvmlDeviceGetMaxClockInfo=told({1: 1980, 2: 2619}),
+    nvmlDeviceGetPowerManagementLimit=told(700_000),
+    nvmlDeviceGetMaxPcieLinkGeneration=told(5),
+    nvmlDeviceGetMaxPcieLinkWidth=told(16),
+    nvmlDeviceGetNvLinkState=told({link: int(link < 2) for link in range(36)}),
+)
 KNOWN = Gpu("NVIDIA H200", 1 << 37, 1980.0, 2619.0, 700.0, "PCIe 5.0 x16, 2 x NVLink")
 UNKNOWN = Gpu("NVIDIA H200", 1 << 37)
 
 
-@pytest.mark.parametrize(
-    ("driver", "gpus", "version"),
-    [(Driver(), [KNOWN, UNKNOWN], "575.57.08"), (None, [UNKNOWN, UNKNOWN], None)],
-    ids=["driver", "no Python bindings"],
-)
-def test_what_the_driver_tells(
-    driver: Driver | None, gpus: list[Gpu], version: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("driver", [DRIVER, None], ids=["driver", "no Python bindings"])
+def test_what_the_driver_tells(driver: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def properties(i: int) -> SimpleNamespace:
         return SimpleNamespace(name="NVIDIA H200", total_memory=1 << 37, uuid=f"0a-{i + 1}")
 
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert versions()["driver"] == version
+    assert versions()["driver"] == ("575.57.08" if driver else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert machine().gpus == gpus
+    assert machine().gpus == [KNOWN if driver else UNKNOWN, UNKNOWN]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from reproduce.numbers.metrics import Measurement
-from reproduce.numbers.significance import Rule, compare_samples, needed
+from reproduce.numbers.significance import Rule, compare_samples
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
 POWERS = [2.0**k for k in range(8)]
@@ -39,19 +39,6 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
 )
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
     assert compare_samples(base, head, paired=paired).outcome == outcome
-
-
-@pytest.mark.parametrize(
-    ("alpha", "paired", "count"), [(0.01, False, 5), (0.05, False, 4), (0.01, True, 8), (0.05, True, 6), (0.2, True, 4)]
-)
-def test_how_many_are_needed(alpha: float, paired: bool, count: int) -> None:
-    """So many of the clearest samples there are prove a difference, and one fewer does not."""
-    assert needed(alpha, paired=paired) == count
-    rule = Rule(alpha, threshold=0.05)
-    enough, short = EIGHT[:count], EIGHT[: count - 1]
-    assert compare_samples(enough, times(9, enough), rule, paired=paired).outcome == "higher"
-    decision = compare_samples(short, times(9, short), rule, paired=paired)
-    assert (decision.outcome, decision.needed, decision.low, decision.p) == ("too few", count, None, None)
 
 
 @pytest.mark.parametrize("paired", [False, True])
