@@ -1,24 +1,31 @@
-"""Records come back as they were, of any version, and are replaced whole or not at all; so do the committed ones."""
+"""Records come back as they were, of any version, are replaced whole or not at all, and say where they are broken."""
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from reproduce.error import Error
 from reproduce.machine.description import Gpu
+from reproduce.numbers.sources import load_side
 from reproduce.records.places import RESULTS
 from reproduce.records.published import PAPER, import_tables, published
 from reproduce.records.record import VERSION, Record, Result, load, save
 from reproduce.records.upgrade import upgrade
+from reproduce.report.trace import read_trace
 
 from ..made import RUN
 
+DATA = Path(__file__).with_name("data")
 TIMED = Result("e", "r", "measured", "small", "cpu", {"balance": [1, 2]}, over="r", samples={"step_time": [0.1, 1e-9]})
 FAILED = Result("e", "s", "failed", reason='RuntimeError: "quoted" ünïcode\n[1,\n 2]')
 RECORD = Record("name", "Title", "measured", {"step_time": "s"}, [TIMED, FAILED], run=RUN)
@@ -79,13 +86,12 @@ def test_what_could_not_be_read_again_is_not_written(record: Record, name: str, 
     assert load(tmp_path / "r.json") == RECORD
 
 
-OLD = Path(__file__).with_name("data") / "record-v1.json"
 COMMITTED = sorted(RESULTS.rglob("*.json"))
 
 
 @pytest.mark.parametrize("version", range(1, VERSION))
 def test_an_old_version_is_read_and_written_as_the_newest(version: int, tmp_path: Path) -> None:
-    data = json.loads(OLD.read_text())
+    data = json.loads((DATA / "record-v1.json").read_text())
     if version == 2:
         data = {**upgrade(data, 1), "version": 2}
         data["results"][0]["over_published"] = "n2m1"
@@ -119,3 +125,72 @@ def test_published_tables_are_what_an_import_writes(tmp_path: Path) -> None:
     written = import_tables(tmp_path / "source", tmp_path)
     assert [path.stem for path in written] == [table["id"] for table in tables]
     assert all(path.read_bytes() == (PAPER / path.name).read_bytes() for path in written)
+
+
+ROW = {"experiment": "e", "row": "r", "status": "measured"}
+EMULATED = {**ROW, "status": "emulated", "emulated": True}
+FIELDS = {
+    "format": "torchgpipe-reproduce", "version": 3, "name": "n", "title": "t", "kind": "measured", "unit": {},
+    "results": [ROW],
+}  # fmt: skip
+TASK = {"ph": "X", "cat": "forward", "name": "", "pid": 0, "tid": 0, "ts": 0, "dur": 1,
+        "args": {"micro-batch": 0, "partition": 0}}  # fmt: skip
+
+
+def changed(file: str, *place: Any, to: object) -> Any:
+    """Return what is in a file of `data`, with something else at a place."""
+    data: Any = json.loads((DATA / file).read_text())
+    *outer, last = place
+    functools.reduce(operator.getitem, outer, data)[last] = to
+    return data
+
+
+OLD, BENCHMARK = functools.partial(changed, "record-v1.json"), functools.partial(changed, "pytest-benchmark.json")
+NO_TRACE = "not a trace of a step"
+BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
+    load: [
+        (None, "cannot be read (No such file or directory)"),
+        (b'{"x": NaN}', "not JSON: invalid character (byte 6)"),
+        (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
+        ({**FIELDS, "version": 4}, "record version 4; this program reads versions 1 and 2 and 3"),
+        ({**FIELDS, "version": True}, "record version True; this program reads versions 1 and 2 and 3"),
+        ({**FIELDS, "results": [{**ROW, "emulated": True}]}, "results[0].emulated: is True, and its"),
+        ({**FIELDS, "results": [{**ROW, "status": "emulated"}]}, "results[0].emulated: is False, and"),
+        ({**FIELDS, "results": [EMULATED, ROW, EMULATED]}, "results[2]: 'r' of e is in results[0] already"),
+        ({**FIELDS, "results": [{**ROW, "status": "predicted"}]}, "results[0].hardware: missing; a"),
+        ({**FIELDS, "results": [{**ROW, "samples": {"step_time": [1, 2], "round": [0]}}]},
+         "results[0].samples.round: 1 rounds for 2 steps"),
+        ({**FIELDS, "kind": "guessed"}, "kind: Invalid enum value 'guessed'"),
+        ({**FIELDS, "color": 1}, "Object contains unknown field `color`"),
+        (OLD("results", to=3), "results: Expected `array`, got `int`"),
+        (OLD("results", 1, to=3), "results[1]: Expected `object`, got `int`"),
+        (OLD("run", "machine", "gpus", to={}), "run.machine.gpus: Expected `array`, got `object`"),
+        (OLD("run", "machine", "gpus", 1, to="x"), "run.machine.gpus[1]: Expected `object`, got `str`"),
+    ],
+    lambda path: import_tables(path, path.parent): [
+        ([{"id": 3}], "[0].id: Expected `str`, got `int`"),
+        ([{"rows": [{"experiment": "a"}]}], "[0].rows[0]: Object missing required field `config`"),
+    ],
+    lambda path: load_side("A", str(path)): [
+        (BENCHMARK("benchmarks", to=3), "benchmarks: Expected `array`, got `int`"),
+        (BENCHMARK("machine_info", to=[]), "machine_info: Expected `object`, got `array`"),
+    ],
+    read_trace: [
+        ({}, f"{NO_TRACE}: Object missing required field `traceEvents`"),
+        ({"traceEvents": []}, f'{NO_TRACE} (no event is a task, "ph": "X")'),
+        ({"traceEvents": [{**TASK, "cat": "copy"}]}, f"{NO_TRACE} (no event is a task"),
+        ({"traceEvents": [TASK, 3]}, f"{NO_TRACE}: traceEvents[1]: "),
+        ({"traceEvents": [{"ph": "X", "cat": "forward"}]}, f"{NO_TRACE}: traceEvents[0]: "),
+        ({"traceEvents": [{**TASK, "cat": "sleep"}]}, f"{NO_TRACE}: traceEvents[0].cat: "),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "content", "message"), [(read, *row) for read in BROKEN for row in BROKEN[read]])
+def test_a_broken_file_is_refused(read: Callable[[Path], object], content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(Error) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
