@@ -40,10 +40,6 @@ class Pairwise(nn.Module):
         return self.b(self.a(x) - x.mean())
 
 
-def test_a_batch_is_compared_by_micro_batches() -> None:
-    assert ours("", "", Case(Pairwise(), torch.randn(5, 3))).status == "measured"
-
-
 class Branching(Pairwise):
     """Which is refused."""
 

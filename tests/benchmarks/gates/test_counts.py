@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import Tensor
 import benchmarks.gates.counts
 import torchgpipe.engine.relay
 from benchmarks.gates.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
-from torchgpipe.task import randomness
 from torchgpipe.task.task_graph import TaskGraph
 
 relay: Any = torchgpipe.engine.relay
@@ -30,25 +28,15 @@ def test_the_gate() -> None:
     assert not lines, "\n".join(["", *lines, ADVICE])
 
 
-# What the file says, and how what is counted differs.
-DIFFERENCES: list[tuple[dict[str, dict[str, int]], list[str]]] = [
-    ({HERE: ROW}, []),
-    ({HERE: ROW | {"nodes": 7}}, [f"{HERE}: nodes grew from 7 to 8"]),
-    ({HERE: ROW | {"waits": 5}}, [f"{HERE}: waits fell from 5 to 4"]),
-    (
-        {HERE: ROW | {"operators": 12}},
-        [f"{HERE}: operators grew from 12 to 14; in all -2 aten.add.Tensor, +16 aten.detach.default"],
-    ),
-    (
-        {"linear n3": ROW},
-        ["linear n3: in counts.json, but no longer counted", f"{HERE}: counted, but not in counts.json"],
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("file", "lines"), DIFFERENCES)
-def test_differences(file: dict[str, dict[str, int]], lines: list[str]) -> None:
-    assert differences(file, {HERE: FOUND}) == lines
+def test_what_differs_is_told() -> None:
+    file = {HERE: ROW | {"operators": 12, "nodes": 7, "waits": 5}, "linear n3": ROW, "the same": ROW}
+    assert differences(file, {HERE: FOUND, "new": FOUND, "the same": FOUND}) == [
+        "linear n3: in counts.json, but no longer counted",
+        "new: counted, but not in counts.json",
+        f"{HERE}: operators grew from 12 to 14; in all -2 aten.add.Tensor, +16 aten.detach.default",
+        f"{HERE}: nodes grew from 7 to 8",
+        f"{HERE}: waits fell from 5 to 4",
+    ]
 
 
 @pytest.fixture
@@ -71,7 +59,7 @@ def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> 
         main([])
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]", '{"linear": {"nodes": "8"}}'])
+@pytest.mark.parametrize("content", [None, "[1]"])
 def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:
         file.write_text(content)
@@ -79,36 +67,16 @@ def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -
         main([])
 
 
-def one_more_graph(grad: Tensor) -> None:
-    with torch.enable_grad():
-        grad.detach().requires_grad_().sum().backward()
-
-
-def one_more_lock(grad: Tensor) -> None:
-    with randomness.DEFAULT_GENERATOR_LOCK:
-        pass
-
-
-def one_more_thread(grad: Tensor) -> None:
-    thread = threading.Thread(target=grad.detach)
-    thread.start()
-    thread.join()
-
-
-# What each task does before its backward, and by how much a count grows for that.
-PLANTS: list[tuple[Callable[[Tensor], object], str, int]] = [
-    (torch.square, "operators", 1),
-    (one_more_graph, "nodes", 2),
-    (lambda grad: relay.SimpleQueue().put(grad), "waits", 1),
-    (one_more_lock, "waits", 1),
-    (lambda grad: relay.threading.Event().wait(0), "waits", 1),
-    (one_more_thread, "waits", 1),
-    (one_more_thread, "operators", 1),
+# What each task does before its backward, and the count that grows by one. What tasks do anyway, the gate shows.
+PLANTS: list[tuple[Callable[[Tensor], object], str]] = [
+    (torch.square, "operators"),
+    (lambda grad: relay.SimpleQueue().put(grad), "waits"),
+    (lambda grad: relay.threading.Event().wait(0), "waits"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "name", "growth"), PLANTS)
-def test_growth_is_seen(plant: Callable[[Tensor], object], name: str, growth: int, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("plant", "name"), PLANTS)
+def test_growth_is_seen(plant: Callable[[Tensor], object], name: str, monkeypatch: Any) -> None:
     backward, before = TaskGraph.backward, count(*CONFIGURATIONS[HERE])
 
     def changed(self: TaskGraph, grads: Any, *, keep: bool = False) -> Any:
@@ -117,4 +85,4 @@ def test_growth_is_seen(plant: Callable[[Tensor], object], name: str, growth: in
 
     monkeypatch.setattr(TaskGraph, "backward", changed)
     after = count(*CONFIGURATIONS[HERE])
-    assert after.totals()[name] - before.totals()[name] == 8 * growth
+    assert after.totals()[name] - before.totals()[name] == 8

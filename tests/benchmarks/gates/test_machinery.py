@@ -52,17 +52,10 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ("--against nowhere", "nowhere: no such git revision here; name a commit, a branch or a tag, or a folder with"),
-        ("--partitions 0", "0 is not a whole number of at least 1"),
-        ("--device cuda", "there is no CUDA device here; leave it out"),
-    ],
-)
-def test_what_it_refuses(
-    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as raised:
+    [("--against nowhere", "nowhere: no such git revision here; name a commit, a branch or a tag, or a folder with"),
+     ("--partitions 0", "0 is not a whole number of at least 1")],
+)  # fmt: skip
+def test_what_it_refuses(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
         main(options.split())
-    assert raised.value.code == 2
     assert said in capsys.readouterr().err

@@ -104,6 +104,7 @@ PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] =
         [[PUBLISHED], [reproducing("exact")], [reproducing("small", L=6)]],
         [("exact", {1: "exact", 0: "n2m4"}), ("small", {2: "small", 0: "n2m4"})],
     ),
+    "without any, alone in its experiment": ([[PUBLISHED], [published("n2m4")]], [("n2m4", {0: "n2m4", 1: "n2m4"})]),
     "by name, where nothing else tells rows apart": (  # as the published ablation's
         [[published("a"), published("b")], [published("b"), published("a")]],
         [("a", {0: "a", 1: "a"}), ("b", {0: "b", 1: "b"})],
@@ -116,26 +117,10 @@ def test_which_rows_are_on_a_line(sides: list[list[Record]], expected: list[tupl
     assert shape(lines(*sides)) == expected
 
 
-def test_a_published_row_without_any_stands_alone_in_its_experiment() -> None:
-    found = lines([PUBLISHED, published("a", "another table")], [published("n2m4")])
-    assert [(line.experiment, sorted(line.entries)) for line in found] == [
-        ("amoebanet-speed", [0, 1]),
-        ("another table", [0]),
-    ]
-
-
 GRID = lines([record(*(row(f"n{n}m{m}", 1.0, config={"partitions": n, "chunks": m}) for n in (2, 10) for m in (1, 4)))])
 
 
-@pytest.mark.parametrize(
-    ("filters", "rows"),
-    [
-        ([], ["n2m1", "n2m4", "n10m1", "n10m4"]),
-        (["n=2"], ["n2m1", "n2m4"]),
-        (["n=2,10", "m=1"], ["n2m1", "n10m1"]),
-        (["n=2", "n=10", "row=n2m4"], ["n2m4"]),
-    ],
-)
-def test_filters(filters: list[str], rows: list[str]) -> None:
-    assert [line.label for line in pick(GRID, filters)] == rows
+def test_filters_of_one_field_add_up_and_those_of_several_narrow_down() -> None:
+    assert [line.label for line in pick(GRID, ["n=2,10", "m=1"])] == ["n2m1", "n10m1"]
+    assert [line.label for line in pick(GRID, ["n=2", "n=10", "row=n2m4"])] == ["n2m4"]
     assert shape(pick(lines([ENGINES]), ["engine=ranks"])) == [("x (ranks)", {0: "x"})]

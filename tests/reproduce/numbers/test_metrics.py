@@ -1,7 +1,9 @@
-"""Metrics: each is one function of a row's samples, and a ratio is taken within the rounds that two rows share."""
+"""Each metric is one function of a row's samples; real differences are seen, noise and trifles are not."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +11,17 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.numbers.metrics import (
-    FinalError,
+    Measurement,
     Reading,
     epoch_throughput,
     final_error,
-    median_ratio,
     over,
     over_measured,
     read,
     speed_up,
     throughput,
 )
+from reproduce.numbers.significance import Rule, compare_samples
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import Record, Result
 
@@ -29,19 +31,6 @@ from ..made import record
 def timed(times: list[float], rounds: Sequence[float] = (), batch_size: int = 8) -> Result:
     samples = {name: list(values) for name, values in (("step_time", times), ("round", rounds)) if values}
     return Result("e", "r", "measured", config={"batch_size": batch_size}, samples=samples)
-
-
-@pytest.mark.parametrize(
-    ("reading", "middle", "quartiles", "samples"),
-    [
-        (Reading(3.0), 3.0, None, None),
-        (Reading([3.0]), 3.0, None, 1),
-        (Reading([1.0, 2.0, 6.0]), 2.0, (1.5, 4.0), 3),
-        (Reading([1.0, 2.0, 6.0], mean=True), 3.0, (1.5, 4.0), 3),
-    ],
-)
-def test_a_reading(reading: Reading, middle: float, quartiles: tuple[float, float] | None, samples: int | None) -> None:
-    assert (reading.middle, reading.quartiles, reading.samples) == (middle, quartiles, samples)
 
 
 def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
@@ -69,12 +58,10 @@ def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
         (speed_up, timed([1], [0], batch_size=16), timed([1], [0], batch_size=8), [2]),
         # Rows that share no round: the medians are compared, and there are no quartiles.
         (speed_up, timed([1, 2, 3]), timed([4, 4], [0, 1]), 2),
-        (speed_up, timed([1], [0]), timed([3], [1]), 3),
         (speed_up, timed([]), timed([1], [0]), None),
         (speed_up, timed([1], [0]), None, None),
         (over_here, [2, 8], timed([4, 4], [0, 1]), [2, 0.5]),
         (over_here, [2, 8], timed([4], [1]), [0.5]),
-        (over_here, [2, 8], timed([]), None),
         (over_here, [2, 8], None, None),
         (over_here, [], timed([1], [0]), None),
         # Without rounds, samples are divided in order.
@@ -95,10 +82,6 @@ def test_rounds_of_different_runs_are_not_paired(other: str, paired: bool) -> No
     runs = [record(timed([1.0, 2.0], [0, 1]), started=started) for started in ("2020", other)]
     x, y = (read(Entry(run, run.results[0]), "throughput") for run in runs)
     assert x is not None and y is not None and bool(over(y, x).rounds) == paired
-
-
-def test_a_ratio_of_pairs() -> None:
-    assert median_ratio([2.0, 16.0, 400.0, 0.1], [1.0, 2.0, 4.0, 1.0]) == pytest.approx(4)
 
 
 @pytest.mark.parametrize(
@@ -127,42 +110,83 @@ def test_values(
     assert (None if reading is None else (reading.measurement, reading.unit)) == (expected and (expected, in_unit))
 
 
-def trained(*seeds: list[float]) -> Result:
-    """Return a training of three epochs, given the error after every epoch of each seed."""
-    samples = {
-        "epoch": [epoch + 1.0 for series in seeds for epoch in range(len(series))],
-        "top1_error": [error for series in seeds for error in series],
-    }
-    return Result("e", "r", "measured", config={"epochs": 3}, samples=samples)
-
-
-@pytest.mark.parametrize(
-    ("result", "expected"),
-    [
-        (trained([90, 50, 10], [90, 60, 14], [5]), FinalError(12, 8**0.5)),  # only ended trainings count
-        (trained([90, 50, 10]), FinalError(10.0)),
-        (trained([5]), None),
-        (Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1}), FinalError(22.0, 0.1)),
-        (Result("e", "r", "published", values={"top1_error": None}), None),
-    ],
-)
-def test_the_error_is_that_after_the_last_epoch(result: Result, expected: FinalError | None) -> None:
-    error = final_error(result)
-    assert (error and error.mean, error and error.deviation) == pytest.approx(expected or (None, None))
+def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
+    """Published ones are numbers; `tables` shows mean, deviation and verdict."""
+    samples = {"epoch": [1.0, 2.0, 1.0, 2.0, 1.0], "top1_error": [50.0, 10.0, 60.0, 17.0, 5.0]}
+    result = Result("e", "r", "measured", config={"epochs": 2}, samples=samples)
     reading = read(Entry(Record("r", "T", "measured", {}, [result]), result), "top1_error")
-    assert (reading and reading.middle) == (expected and expected.mean), "and comparisons read the same"
+    assert (
+        reading == Reading([10, 17], "%", mean=True) and reading.middle == 13.5 and reading.quartiles == (11.75, 15.25)
+    )
+    assert final_error(replace(result, samples={key: each[-1:] for key, each in samples.items()})) is None
+    printed = Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1})
+    assert final_error(printed) == (22.0, 0.1) and final_error(replace(printed, values={})) is None
+
+
+EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
+POWERS = [2.0**k for k in range(8)]
+
+
+def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
+    return [factor * sample for sample in samples]
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "allowed", "verdict"),
+    ("base", "head", "paired", "outcome"),
     [
-        (FinalError(22.0, 0.1), FinalError(22.2, 0.1), 0.2, "same"),
-        (FinalError(22.0, 0.1), FinalError(22.3, 0.1), 0.2, "differs"),
-        (FinalError(22.5, 0.1), FinalError(22.2, 0.1), 0.2, "differs"),
-        (FinalError(22.0), FinalError(22.0, 0.1), None, ""),
+        (EIGHT, times(1.2), False, "higher"),
+        (EIGHT, times(0.8), False, "lower"),
+        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, and smaller than the threshold
+        (POWERS, times(1.2, POWERS), False, "~"),  # large, and not significant
+        (POWERS, times(1.2, POWERS), True, "higher"),
+        ([5.0] * 8, [5.0] * 8, False, "~"),
+        ([5.0] * 8, [5.0] * 8, True, "~"),
+        ([5.0] * 8, [6.0] * 8, False, "higher"),
+        (2.0, EIGHT, False, "lower"),
+        (EIGHT, 2.0, False, "higher"),
+        (1, 2, False, "untested"),
+        (1.0, times(2)[:7], False, "too few"),
+        ([1.0], [9.0], False, "too few"),
     ],
 )
-def test_the_same_within_the_deviations(
-    ours: FinalError, theirs: FinalError, allowed: float | None, verdict: str
-) -> None:
-    assert (ours.allowed(theirs), ours.verdict(theirs)) == (allowed and pytest.approx(allowed), verdict)
+def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
+    assert compare_samples(base, head, paired=paired).outcome == outcome
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("count", [20, 100_000])  # very many are decided soon, too
+def test_a_planted_slowdown_is_seen_where_it_passes_the_threshold(paired: bool, count: int) -> None:
+    draw = random.Random(7)
+    for slowdown in (1.0, 1.2, 1.5):
+        base, head = ([draw.lognormvariate(0, 0.02) for _ in range(count)] for _ in range(2))
+        for threshold in (0.0, 0.1, 0.3):
+            decision = compare_samples(base, times(slowdown, head), Rule(0.001, threshold), paired=paired)
+            assert decision.outcome == ("higher" if slowdown > 1 + threshold else "~")
+            assert decision.low is not None and decision.high is not None
+            assert decision.low < slowdown < decision.high and decision.high / decision.low < 1.08
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
+    draw = random.Random(5)
+    base, head = ([draw.lognormvariate(0, 0.1) for _ in range(12)] for _ in range(2))
+    decision = compare_samples(base, head, paired=paired)
+    assert decision.low is not None and decision.high is not None
+    near = ((decision.low * 1.0001, decision.low / 1.0001), (decision.high / 1.0001, decision.high * 1.0001))
+    for inside, outside in near:
+        p = [compare_samples(times(ratio, base), head, paired=paired).p or 0 for ratio in (inside, outside)]
+        assert p[0] > Rule.alpha >= p[1]
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "paired", "message"),
+    [
+        ([], EIGHT, False, "there is no sample"),
+        (EIGHT, [0.0] * 8, False, "only positive numbers have ratios"),
+        ([math.nan] * 8, EIGHT, False, "only positive numbers have ratios"),
+        (EIGHT, EIGHT[:7], True, "equal numbers, not 8 and 7"),
+    ],
+)
+def test_refuses(base: Measurement, head: Measurement, paired: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare_samples(base, head, paired=paired)

@@ -1,17 +1,23 @@
-"""Sides: records come from files, folders, pytest-benchmark and git revisions, and what is wrong is one line."""
+"""Records come from files, folders, pytest-benchmark and git revisions; the newest that were run as published count."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.error import Error
+from reproduce.machine.description import Gpu, Machine
+from reproduce.numbers.measured_rows import MeasuredRow, measured_rows
 from reproduce.numbers.sources import load_side
-from reproduce.records.record import save
+from reproduce.records.places import RESULTS
+from reproduce.records.record import Result, load, save
+from reproduce.tables.predicted import predicted_tables
 
 from ..made import record, row
+from ..repository import commit
 
 FOREIGN = Path(__file__).parents[1] / "records" / "data" / "pytest-benchmark.json"
 
@@ -23,9 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     measured = tmp_path / "results" / "measured"
     measured.mkdir(parents=True)
     save(record(row("x", [2.0]), row("y", [2.0])), measured / "old.json")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    for command in (["init"], ["add", "."], [*identity, "commit", "--no-verify", "-m", "old"], ["tag", "before"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    commit(tmp_path, "before")
     save(record(row("x", [1.0]), started="2021-01-01T00:00:00Z"), measured / "new.json")
     return measured
 
@@ -54,7 +58,6 @@ NO_SUCH = "no such file or folder, and no git revision here; name a record, a fo
     [
         ("", f": {NO_SUCH}"),
         (":results", f":results: {NO_SUCH}"),
-        ("-rf", f"-rf: {NO_SUCH}"),
         ("results", "results: no record (*.json) in this folder; there are some in results/measured"),
         ("HEAD:docs", "HEAD:docs: that revision holds no record (*.json) in docs; name a place as HEAD:FOLDER"),
     ],
@@ -63,13 +66,6 @@ def test_what_cannot_be_loaded_is_one_line(folder: Path, name: str, message: str
     with pytest.raises(Error) as caught:
         load_side("A", name)
     assert str(caught.value) == message
-
-
-def test_without_git_a_name_is_refused_just_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(Error, match="HEAD: no such file or folder"):
-        load_side("A", "HEAD")
 
 
 def test_pytest_benchmark() -> None:
@@ -82,3 +78,54 @@ def test_pytest_benchmark() -> None:
     run = one.record.run
     assert run is not None and run.seed is None and run.machine.cpu == "a CPU" and run.machine.cores == 4
     assert run.git is not None and run.git.revision == "abc" and run.git.dirty
+
+
+GPUS = Machine("Linux", "a CPU", 4, 8, None, [Gpu("a GPU", 2**30)] * 4)
+
+
+def result(name: str = "n2m1", **changes: Any) -> Result:
+    """Make a row as published, of three steps, but for what is changed."""
+    link, config = f"tg-amoebanetd-speed/{name}", {"configuration": "as published", "batch_size": 96}
+    made = row(name, [1.0, 2.0, 30.0], experiment="amoebanet-speed", scale="paper", published=link, config=config)
+    return replace(made, **changes)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"scale": "small"}, {"experiment": "unet-speed"}, {"status": "failed"}, {"emulated": True, "status": "emulated"},
+    {"samples": {}}, {"device": "meta"}, {"published": None},
+    {"config": {"configuration": "GPipe", "batch_size": 96}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
+def test_only_rows_as_published_count(tmp_path: Path, changes: dict[str, Any]) -> None:
+    save(record(result(**changes)), tmp_path / "a.json")
+    assert measured_rows("amoebanet-speed", tmp_path) == {}
+
+
+def test_the_newest_run_counts_whatever_its_file_is_called(tmp_path: Path) -> None:
+    new = result(samples={"step_time": [4.0]})
+    memory = result("pipeline-2", config={}, samples={}, values={"peak_allocated": [2**30, 2**31]})
+    save(record(new, started="2026-01-02T00:00:00Z", machine=GPUS, device="cuda"), tmp_path / "a.json")
+    save(record(result(), result("n4m1"), memory, started="2026-01-01T00:00:00Z"), tmp_path / "b.json")
+    (tmp_path / "c.json").write_text("{")
+    assert measured_rows("amoebanet-speed", tmp_path) == {
+        "n2m1": MeasuredRow("2 x a GPU", 24.0),
+        "n4m1": MeasuredRow("a CPU", 48.0),
+        "pipeline-2": MeasuredRow("a CPU", None, 3 * 2**30),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "epoch"),
+    [("unet-speed", "a median step, on 8 x a GPU: {}", True),
+     ("unet-ablation", "a median step, on 8 x a GPU: {}", False),
+     ("unet-memory", "measured, allocated: {} 5.0 on 8 x a GPU", False)],
+)  # fmt: skip
+def test_tables_say_what_was_measured_and_where(name: str, said: str, epoch: bool) -> None:
+    predicted = load(RESULTS / "predicted" / f"{name}-p40x8.json")
+    last = predicted.results[-1].row
+    table, *_ = predicted_tables(predicted, {last: MeasuredRow("8 x a GPU", 123.4, 5 * 2**30)})
+    notes = " ".join(table.notes)
+    assert said.format(last) in notes and ("an epoch, which ends in a smaller one" in notes) == epoch
+    assert name == "unet-memory" or [cells[-1] for cells in table.rows][-2:] == ["not run", "123.4"]

@@ -1,4 +1,4 @@
-"""Predictions: as committed, labelled as such, and about as far from the publication as said."""
+"""Predictions: as committed, and about as far from the publication as said; the largest model that fits is found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from reproduce.numbers.metrics import read
 from reproduce.numbers.sources import Entry
+from reproduce.predict import largest as module
+from reproduce.predict.largest import Asked, Largest, largest
 from reproduce.predict.rows import SPEED_TABLES, predict_row, predict_table, predictable
 from reproduce.records.places import RESULTS
 from reproduce.records.published import published
@@ -23,21 +25,14 @@ def committed(experiment: str) -> Record:
     return load(RESULTS / "predicted" / f"{experiment}-p40x8.json")
 
 
+SLOW = [("amoebanet-speed", "n4m32"), ("amoebanet-memory", "pipeline-1"), ("unet-memory", "baseline")]
+
+
 @pytest.mark.parametrize(
     ("experiment", "rows"),
     [
-        ("unet-speed", "all"),
-        ("unet-ablation", "all"),
-        ("resnet101-speed", "all"),
-        # One row each of the tables that take long.
-        *(
-            pytest.param(experiment, row, marks=pytest.mark.slow)
-            for experiment, row in (
-                ("amoebanet-speed", "n4m32"),
-                ("amoebanet-memory", "pipeline-1"),
-                ("unet-memory", "baseline"),
-            )
-        ),
+        *((experiment, "all") for experiment in ("unet-speed", "unet-ablation", "resnet101-speed")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),  # a row each of the tables that take long
     ],
 )
 def test_rows_are_not_stale(experiment: str, rows: str) -> None:
@@ -57,16 +52,6 @@ def test_rows_are_not_stale(experiment: str, rows: str) -> None:
         assert new.values.keys() == known.values.keys()
         for name, value in known.values.items():  # other releases of PyTorch may run other operators
             assert new.values[name] == pytest.approx(value, rel=0.02), (new.row, name)
-
-
-@pytest.mark.parametrize("experiment", predictable())
-def test_every_row_is_labelled(experiment: str) -> None:
-    record = committed(experiment)
-    assert (record.kind, record.run, (record.hardware or {})["name"]) == ("predicted", None, "p40x8")
-    assert {result.status for result in record.results} <= {"predicted", "not run"}
-    for table in predicted_tables(record, {}):
-        assert "predicted" in table.title
-        assert all(len(line) <= 80 for line in table.text().splitlines())
 
 
 def test_how_far_throughput_and_speed_ups_are() -> None:
@@ -97,3 +82,27 @@ def test_on_other_hardware_a_difference_is_no_error() -> None:
     assert "error" not in table.headings and "published on other hardware" in table.text()
     (table,) = predicted_tables(committed("resnet101-speed"), {})
     assert "error" in table.headings
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "sizes", "beyond"),
+    [
+        ((5, 64), 5, (5, 64), (6, 64)),
+        ((5, 64), 4, (4, 64), (5, 64)),
+        ((5, 64), 1, (1, 64), (2, 64)),
+        ((5, 64), 97, (97, 64), (98, 64)),
+        ((1, 64), 97, (97, 64), (98, 64)),
+        ((5, 64), 0, None, (1, 64)),
+        ((5, 64), 10**6, (320, 64), None),
+    ],
+)
+def test_the_largest_that_fits(
+    start: tuple[int, int], limit: int, sizes: tuple[int, int], beyond: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_fits", lambda asked, how, tried: tried[0] <= limit)
+    monkeypatch.setattr(module, "_parameters", lambda asked, tried: 1000 * tried[0])
+    asked = Asked("unet", start, 32, 8, 2.0**30, "sgd", load_hardware("p40x8"))
+    tried: list[tuple[int, ...]] = []
+    found = largest(asked, "naive", 0, tried.append)
+    assert found == Largest(sizes, beyond, 0 if sizes is None else 1000 * sizes[0])
+    assert len(set(tried)) == len(tried) < 16

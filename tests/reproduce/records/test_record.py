@@ -1,34 +1,34 @@
-"""Records: they come back as they were, are replaced whole or not at all, and foreign files are refused."""
+"""Records come back as they were, of any version, are replaced whole or not at all, and say where they are broken."""
 
 from __future__ import annotations
 
+import functools
+import json
+import operator
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from reproduce.error import Error
-from reproduce.machine.description import Gpu, Machine
-from reproduce.machine.git import Git
-from reproduce.records.record import Record, Result, hardware_name, load, save
+from reproduce.machine.description import Gpu
+from reproduce.numbers.sources import load_side
+from reproduce.records.places import RESULTS
+from reproduce.records.published import PAPER, import_tables, published
+from reproduce.records.record import VERSION, Record, Result, load, save
+from reproduce.records.upgrade import upgrade
+from reproduce.report.trace import read_trace
 
 from ..made import RUN
 
-FULL_RUN = replace(
-    RUN,
-    device="cuda",
-    threads_per_device=None,
-    machine=Machine("Linux", "a CPU", 4, 8, None, [Gpu("a GPU", 1 << 34, power_limit=250.0)]),
-    versions={"torch": "2.11.0", "torchvision": None},
-    git=Git("abc", dirty=True),
-    load=[0.5, 0.25, 1.0],
-    settings={"amoebanet-speed": {"warmup": 1}},
-)
+DATA = Path(__file__).with_name("data")
 TIMED = Result("e", "r", "measured", "small", "cpu", {"balance": [1, 2]}, over="r", samples={"step_time": [0.1, 1e-9]})
 FAILED = Result("e", "s", "failed", reason='RuntimeError: "quoted" ünïcode\n[1,\n 2]')
-RECORD = Record("name", "Title", "measured", {"step_time": "s"}, [TIMED, FAILED], run=FULL_RUN)
+RECORD = Record("name", "Title", "measured", {"step_time": "s"}, [TIMED, FAILED], run=RUN)
 
 
 def predicted(**changes: object) -> Record:
@@ -37,7 +37,7 @@ def predicted(**changes: object) -> Record:
 
 @pytest.mark.parametrize(
     "record",
-    [RECORD, replace(RECORD, run=None, results=[]), replace(RECORD, discrepancies=[FAILED]),
+    [RECORD, replace(RECORD, discrepancies=[FAILED]),
      replace(RECORD, results=[TIMED, replace(TIMED, status="emulated", emulated=True),
                               replace(FAILED, emulated=True)]),
      predicted(hardware={"name": "p40x8", "devices": 8})],
@@ -47,30 +47,15 @@ def test_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
     assert load(tmp_path / "r.json") == record
 
 
-def test_is_written_for_people(tmp_path: Path) -> None:
-    timed = replace(TIMED, samples={"step_time": [0.1, 1e-9, 2 / 3], "loss": [1.5] * 40})
-    save(replace(RECORD, results=[timed, FAILED]), tmp_path / "r.json")
-    lines = (tmp_path / "r.json").read_text().splitlines()
-    assert lines[1:3] == [' "format": "torchgpipe-reproduce",', ' "version": 3,']
-    assert '    "step_time": [0.1, 1e-09, 0.6666666667],' in lines, "with ten digits"
-    assert f'    "loss": [{", ".join(["1.5"] * 40)}]' in lines, "a list of values stands on one line"
-    assert '   "config": {"balance": [1, 2]},' in lines, "and so does what fits one"
-    assert any('{"experiment": "e", "row": "s", "status": "failed", "reason": ' in line for line in lines)
-    assert max(map(len, lines)) > 120 and sum(len(line) > 120 for line in lines) == 1
-    assert not any("scale" in line and '"s"' in line for line in lines), "what is not there is left out"
+def test_numbers_have_ten_digits(tmp_path: Path) -> None:
+    save(replace(RECORD, results=[replace(TIMED, samples={"loss": [2 / 3]})]), tmp_path / "r.json")
+    assert load(tmp_path / "r.json").results[0].samples == {"loss": [0.6666666667]}
 
 
 @pytest.mark.parametrize(
-    ("row", "record", "expected"),
-    [("h100", "p40x8", "h100"), (None, "p40x8", "p40x8"), ("h100", None, "h100"), (None, None, None), (None, 3, None)],
+    ("owner", "step", "error"),
+    [(Path, "open", OSError()), (os, "fsync", OSError("disk full")), (os, "replace", KeyboardInterrupt())],
 )
-def test_which_hardware_a_row_was_predicted_with(row: str | None, record: object, expected: str | None) -> None:
-    result = replace(FAILED, hardware=row)
-    assert hardware_name(replace(RECORD, hardware=record and {"name": record}), result) == expected
-
-
-@pytest.mark.parametrize(("owner", "step"), [(Path, "open"), (os, "fsync"), (os, "replace")])
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
 def test_a_kill_leaves_the_old_file(
     owner: object, step: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,3 +84,113 @@ def test_what_could_not_be_read_again_is_not_written(record: Record, name: str, 
     with pytest.raises(Error, match=re.escape(message)):
         save(record, tmp_path / name)
     assert load(tmp_path / "r.json") == RECORD
+
+
+COMMITTED = sorted(RESULTS.rglob("*.json"))
+
+
+@pytest.mark.parametrize("version", range(1, VERSION))
+def test_an_old_version_is_read_and_written_as_the_newest(version: int, tmp_path: Path) -> None:
+    data = json.loads((DATA / "record-v1.json").read_text())
+    if version == 2:
+        data = {**upgrade(data, 1), "version": 2}
+        data["results"][0]["over_published"] = "n2m1"
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    record = load(tmp_path / "old.json")
+    assert record.run is not None
+    assert record.run.versions == {"torch": "2.11.0", "cuda": "12.8", "driver": "575.57.08"}
+    assert record.run.machine.gpus == [Gpu("Tesla P40", 24032378880, clock=1531.0, power_limit=250.0)] * 2
+    assert [result.status for result in record.results] == ["measured", "needs devices"]
+    assert record.results[0].samples["step_time"] == [1.5, 1.25]
+    save(record, tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["version"] == VERSION
+    assert load(tmp_path / "r.json") == record
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_committed_record_loads_and_is_written_as_it_was(path: Path, tmp_path: Path) -> None:
+    record = load(path)
+    assert record.results
+    save(record, tmp_path / path.name)
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_published_tables_are_what_an_import_writes(tmp_path: Path) -> None:
+    tables = []
+    for record in map(published, sorted(path.stem for path in PAPER.glob("*.json"))):
+        rows = [{"experiment": each.row, "config": each.config, "values": each.values} for each in record.results]
+        fields = ("title", "source", "hardware", "software", "unit", "columns", "notes")
+        tables.append({"id": record.name, "rows": rows, **{field: getattr(record, field) for field in fields}})
+    (tmp_path / "source").write_text(json.dumps(tables))
+    written = import_tables(tmp_path / "source", tmp_path)
+    assert [path.stem for path in written] == [table["id"] for table in tables]
+    assert all(path.read_bytes() == (PAPER / path.name).read_bytes() for path in written)
+
+
+ROW = {"experiment": "e", "row": "r", "status": "measured"}
+EMULATED = {**ROW, "status": "emulated", "emulated": True}
+FIELDS = {
+    "format": "torchgpipe-reproduce", "version": 3, "name": "n", "title": "t", "kind": "measured", "unit": {},
+    "results": [ROW],
+}  # fmt: skip
+TASK = {"ph": "X", "cat": "forward", "name": "", "pid": 0, "tid": 0, "ts": 0, "dur": 1,
+        "args": {"micro-batch": 0, "partition": 0}}  # fmt: skip
+
+
+def changed(file: str, *place: Any, to: object) -> Any:
+    """Return what is in a file of `data`, with something else at a place."""
+    data: Any = json.loads((DATA / file).read_text())
+    *outer, last = place
+    functools.reduce(operator.getitem, outer, data)[last] = to
+    return data
+
+
+OLD, BENCHMARK = functools.partial(changed, "record-v1.json"), functools.partial(changed, "pytest-benchmark.json")
+NO_TRACE = "not a trace of a step"
+BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
+    load: [
+        (None, "cannot be read (No such file or directory)"),
+        (b'{"x": NaN}', "not JSON: invalid character (byte 6)"),
+        (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
+        ({**FIELDS, "version": 4}, "record version 4; this program reads versions 1 and 2 and 3"),
+        ({**FIELDS, "version": True}, "record version True; this program reads versions 1 and 2 and 3"),
+        ({**FIELDS, "results": [{**ROW, "emulated": True}]}, "results[0].emulated: is True, and its"),
+        ({**FIELDS, "results": [{**ROW, "status": "emulated"}]}, "results[0].emulated: is False, and"),
+        ({**FIELDS, "results": [EMULATED, ROW, EMULATED]}, "results[2]: 'r' of e is in results[0] already"),
+        ({**FIELDS, "results": [{**ROW, "status": "predicted"}]}, "results[0].hardware: missing; a"),
+        ({**FIELDS, "results": [{**ROW, "samples": {"step_time": [1, 2], "round": [0]}}]},
+         "results[0].samples.round: 1 rounds for 2 steps"),
+        ({**FIELDS, "kind": "guessed"}, "kind: Invalid enum value 'guessed'"),
+        ({**FIELDS, "color": 1}, "Object contains unknown field `color`"),
+        (OLD("results", to=3), "results: Expected `array`, got `int`"),
+        (OLD("results", 1, to=3), "results[1]: Expected `object`, got `int`"),
+        (OLD("run", "machine", "gpus", to={}), "run.machine.gpus: Expected `array`, got `object`"),
+        (OLD("run", "machine", "gpus", 1, to="x"), "run.machine.gpus[1]: Expected `object`, got `str`"),
+    ],
+    lambda path: import_tables(path, path.parent): [
+        ([{"id": 3}], "[0].id: Expected `str`, got `int`"),
+        ([{"rows": [{"experiment": "a"}]}], "[0].rows[0]: Object missing required field `config`"),
+    ],
+    lambda path: load_side("A", str(path)): [
+        (BENCHMARK("benchmarks", to=3), "benchmarks: Expected `array`, got `int`"),
+        (BENCHMARK("machine_info", to=[]), "machine_info: Expected `object`, got `array`"),
+    ],
+    read_trace: [
+        ({}, f"{NO_TRACE}: Object missing required field `traceEvents`"),
+        ({"traceEvents": []}, f'{NO_TRACE} (no event is a task, "ph": "X")'),
+        ({"traceEvents": [{**TASK, "cat": "copy"}]}, f"{NO_TRACE} (no event is a task"),
+        ({"traceEvents": [TASK, 3]}, f"{NO_TRACE}: traceEvents[1]: "),
+        ({"traceEvents": [{"ph": "X", "cat": "forward"}]}, f"{NO_TRACE}: traceEvents[0]: "),
+        ({"traceEvents": [{**TASK, "cat": "sleep"}]}, f"{NO_TRACE}: traceEvents[0].cat: "),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "content", "message"), [(read, *row) for read in BROKEN for row in BROKEN[read]])
+def test_a_broken_file_is_refused(read: Callable[[Path], object], content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(Error) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: {message}")

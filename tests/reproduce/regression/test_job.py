@@ -1,17 +1,24 @@
-"""The job: what each side is asked, a new parent now and then, and how it ends."""
+"""The job: one way at a time, all warm, anew at each restart; what a way cannot run; how it ends."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
+import gc
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import reproduce.regression.interleave as interleaving
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.regression import job
+from reproduce.regression.interleave import Cases, fork, interleave
 from reproduce.regression.job import Settings, interleaved
 from reproduce.regression.trees import Tree
 
@@ -65,24 +72,143 @@ def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None
         next(lines)
 
 
-def test_when_it_ends_its_forks_are_gone(stand_in: Callable[[str], None]) -> None:
+def test_it_ends_with_its_forks(stand_in: Callable[[str], None]) -> None:
+    """It waits for the last of them to close its files, and this one would take long."""
     stand_in("""
-fork = os.fork()
-if fork:
-    print(json.dumps({"case": "a", "restart": fork}), flush=True)
+if os.fork():
+    print(json.dumps({"case": "a"}), flush=True)
 time.sleep(1000)
 """)
     with contextlib.closing(interleaved(HERE, HERE, Settings(["a"]))) as lines:
-        fork = Path("/proc", str(next(lines)["restart"]))
-        assert fork.exists()
-    deadline = time.monotonic() + 300  # it has closed its files, which is a moment before it is gone
-    while alive(fork) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not alive(fork)
+        assert next(lines)["case"] == "a"
 
 
-def alive(process: Path) -> bool:
+TWO: Cases = {case: {"base": (0, (case,)), "head": (1, (case,))} for case in ("a", "b")}
+THREE: Cases = {"a": {**TWO["a"], "third": (0, ("c",))}}
+GONE = "ImportError: gone"
+Texts = dict[tuple[int, str, int], str]  # what stands in place of a side's k-th answer to what it was asked
+
+
+class Fake:
+    """A side that notes what it is asked; it answers with None, and from then on with its number."""
+
+    def __init__(self, number: int, log: list[str], texts: Texts) -> None:
+        self.number, self.log, self.texts = number, log, texts
+        self.asked: list[str] = []
+        self.warm: set[str] = set()
+
+    def send(self, asked: tuple[str]) -> None:
+        self.asked.append(asked[0])
+        self.log.append(f"ask {self.number} {asked[0]}")
+
+    def recv(self) -> float | str | None:
+        asked = self.asked.pop(0)
+        count = self.log.count(f"answer {self.number} {asked}")
+        self.log.append(f"answer {self.number} {asked}")
+        answer = float(self.number) if asked in self.warm else None
+        self.warm.add(asked)
+        return self.texts.get((self.number, asked, count), answer)
+
+
+def run(log: list[str], texts: Texts | None = None, cases: Cases = TWO, **how: int) -> Iterator[dict[str, Any]]:
+    @contextlib.contextmanager
+    def start(i: int) -> Iterator[Any]:
+        log.append(f"start {i}")
+        try:
+            yield Fake(i, log, texts or {})
+        finally:
+            log.append(f"end {i}")
+
+    return interleave(start, cases, **{"restarts": 1, "rounds": 4, **how})
+
+
+@pytest.mark.parametrize("cases", [TWO, THREE], ids=["two", "three"])
+def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases) -> None:
+    """In what order is for `turns`."""
+    log: list[str] = []
+    lines = list(run(log, cases=cases, restarts=2, first=5))
+    assert lines == [
+        {"case": case, "restart": restart, "samples": {way: [float(side)] * 4 for way, (side, _) in ways.items()}}
+        for restart in (5, 6)
+        for case, ways in cases.items()
+    ]
+    names = [f"{side} {asked}" for ways in cases.values() for side, (asked,) in ways.values()]
+    first, warm = log[: len(log) // 2], 2 + 2 * len(names)
+    assert sorted(first[:2]) == ["start 0", "start 1"] and sorted(first[-2:]) == ["end 0", "end 1"]
+    assert sorted(first[2:warm]) == sorted(f"{what} {name}" for what in ("ask", "answer") for name in names)
+    asked, answers = first[warm:-2:2], first[warm + 1 : -2 : 2]
+    assert answers == [each.replace("ask", "answer") for each in asked]
+    assert Counter(asked) == {f"ask {name}": 4 for name in names}
+
+
+@pytest.mark.parametrize("place", [0, 2, 6, 10, 14], ids=["start", "warm-up a", "warm-up b", "case a", "case b"])
+def test_who_comes_first_is_drawn_for_each_restart(place: int) -> None:
+    log: list[str] = []
+    list(run(log, restarts=40, rounds=1))
+    firsts = [line.split()[1] for line in log[place :: len(log) // 40]]
+    assert len(firsts) == 40 and 10 <= firsts.count("0") <= 30
+
+
+@pytest.mark.parametrize(
+    ("cases", "side", "asked", "least", "left"),
+    [(TWO, 0, "a", 2, {"b": ["base", "head"]}), (TWO, 0, "a", 1, {"a": ["head"], "b": ["base", "head"]}),
+     (THREE, 1, "a", 2, {"a": ["base", "third"]})],
+)  # fmt: skip
+def test_what_cannot_run_is_told_once_and_left_out(
+    cases: Cases, side: int, asked: str, least: int, left: dict[str, list[str]]
+) -> None:
+    log: list[str] = []
+    first, *lines = run(log, {(side, asked, 0): GONE}, cases, restarts=2, least=least)
+    (name,) = (name for name, way in cases["a"].items() if way == (side, (asked,)))
+    assert first == {"case": "a", "unable": {name: GONE}}
+    assert [(line["case"], list(line["samples"])) for line in lines] == 2 * list(left.items())
+    assert log.count(f"ask {side} {asked}") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "first", "finished"),
+    [(1, 0, []), (5, 0, ["a", "b"]), (0, 5, [])],
+    ids=["a sample", "the warm-up of a later restart", "the first restart of a later process"],
+)
+def test_what_ran_before_and_no_longer_does_is_an_error(answer: int, first: int, finished: list[str]) -> None:
+    """It may be memory or processes that ran short; to leave the case out would hide it."""
+    log: list[str] = []
+    lines = run(log, {(1, "a", answer): "MemoryError"}, restarts=3, first=first)
+    assert [next(lines)["case"] for _ in finished] == finished
+    with pytest.raises(Error, match="a ran before, and no longer does in head: MemoryError"):
+        next(lines)
+    assert sorted(log[-2:]) == ["end 0", "end 1"]
+
+
+def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
+    """As it is here, where it is imported already."""
+    with fork(tmp_path, "reproduce.regression.cases:Timed") as side:
+        side.send(("machinery never", "cpu", 0.0))
+        assert side.recv().startswith("AssertionError: ") and not side.poll()
+
+
+@pytest.mark.parametrize("ask", [lambda side: side.send("a"), lambda side: side.recv()], ids=["asked", "to answer"])
+def test_a_process_that_ended_by_itself(ask: Callable[[Connection], object], tmp_path: Path) -> None:
+    def buffers() -> int:
+        return sum(type(each) is memoryview for each in gc.get_objects())
+
+    gc.collect()
+    before, others = buffers(), {*multiprocessing.active_children()}
+    with pytest.raises(Error, match="a measuring process ended by itself") as caught, fork(tmp_path, "") as side:
+        (process,) = {*multiprocessing.active_children()} - others
+        process.kill()
+        process.join()
+        ask(side)
+    assert buffers() <= before, caught  # which may be kept for long: what could not be sent is not in its frames
+
+
+def test_cpu_time_is_taken_on_one_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(interleaving, "interleave", lambda *_, **__: [len(os.sched_getaffinity(0))])
     try:
-        return ") Z " not in (process / "stat").read_text()
-    except OSError:
-        return False
+        for one_core in (False, True):
+            interleaving.main({"folders": [], "maker": "", "one_core": one_core, "cases": {}, "rounds": 1})
+    finally:
+        os.sched_setaffinity(0, before)
+        gc.unfreeze()
+    assert capsys.readouterr().out == f"{len(before)}\n1\n"
