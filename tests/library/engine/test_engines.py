@@ -1,4 +1,4 @@
-"""Which engine runs a pipeline: the devices decide. What `engine=` refuses is in test_gpipe.py."""
+"""Which engine runs a pipeline, and the clock cycles that it goes by. What `engine=` refuses is in test_gpipe.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from torchgpipe import GPipe
 from torchgpipe.engine.engines import EngineName
-from torchgpipe.tensors.checkpoint import Mode
+from torchgpipe.engine.schedule import clock_cycles, overlaps
+
+from ...plain import piped
 
 # The engine asked for, the devices, and the engine that it is.
 CASES: list[tuple[EngineName, list[str], str]] = [
@@ -26,12 +29,20 @@ CASES: list[tuple[EngineName, list[str], str]] = [
 @pytest.mark.parametrize("engine, devices, expected", CASES)
 def test_the_engine_is_chosen_once(engine: EngineName, devices: list[str], expected: str) -> None:
     n = len(devices)
-    model = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine)
+    model = piped(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine)
     chosen = model._engine
-    assert type(chosen).__name__ == expected
-    runs: list[tuple[int, int, Mode]] = [(1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")]
-    for size, model.chunks, model.checkpoint in runs:
+    for size, model.chunks, model.checkpoint in ((1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")):
         model(torch.ones(size, 2))
         model.train(not model.training)
     assert model._engine is chosen
-    assert type(pickle.loads(pickle.dumps(model))._engine).__name__ == expected
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        assert type(each._engine).__name__ == expected
+
+
+@given(m=st.integers(1, 12), n=st.integers(1, 12))
+def test_clock_cycles(m: int, n: int) -> None:
+    """Cycle k holds the tasks (i, j) with i + j = k."""
+    tasks = [(i, j) for j in range(n) for i in range(m)]
+    cycles = [[task for task in tasks if sum(task) == k] for k in range(m + n - 1)]
+    assert list(clock_cycles(m, n)) == cycles
+    assert overlaps(m, n) == any(len(cycle) > 1 for cycle in cycles)
