@@ -12,7 +12,7 @@ from torchgpipe import GPipe
 from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Kind, Task
 
-from ..parts import Fails, explode
+from ..parts import Fails, Pop, Stash, explode
 from ..plain import piped
 
 M, N = 4, 3
@@ -53,11 +53,13 @@ class Journal:
             assert self.known.wait(PATIENCE)
 
 
-def pipeline(journal: Journal, way: dict[str, Any], n: int = N) -> GPipe:
-    layers = [Fails() for _ in range(n)]
-    for j, layer in enumerate(layers):
+def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
+    """Return a pipeline whose tasks are written down, with a skip from end to end."""
+    fails = [Fails() for _ in range(N)]
+    for j, layer in enumerate(fails):
         layer.reach = partial(journal.reached, j)  # type: ignore[method-assign]
-    model: GPipe = piped(nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), each) for each in layers)), [1] * n, M, **way)
+    layers = (layer for each in fails for layer in (nn.Linear(3, 3), each))
+    model: GPipe = piped(nn.Sequential(Stash(), *layers, Pop()), [3, 2, 3], M, **way)
     return model
 
 

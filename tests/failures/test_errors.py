@@ -10,7 +10,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from math import inf
 from traceback import extract_tb, walk_stack
 from types import FrameType
@@ -26,9 +25,8 @@ from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Kind, Task
 
 from ..library.ledger import Ledger, assert_eventually, assert_no_thread_more
-from ..parts import Fails, Pop, Stash
 from ..plain import piped
-from .journal import PATIENCE, Journal, M, N, needs, pipeline
+from .journal import Journal, M, N, needs, pipeline
 
 
 class Boom(Exception):
@@ -136,45 +134,6 @@ def test_an_error_in_any_task(
     assert_eventually(gone, lambda: [ref() for ref in refs])
 
 
-# What is under way, what fails meanwhile, and all that the partition of the former has started in the end.
-MEANWHILE: dict[str, tuple[Task, Task, list[tuple[Kind, int]]]] = {
-    "forward": (Task("forward", 1, 0), Task("forward", 0, 1), [("forward", 0), ("forward", 1)]),
-    # The last partition waits for nobody's gradient.
-    "backward": (
-        Task("recompute", M - 2, 1),
-        Task("backward", M - 1, 0),
-        [*(("forward", i) for i in range(M)), ("recompute", M - 1), ("backward", M - 1), ("recompute", M - 2)],
-    ),
-}
-
-
-@pytest.mark.parametrize("under_way, failing, expected", MEANWHILE.values(), ids=MEANWHILE)
-@pytest.mark.parametrize("engine, checkpoint", [("workers", "always")])
-def test_what_is_under_way_is_the_last_task_of_its_partition(
-    under_way: Task, failing: Task, expected: list[tuple[Kind, int]], way: dict[str, Any], journal: Journal
-) -> None:
-    model = pipeline(journal, way, n=2)
-    begun = threading.Event()
-    started: list[Task] = []
-
-    @contextmanager
-    def observer(task: Task) -> Iterator[None]:
-        started.append(task)
-        if task == under_way:
-            begun.set()
-            assert journal.known.wait(PATIENCE)
-        if task == failing:
-            assert begun.wait(PATIENCE)
-            raise Boom(1, reason="meanwhile")
-        yield
-
-    model.observer = observer
-    with pytest.raises(Boom, match="meanwhile"):
-        model(torch.rand(M, 3)).sum().backward()
-
-    assert [(kind, i) for kind, i, j in started if j == under_way.partition] == expected
-
-
 @pytest.mark.parametrize("engine, checkpoint", [("graph", "always"), ("workers", "always")])
 def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
     """As if it came right before a line of this library, in the thread that called; of all lines, some."""
@@ -204,25 +163,6 @@ def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
             interrupted(at)
         assert torch.is_grad_enabled()
         assert_close(gradients(model, x), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_modes_and_skips_are_as_if_nothing_had_failed(training: bool, grad: bool, engine: str) -> None:
-    """What was stashed before the failure must not meet a later mini-batch."""
-    fails, x = Fails(), torch.rand(4, 1)
-    model = piped(nn.Sequential(Stash(), fails, nn.Linear(1, 1), Pop()), [1, 1, 2], 2, engine=engine).train(training)
-    fails.fail("forward", ZeroDivisionError("once"), calls_before=1)
-
-    with torch.set_grad_enabled(grad):
-        with pytest.raises(ZeroDivisionError, match="once"):
-            model(x + 100)
-
-        assert torch.is_grad_enabled() == grad
-        assert model.training == training
-        y = model(x)
-    assert y.requires_grad == grad
-    assert_close(y, model[2](x.cos()) * x.sin())
 
 
 # What a layer returns; what is said about it.

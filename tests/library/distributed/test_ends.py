@@ -1,93 +1,48 @@
-"""Where a rank fails or ends, the others hear of it or go on, and nothing is left."""
+"""Where a rank ends or fails, others go on, and nothing is left. What they hear is in test_cuda.py and in failures."""
 
 from __future__ import annotations
 
 import gc
 import os
-import time
 import warnings
 import weakref
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
 from ...parts import Fails
+from ..ledger import assert_eventually
 from .test_calls import WORLD, loss_of, small
 
 pytestmark = pytest.mark.ranks(WORLD)
 
 
-def test_a_failure_is_heard_by_all() -> None:
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    x, target = torch.randn(9, 4), torch.randn(9, 4)
-    model = DistributedGPipe(
-        nn.Sequential(*(layer for _ in range(WORLD) for layer in (nn.Linear(4, 4), Fails()))),
-        [2] * WORLD, chunks=3, checkpoint="always",
-    )  # fmt: skip
-    fails = model.partition[1]
-    assert isinstance(fails, Fails)
-    for phase, victim in product(("forward", "recompute", "backward"), range(WORLD)):
-        if rank == victim:
-            fails.fail(phase, ValueError("on purpose"), calls_before=1)
-        try:
-            model.loss(nn.functional.mse_loss, x, target).backward()
-            # The last rank may have ended its backward by then.
-            model.loss(nn.functional.mse_loss, x, target)
-        except (RankFailed, ValueError) as error:
-            said = str(error)
-        doing = f"{'recomputation' if phase == 'recompute' else phase} of micro-batch 1"
-        assert said == ("on purpose" if rank == victim else f"rank {victim} failed in {doing}: ValueError: on purpose")
-        if phase == "forward":  # all ranks are in the same mini-batch
-            model.loss(nn.functional.mse_loss, x, target).backward()
-        model.close()
-        model.loss(nn.functional.mse_loss, x, target).backward()  # it works again
-    model.close()
+def pipeline(**options: Any) -> tuple[DistributedGPipe, Fails]:
+    """Return a pipeline, and the layer of this rank that can be made to fail."""
+    layers = nn.Sequential(*(layer for _ in range(WORLD) for layer in (nn.Linear(4, 4), Fails())))
+    model = DistributedGPipe(layers, [2] * WORLD, **options)
+    return model, model.partition[1]  # type: ignore[return-value]
 
 
-def gone(wires: weakref.ref[Any]) -> bool:
-    for _ in range(100):
+def assert_gone(wires: weakref.ref[Any]) -> None:
+    def gone() -> bool:
         gc.collect()
-        if wires() is None:
-            return True
-        time.sleep(0.1)  # a thread may still be about to end
-    return False
+        return wires() is None
 
-
-class Late(torch.autograd.Function):
-    """Let the first backward begin when all other ranks have closed their connections."""
-
-    waits = True
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if Late.waits:
-            Late.waits = False
-            dist.barrier()
-        return grad
-
-
-class Slow(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Late.apply(super().forward(x))
-        return y
+    assert_eventually(gone, lambda: "connections are kept", 10)  # a thread may still be about to end
 
 
 def test_the_last_ranks_end_first() -> None:
     """They need nothing from those before them, which go on. Nothing is left of connections that were closed."""
     rank = dist.get_rank()
-    layers = nn.Sequential(Slow(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    ours = DistributedGPipe(layers, [1] * WORLD, chunks=2, checkpoint="never")
+    ours, layer = pipeline(chunks=2, checkpoint="never")
+    if rank == 0:
+        layer.at("backward", dist.barrier)  # until all other ranks have closed their connections
     loss_of(ours).backward()
     wires = weakref.ref(ours._wires)
     if rank:
@@ -95,53 +50,43 @@ def test_the_last_ranks_end_first() -> None:
         dist.barrier()
     ours.close()
     assert all(p.grad is not None for p in ours.parameters())
-    ours.zero_grad()
     loss_of(ours).backward()
-    assert gone(wires)
+    assert_gone(wires)
     ours.close()
-
-
-class Held(nn.Linear):
-    """In its first call after `hold`, wait until the others have failed; after `fail`, raise in the third."""
-
-    what, calls = "", 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if (self.what, self.calls) == ("hold", 1):
-            dist.send(torch.zeros(1), dist.get_rank() - 1)
-            dist.barrier()
-        if (self.what, self.calls) == ("fail", 3):
-            dist.recv(torch.zeros(1), dist.get_rank() + 1)
-            raise ArithmeticError("it failed")
-        return super().forward(x)
 
 
 def test_a_failure_leaves_nothing() -> None:
     """No error is kept: its frames would hold an earlier loss, whose graph holds all that was sent and expected."""
     rank = dist.get_rank()
-    ours = DistributedGPipe(nn.Sequential(*(Held(4, 4) for _ in range(WORLD))), [1] * WORLD, chunks=4)
-    layer: Any = ours.partition[0]
+    ours, layer = pipeline(chunks=3)
 
-    def loss_of_held() -> Tensor:
-        return ours.loss(nn.functional.mse_loss, torch.ones(4, 4), torch.zeros(4, 4))
+    def hold() -> None:
+        """Wait until the others have failed."""
+        dist.send(torch.zeros(1), rank - 1)
+        dist.barrier()
 
-    def fail() -> weakref.ref[Any]:
-        loss = loss_of_held()
+    def fail() -> None:
+        dist.recv(torch.zeros(1), rank + 1)
+        raise ArithmeticError("it failed")
+
+    def failed(held: int) -> weakref.ref[Any]:
+        loss = loss_of(ours)
         loss.backward()
-        layer.what, layer.calls = {held: "hold", held - 1: "fail"}.get(rank, ""), 0
+        if rank == held:
+            layer.at("forward", hold)
+        if rank == held - 1:
+            layer.at("forward", fail, calls_before=2)
         with pytest.raises(ArithmeticError if rank == held - 1 else RankFailed, match="it failed"):
-            loss_of_held()
+            loss_of(ours)
         return weakref.ref(ours._wires)
 
     for held in (1, 2):
-        wires = fail()
-        layer.what = ""
+        wires = failed(held)
         if rank != held:
             dist.barrier()
         ours.close()
-        loss_of_held().backward()
-        assert gone(wires), f"rank {held} was held"
+        loss_of(ours).backward()
+        assert_gone(wires)
     ours.close()
 
 

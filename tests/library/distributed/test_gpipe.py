@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -82,32 +83,25 @@ def assert_part_of(ours: dict[str, Any], whole: dict[str, Any]) -> None:
             assert torch.equal(x, whole[key][name] if isinstance(value, dict) else whole[key]), (key, name)
 
 
+def wide() -> nn.Sequential:
+    """Tensors so large that they travel apart from their description, expected where the mini-batch before had them."""
+    return nn.Sequential(
+        nn.Linear(5, 6), Repeated(), Stash(),
+        nn.Tanh(), nn.Dropout(0.3), nn.Tanh(), Halves(),
+        Joined(), Pop(), nn.Linear(6 * Repeated.times, 4),
+    )  # fmt: skip
+
+
 def test_equal_to_threads() -> None:
-    for chunks, checkpoint, deferred in product((1, 2, 5), CHECKPOINTS, (False, True)):
-        ours, threads = built(chunks, checkpoint, deferred)
-        for size in (23, 20, 23):
+    cases = [*product((1, 2, 5), CHECKPOINTS, (False, True), [layers]), *product((4,), CHECKPOINTS, (False,), [wide])]
+    for chunks, checkpoint, deferred, make in cases:
+        ours, threads = built(chunks, checkpoint, deferred, make)
+        for size in (23, 23, 20, 23):
             assert_part_of(step(ours, size), step(threads, size))
+        with torch.no_grad():
+            output = ours.eval()(torch.ones(7, 5))
+        assert (output is None) == (dist.get_rank() < WORLD - 1)
         ours.close()
-
-
-def test_without_gradients() -> None:
-    rank = dist.get_rank()
-    ours, threads = built(3, "always", False)
-    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        output, expected = ours.eval()(x), threads.eval()(x)
-    assert torch.equal(output, expected) if rank == WORLD - 1 else output is None
-    ours.close()
-
-
-def test_a_state_of_the_model_loads() -> None:
-    ours, threads = built(2, "never", False)
-    with torch.no_grad():
-        for p in threads.parameters():
-            p.add_(1.0)
-    ours.load_state_dict(threads.state_dict())
-    assert_part_of({"state": ours.state_dict()}, {"state": threads.state_dict()})
-    ours.close()
 
 
 def test_layers_on_meta_are_filled() -> None:
@@ -116,67 +110,35 @@ def test_layers_on_meta_are_filled() -> None:
             if isinstance(module, (nn.Linear, nn.BatchNorm1d)):
                 module.reset_parameters()
 
-    found = []
-    for balance in ([3, 4, 3], [1, 1, 8]):
+    def on_meta() -> nn.Sequential:
         torch.manual_seed(5)
         with torch.device("meta"):
-            module = layers()
-        ours = DistributedGPipe(module, balance, init=reset)
-        parts: list[Any] = [None] * WORLD
-        dist.all_gather_object(parts, {name: p.detach() for name, p in ours.named_parameters()})
-        found.append({name: p for part in parts for name, p in part.items()})
-    torch.manual_seed(5)
-    with torch.device("meta"):
-        module = layers()
-    threads = GPipe(module, BALANCE, devices=["cpu"] * WORLD, init=reset)
-    for name, p in threads.named_parameters():
-        assert torch.equal(p, found[0][name]) and torch.equal(p, found[1][name]), name
+            return layers()
+
+    expected = dict(GPipe(on_meta(), BALANCE, devices=["cpu"] * WORLD, init=reset).named_parameters())
+    for balance in (BALANCE, [1, 1, 8]):
+        for name, p in DistributedGPipe(on_meta(), balance, init=reset).named_parameters():
+            assert torch.equal(p, expected[name]), name
 
 
 def test_only_what_is_needed_is_sent() -> None:
-    """Boundary tensors and skips, once each way."""
+    """Boundary tensors and skips, once each way; and shapes are described when they are new."""
     rank = dist.get_rank()
     ours, _ = built(4, "always", False)
-    step(ours, 20)
-    before = ours._wires.sent
-    step(ours, 20)
-    sent = {key: count - before[key] for key, count in ours._wires.sent.items() if key[0] != "control"}
+    described, sent = [], []
+    for size in (20, 20, 15, 20, 15):
+        step(ours, size)
+        described.append(ours._wires.described)
+        sent.append(Counter({key: count for key, count in ours._wires.sent.items() if key[0] != "control"}))
+    first, again, others, *later = described
+    assert first == again < others == later[0] == later[1], described
     boundary = 20 * 6 * 4
     expected: list[dict[tuple[str, int], int]] = [
         {("forward", 1): boundary, ("forward skips", 2): boundary},
         {("forward", 2): boundary, ("backward", 0): boundary},
         {("backward", 1): boundary, ("backward skips", 0): boundary},
     ]
-    assert sent == expected[rank], sent
-    ours.close()
-
-
-def test_large_tensors_of_changing_sizes() -> None:
-    """So large that they travel apart from their description, and are expected where the mini-batch before had them."""
-
-    def wide() -> nn.Sequential:
-        return nn.Sequential(
-            nn.Linear(5, 6), Repeated(), Stash(),
-            nn.Tanh(), nn.Dropout(0.3), nn.Tanh(), Halves(),
-            Joined(), Pop(), nn.Linear(6 * Repeated.times, 4),
-        )  # fmt: skip
-
-    for checkpoint in CHECKPOINTS:
-        ours, threads = built(4, checkpoint, False, wide)
-        for size in (13, 13, 8, 13):
-            assert_part_of(step(ours, size), step(threads, size))
-        ours.close()
-
-
-def test_shapes_are_described_once() -> None:
-    ours, _ = built(4, "always", False)
-    counts = []
-    for size in (20, 20, 15, 20, 15):
-        step(ours, size)
-        counts.append(ours._wires.described)
-    first, again, others, *later = counts
-    assert first == again < others == later[0] == later[1], counts
-    ours.close()
+    assert sent[1] - sent[0] == expected[rank], sent
 
 
 def test_one_rank_is_enough() -> None:

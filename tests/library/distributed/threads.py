@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchgpipe.distributed import connections as wires
 from torchgpipe.distributed.wires import cuda
+from torchgpipe.distributed.wires.layout import SLOT
 from torchgpipe.engine import batch
 from torchgpipe.task.seeds import Seeds
 
@@ -76,7 +77,10 @@ class Group:
         def take() -> bool:
             if box:
                 parcel = box.popleft()
-                tensors[0][: len(parcel.tensor)] = parcel.tensor
+                given, room = len(parcel.tensor), len(tensors[0])
+                # With another size, gloo would end the process, or be silently wrong.
+                assert given in (0, room) or given <= room == SLOT
+                tensors[0][:given] = parcel.tensor
                 parcel.taken = True
                 return True
             return False
