@@ -30,12 +30,10 @@ from ...plain import piped
 WAIT = 120
 
 
-def pipeline(*layers: nn.Module, chunks: int, checkpoint: Any = "never") -> GPipe:
-    return piped(nn.Sequential(*layers), [1] * len(layers), chunks, checkpoint=checkpoint, engine="workers")
-
-
-def linears(n: int, **options: Any) -> GPipe:
-    return pipeline(*(nn.Linear(2, 2) for _ in range(n)), **options)
+def linears(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
+    model: GPipe = piped(layers, [1] * n, chunks, checkpoint=checkpoint, engine="workers")
+    return model
 
 
 def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
