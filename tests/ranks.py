@@ -51,12 +51,11 @@ class Ranks:
         importlib.import_module("torch._dynamo")  # takes seconds; here only once
         config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made here, or each process makes it anew
         self._index = {item.nodeid: k for k, item in enumerate(items)}
-        self._printed = [tempfile.TemporaryFile() for _ in range(WORLD)]  # noqa: SIM115
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._ended = ""
-        files = [each.fileno() for each in self._printed]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of BLAS do nothing now
-            self.launched = Launched("fork", WORLD, serve, config, items, files)
+            self.launched = Launched("fork", WORLD, serve, config, items, self._printed.fileno())
 
     def run(self, test: str) -> str:
         """Run a test on all ranks; return what those have to say on which it failed."""
@@ -105,18 +104,12 @@ class Ranks:
         time.sleep(1)
         self.launched.close()
         self._ended = f"earlier, {why}"
-        for index, file in enumerate(self._printed):
-            file.seek(0)
-            why += f"\nrank {index}:\n{file.read().decode()[-9999:]}"
-        return f"{why}\n{_said(told)}"
+        self._printed.seek(0)
+        return f"{why}\n{self._printed.read().decode()[-9999:]}\n{_said(told)}"
 
 
 def _said(told: dict[int, str]) -> str:
     return "\n".join(f"on rank {index}:\n{text}" for index, text in sorted(told.items()) if text)
-
-
-class Left(BaseException):
-    """End a test on a rank that takes no part in it."""
 
 
 class Rank:
@@ -151,7 +144,7 @@ class Rank:
         while True:
             self._test = self._heard.get()
             self._store = self._store or self._meet()
-            self._say(self._run(config, items[self._test]))
+            self._link.send(self._run(config, items[self._test]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a failure."""
@@ -162,7 +155,7 @@ class Rank:
         """Make a world of the first n ranks, if the test has none yet; end the test here if this is none of them."""
         if self.index >= n:
             self._left = True
-            raise Left
+            pytest.skip("this rank takes no part in the test")
         if dist.is_initialized():
             assert dist.get_world_size() == n, "all pipelines of a test have to have equally many partitions"
             return
@@ -180,7 +173,7 @@ class Rank:
     def exchange(self, n: int, value: Any) -> list[Any]:
         """Return what each of the first n ranks offers."""
         with torch.device("cpu"):  # a test may have another default
-            self._say((n, pickle.dumps(value)))
+            self._link.send((n, pickle.dumps(value)))
             found = self._heard.get()
             assert found is not None, "another rank has ended the test"
             return [pickle.loads(each) for each in found]
@@ -226,9 +219,6 @@ class Rank:
             told = "the test made no pipeline over ranks"
         return told
 
-    def _say(self, what: Any) -> None:
-        self._link.send(what)
-
     def _hear(self) -> NoReturn:
         # In a thread of its own, so that this process ends even if it is busy.
         while True:
@@ -255,11 +245,11 @@ class _Verdict(NamedTuple):
 _current: Rank | None = None
 
 
-def serve(index: int, link: Connection, config: pytest.Config, items: Sequence[pytest.Item], files: list[int]) -> None:
+def serve(index: int, link: Connection, *given: Any) -> None:
     """Be a rank."""
     global _current
     _current = Rank(index, link)
-    _current.serve(config, items, files[index])
+    _current.serve(*given)
 
 
 def current() -> Rank:

@@ -48,9 +48,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
         begun(tmp_path / "file" / "one.json")
 
 
-# What ends a benchmark after its first case, and the record's state; `gates/test_regression.py` has Ctrl-C.
+# What ends a benchmark after its first case, and the record's state.
 ENDS: dict[str, tuple[BaseException | None, str]] = {
     "nothing": (None, "finished"),
+    "Ctrl-C": (KeyboardInterrupt(), "interrupted"),
     "a child": (Error("the measuring process ended"), "interrupted"),
     "a bug": (ZeroDivisionError(), "running"),
 }

@@ -5,22 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .faults import (
-    FOR_EVER,
-    Keyboard,
-    all_stop,
-    computes,
-    cuts_links,
-    dies,
-    ends,
-    fills_memory,
-    fills_the_disk,
-    forks_and_ends,
-    hangs,
-    raises,
-    sleeps,
-    stops,
-)
+from . import faults
+from .faults import FOR_EVER, Keyboard
 
 
 @dataclass
@@ -51,7 +37,8 @@ SILENT = (
 ALONE = r"RankFailed: ranks 0, 2 have given no sign of life for 2 s: are their processes stopped, or is the network cut"
 WOKEN = r"RankFailed: rank 1 did not run for \d+\.\d s \(was its process stopped\?\), so others have ended"
 DIED = r"rank 1 has closed its connections and given no reason: has its process ended\? \d.\d s before, it was "
-IN_FORWARD = "in forward of micro-batch 0 of mini-batch 2"
+FIRST = "in forward of micro-batch 0"
+IN_FORWARD = f"{FIRST} of mini-batch 2"
 IN_BACKWARD = "in backward of micro-batch 1 of mini-batch 2"
 OUTSIDE = "outside of the pipeline, after mini-batch 1"
 CIRCLE = (
@@ -62,6 +49,7 @@ CIRCLE = (
 ENDED = r"rank 1 has ended, or called close\(\), but rank \d needs more from it: every rank has to call"
 NO_SPACE = r"OSError: \[Errno 28\] step 2 cannot be saved in .*: No space left on device; what was saved before stays"
 NO_MEMORY = "RuntimeError: .*can't allocate memory"
+RAISED = "ValueError: on purpose"
 INTERRUPTED = "KeyboardInterrupt: "
 
 
@@ -71,32 +59,28 @@ def hanging(task: str, rank: int = 1) -> str:
 
 
 ROWS = {
-    "stopped in forward": Row(stops, "forward", SILENT + IN_FORWARD, WOKEN),
-    "stopped in backward": Row(stops, "backward", SILENT + IN_BACKWARD, WOKEN),
-    "stopped outside": Row(stops, "outside", SILENT + OUTSIDE, WOKEN),
-    "cut off in forward": Row(cuts_links, "forward", SILENT + IN_FORWARD, ALONE),
-    "killed in backward": Row(dies, "backward", DIED + IN_BACKWARD),
-    "killed outside": Row(dies, "outside", DIED + OUTSIDE),
-    "killed while it saves": Row(dies, "saving", f"{DIED}in save of mini-batch 2"),
-    "raises outside": Row(
-        raises, "outside", f"rank 1 failed {OUTSIDE}: ValueError: on purpose", "ValueError: on purpose"
-    ),
-    "a full disk": Row(fills_the_disk, "saving", f"rank 1 failed in save: {NO_SPACE}", NO_SPACE),
-    "full memory": Row(fills_memory, "forward", f"rank 1 failed in forward of micro-batch 0: {NO_MEMORY}", NO_MEMORY),
-    "ends early": Row(ends, "outside", ENDED, "SystemExit: "),
-    "ends early, and a fork does not": Row(forks_and_ends, "outside", ENDED, "SystemExit: "),
-    "hangs in forward": Row(hangs, "forward", hanging("forward of micro-batch 0")),
-    "hangs in recomputation": Row(hangs, "recompute", hanging("recomputation of micro-batch 1")),
-    "hangs in backward": Row(hangs, "backward", hanging("backward of micro-batch 1")),
-    "hangs in the criterion": Row(hangs, "criterion", hanging("the criterion", 2), rank=2),
+    "stopped in forward": Row(faults.stops, "forward", SILENT + IN_FORWARD, WOKEN),
+    "stopped in backward": Row(faults.stops, "backward", SILENT + IN_BACKWARD, WOKEN),
+    "stopped outside": Row(faults.stops, "outside", SILENT + OUTSIDE, WOKEN),
+    "cut off in forward": Row(faults.cuts_links, "forward", SILENT + IN_FORWARD, ALONE),
+    "killed in backward": Row(faults.dies, "backward", DIED + IN_BACKWARD),
+    "killed outside": Row(faults.dies, "outside", DIED + OUTSIDE),
+    "killed while it saves": Row(faults.dies, "saving", f"{DIED}in save of mini-batch 2"),
+    "raises outside": Row(faults.raises, "outside", f"rank 1 failed {OUTSIDE}: {RAISED}", RAISED),
+    "a full disk": Row(faults.fills_the_disk, "saving", f"rank 1 failed in save: {NO_SPACE}", NO_SPACE),
+    "full memory": Row(faults.fills_memory, "forward", f"rank 1 failed {FIRST}: {NO_MEMORY}", NO_MEMORY),
+    "ends early": Row(faults.ends, "outside", ENDED, "SystemExit: "),
+    "ends early, and a fork does not": Row(faults.forks_and_ends, "outside", ENDED, "SystemExit: "),
+    "hangs in forward": Row(faults.hangs, "forward", hanging("forward of micro-batch 0")),
+    "hangs in recomputation": Row(faults.hangs, "recompute", hanging("recomputation of micro-batch 1")),
+    "hangs in backward": Row(faults.hangs, "backward", hanging("backward of micro-batch 1")),
+    "hangs in the criterion": Row(faults.hangs, "criterion", hanging("the criterion", 2), rank=2),
     "leaves out a backward": Row(None, others=CIRCLE, own=f"RankFailed: {CIRCLE}"),
-    "sleeps outside": Row(sleeps, "outside"),
-    "computes in forward": Row(computes, "forward"),
-    "stopped together, outside": Row(all_stop, "outside"),
-    "stopped together, in forward": Row(all_stop, "forward"),
-    "Ctrl-C in forward": Row(
-        Keyboard(), "forward", "rank 1 failed in forward of micro-batch 0: KeyboardInterrupt", INTERRUPTED
-    ),
+    "sleeps outside": Row(faults.sleeps, "outside"),
+    "computes in forward": Row(faults.computes, "forward"),
+    "stopped together, outside": Row(faults.all_stop, "outside"),
+    "stopped together, in forward": Row(faults.all_stop, "forward"),
+    "Ctrl-C in forward": Row(Keyboard(), "forward", f"rank 1 failed {FIRST}: KeyboardInterrupt", INTERRUPTED),
     "Ctrl-C in forward of a worker": Row(Keyboard(), "forward", own=INTERRUPTED, engine="workers"),
     "Ctrl-C in recomputation of a worker": Row(Keyboard(), "recompute", own=INTERRUPTED, engine="workers"),
     "Ctrl-C in backward of a worker": Row(Keyboard(), "backward", own=INTERRUPTED, engine="workers"),

@@ -21,18 +21,17 @@ from torch import nn
 
 from torchgpipe.partitioned import Partitioned
 
+from ..parts import Fails
 from . import faults
 
 
 def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does something when it is called for that time."""
-    calls = 0
+    point = Fails()
+    point.at("called", act, calls_before=when - 1)
 
     def counted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == when:
-            act()
+        point.reach("called")
         return called(*args)
 
     return counted

@@ -90,6 +90,9 @@ ROWS = [
     Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),
     Row("no parameters", of(torch.sin, torch.exp, torch.square)),
     Row("strides", made(Shifted, lambda: turned, Shifted, lambda: turned), lambda: torch.randn(6, 16, 32), (1, 2, 1)),
+    Row("nothing", of(linear, lambda a: None, linear), refused={"": "output of partition 1 must be .* got NoneType"}),
+    Row("a number", of(linear, lambda a: (a, 2.0), linear), refused={"": "of partition 1 must .* element 1 is float"}),
+    Row("a loss", of(linear, linear, Tensor.sum), refused={"": "returned a scalar; move a loss"}),
     *(Row(f"types {d}", typed(d), partial(torch.randn, 8, WIDTH, dtype=d, requires_grad=True), use=promised)
       for d in (F16, BF16, C64)),
     Row("several types", typed(*SEVERAL), balance=(2, 2, 2, 3), use=promised),

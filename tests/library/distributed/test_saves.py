@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.state.saves import Saves
 
+from .training import adam, assert_same, layers, trained
+
 WORLD = 4
 pytestmark = pytest.mark.ranks(WORLD)
 
 Model = GPipe | DistributedGPipe
-
-
-def layers(seed: int, *, draws: bool) -> nn.Sequential:
-    torch.manual_seed(seed)
-    drawing = [nn.Dropout(0.3) if draws else nn.Tanh() for _ in range(3)]
-    return nn.Sequential(
-        nn.Linear(5, 6), drawing[0], nn.BatchNorm1d(6), nn.Linear(6, 6), drawing[1], nn.Linear(6, 7), drawing[2],
-        nn.Linear(7, 4),
-    )  # fmt: skip
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def trained(model: Model, optimizer: torch.optim.Optimizer, data: torch.Generator, steps: int) -> list[Tensor]:
-    """Return the losses, and what the model and the optimizer are in the end."""
-    seen = []
-    for _ in range(steps):
-        x, target = torch.randn(8, 5, generator=data), torch.randint(4, (8,), generator=data)
-        loss = model.loss(nn.functional.cross_entropy, x, target)
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.detach())
-    values = [x for each in optimizer.state.values() for x in each.values()]
-    return [*seen, *(x.detach().clone() for x in [*model.state_dict().values(), *values])]
-
-
-def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
-    assert [*map(torch.equal, first, second)] == [True] * len(second) and len(first) == len(second)
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def shared_folder() -> Path:
@@ -62,59 +38,74 @@ def shared_folder() -> Path:
 def test_going_on() -> None:
     """After a step and a save, a new pipeline of as many ranks trains on to the same numbers, dropout included."""
     for chunks in (3, 1):
-        saves, found = Saves(shared_folder()), None
+        saves, expected = Saves(shared_folder()), dict[str, Any]()
         for run in ("undisturbed", "first", "second"):
             torch.manual_seed(1 if run != "second" else 2)
             model = DistributedGPipe(
                 layers(3 + (run == "second"), draws=True), [2, 2, 2, 2], chunks=chunks, deferred_batch_norm=True
             )
-            optimizer, data = optimizer_of(model), torch.Generator().manual_seed(5)
-            if run == "undisturbed":
-                expected = trained(model, optimizer, data, 4)[2:]
-            elif run == "first":
-                assert saves.load(model, optimizer) is None
-                trained(model, optimizer, data, 2)
-                saves.save(1, model, optimizer, data=data.get_state(), plain={"a": [1, (2.5,)]})
-            else:
+            optimizer = adam(model)
+            if run == "second":
                 found = Saves(saves.folder).load(model, optimizer)
-                assert found is not None and found["step"] == 1 and found["plain"] == {"a": [1, (2.5,)]}
-                data.set_state(found["data"])
-                seen = trained(model, optimizer, data, 2)
+                assert found is not None and torch.equal(found.pop("data"), torch.arange(3))
+                assert found == {"step": 1, "plain": {"a": [1, (2.5,)]}}
+                assert_same(trained(model, optimizer, 6), expected)
+            else:
+                assert saves.load(model, optimizer) is None
+                trained(model, optimizer, 5)
+                if run == "first":
+                    saves.save(1, model, optimizer, data=torch.arange(3), plain={"a": [1, (2.5,)]})
+                else:
+                    expected = trained(model, optimizer, 6)
             model.close()
-        assert_equal(seen, expected)
 
 
-def test_on_other_ranks() -> None:
+def state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS), strict=True))
+
+
+def load_by_pytorch(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    found = state(model, optimizer)
+    load(found, checkpoint_id=folder)
+    parts = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+    set_state_dict(model, optimizer, **parts, options=OPTIONS)
+
+
+# How a model and an optimizer are saved in a folder, and how they are loaded from there.
+WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "Saves": (lambda folder, *both: Saves(folder).save(1, *both), lambda folder, *both: Saves(folder).load(*both)),
+    "PyTorch": (lambda folder, *both: save(state(*both), checkpoint_id=folder), load_by_pytorch),
+}
+
+
+@pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
+def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
     """Without random numbers, which depend on the balance, so do 2 ranks and one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"]
-    saves = Saves(shared_folder())
-    model = DistributedGPipe(layers(3, draws=False), [2, 2, 2, 2], chunks=3)
-    optimizer, data = optimizer_of(model), torch.Generator().manual_seed(5)
-    trained(model, optimizer, data, 2)
-    saves.save(1, model, optimizer, data=data.get_state())
-    expected = trained(model, optimizer, data, 2)[:2]
+    model = DistributedGPipe(layers(), [2, 2, 2, 2], chunks=3)
     others: list[Model] = [
-        DistributedGPipe(layers(4, draws=False), [3, 5], mesh=mesh, chunks=3),
-        GPipe(layers(5, draws=False), [1, 6, 1], devices=["cpu"] * 3, chunks=3),
+        DistributedGPipe(layers(5), [3, 5], mesh=mesh, chunks=3),
+        GPipe(layers(6), [1, 6, 1], devices=["cpu"] * 3, chunks=3),
     ]
+    folder, optimizer = shared_folder(), adam(model)
+    trained(model, optimizer, 5)
+    write(folder, model, optimizer)
+    expected = trained(model, optimizer, 6)
     for other in others:
-        optimizer = optimizer_of(other)
-        found = Saves(saves.folder).load(other, optimizer)
-        assert found is not None
-        data.set_state(found["data"])
-        assert_equal(trained(other, optimizer, data, 2)[:2], expected)
+        optimizer = adam(other)
+        read(folder, other, optimizer)
+        assert_same(trained(other, optimizer, 6), expected, "loss")
     with pytest.raises(ValueError, match="has 1 of 4 ranks"):
-        saves.save(3, other, optimizer)
-    model.close()
+        Saves(folder).save(3, other, optimizer)
 
 
 def test_failures() -> None:
     """If a rank does not see the folder, or gives something else, all ranks raise."""
     rank = dist.get_rank()
     folder = shared_folder()
-    model = DistributedGPipe(layers(3, draws=False), [2, 2, 2, 2])
-    optimizer = optimizer_of(model)
-    trained(model, optimizer, torch.Generator(), 1)
+    model = DistributedGPipe(layers(), [2, 2, 2, 2])
+    optimizer = adam(model)
+    trained(model, optimizer, 0)
     error: type[Exception] = RuntimeError if rank == 2 else RankFailed
     with pytest.raises(error, match=r"rank 2 does not see .*part-\w+, but rank 0 does: all ranks need one folder"):
         Saves(folder / "other" if rank == 2 else folder).save(0, model, optimizer)
@@ -129,9 +120,5 @@ def test_failures() -> None:
     assert saves.load(model, optimizer) == {"step": 1}
     # Every rank finds it out, and may hear before that another one has.
     with pytest.raises((ValueError, RankFailed), match=r"is of another model: it lacks model\.\d\.weight") as caught:
-        Saves(folder).load(
-            other := DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None
-        )
+        Saves(folder).load(DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None)
     assert "\n" not in str(caught.value)
-    other.close()
-    model.close()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchgpipe.distributed import connections as wires
 from torchgpipe.distributed.wires import cuda
+from torchgpipe.distributed.wires.layout import SLOT
 from torchgpipe.engine import batch
 from torchgpipe.task.seeds import Seeds
 
@@ -39,18 +40,16 @@ class Work(NamedTuple):
 
     group: Group
     peer: int
-    attempt: Callable[[], bool]
+    parcel: Parcel
 
     def wait(self, timeout: timedelta | None = None) -> None:
         world, name, own = self.group.world, self.group.name, self.group.own
         patience = PATIENCE if timeout is None else timeout.total_seconds()
         with world.changed:
-            lost = {(name, own), (name, self.peer)}
-            done = world.changed.wait_for(lambda: (self.attempt() and "done") or lost & world.closed, patience)
-            if not done and timeout is not None:  # gloo closes the connections of the group
-                world.closed.add((name, own))
-            world.changed.notify_all()
-        if done != "done":
+            if not world.changed.wait_for(lambda: self.parcel.taken or self.group.lost(self.peer), patience):
+                world.closed.add((name, own))  # gloo closes the connections of the group
+                world.changed.notify_all()
+        if not self.parcel.taken:
             raise RuntimeError("Connection closed by peer")
 
 
@@ -63,25 +62,32 @@ class Group:
     own: int
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        parcel = Parcel(tensors[0].clone())
-        with self.world.changed:
-            self.world.sent[wires.KINDS[tag], self.own, peer] += 1
-            self.world.box(self.name, self.own, peer, tag).append(parcel)
-            self.world.changed.notify_all()
-        return Work(self, peer, lambda: parcel.taken)
+        self.world.sent[wires.KINDS[tag], self.own, peer] += 1
+        return self._posted(tensors[0].clone(), peer, (self.name, self.own, peer, tag), 0)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        box = self.world.box(self.name, peer, self.own, tag)
+        return self._posted(tensors[0], peer, (self.name, peer, self.own, tag), 1)
 
-        def take() -> bool:
-            if box:
-                parcel = box.popleft()
-                tensors[0][: len(parcel.tensor)] = parcel.tensor
-                parcel.taken = True
-                return True
-            return False
+    def lost(self, peer: int) -> bool:
+        return not self.world.closed.isdisjoint({(self.name, self.own), (self.name, peer)})
 
-        return Work(self, peer, take)
+    def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
+        """Put what is sent into what waits for it, each in the order in which it was posted."""
+        parcel = Parcel(tensor)
+        with self.world.changed:
+            if self.lost(peer):
+                raise RuntimeError("Connection closed by peer")
+            self.world.box(wire, end).append(parcel)
+            sent, expected = self.world.box(wire, 0), self.world.box(wire, 1)
+            while sent and expected:
+                here, there = sent.popleft(), expected.popleft()
+                given, room = len(here.tensor), len(there.tensor)
+                # With another size, gloo would end the process, or be silently wrong.
+                assert given in (0, room) or given <= room == SLOT
+                there.tensor[:given] = here.tensor
+                here.taken = there.taken = True
+            self.world.changed.notify_all()
+        return Work(self, peer, parcel)
 
 
 @dataclass(eq=False)

@@ -1,16 +1,27 @@
-"""Which engine runs a pipeline: the devices decide. What `engine=` refuses is in test_gpipe.py."""
+"""Which engine runs a pipeline, its clock cycles, and how the graph engine goes by them.
+
+What `engine=` refuses is in test_gpipe.py, the graph engine on CUDA in test_simulated.py.
+"""
 
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from torchgpipe import GPipe
 from torchgpipe.engine.engines import EngineName
-from torchgpipe.tensors.checkpoint import Mode
+from torchgpipe.engine.schedule import clock_cycles, overlaps
+from torchgpipe.tensors.checkpoint import checkpointed
+from torchgpipe.tensors.observe import Task
+
+from ...parts import Fails
+from ...plain import piped
 
 # The engine asked for, the devices, and the engine that it is.
 CASES: list[tuple[EngineName, list[str], str]] = [
@@ -26,12 +37,54 @@ CASES: list[tuple[EngineName, list[str], str]] = [
 @pytest.mark.parametrize("engine, devices, expected", CASES)
 def test_the_engine_is_chosen_once(engine: EngineName, devices: list[str], expected: str) -> None:
     n = len(devices)
-    model = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine)
+    model = piped(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine)
     chosen = model._engine
-    assert type(chosen).__name__ == expected
-    runs: list[tuple[int, int, Mode]] = [(1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")]
-    for size, model.chunks, model.checkpoint in runs:
+    for size, model.chunks, model.checkpoint in ((1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")):
         model(torch.ones(size, 2))
         model.train(not model.training)
     assert model._engine is chosen
-    assert type(pickle.loads(pickle.dumps(model))._engine).__name__ == expected
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        assert type(each._engine).__name__ == expected
+
+
+@given(m=st.integers(1, 12), n=st.integers(1, 12))
+def test_clock_cycles(m: int, n: int) -> None:
+    """Cycle k holds the tasks (i, j) with i + j = k."""
+    tasks = [(i, j) for j in range(n) for i in range(m)]
+    cycles = [[task for task in tasks if sum(task) == k] for k in range(m + n - 1)]
+    assert list(clock_cycles(m, n)) == cycles
+    assert overlaps(m, n) == any(len(cycle) > 1 for cycle in cycles)
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (4, 1), (3, 2), (3, 4)])
+def test_order_of_all_tasks(m: int, n: int, checkpoint: Any) -> None:
+    """Forward goes by clock cycles; backward through them in reverse, each recomputation just before its task."""
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
+    model = piped(layers, [1] * n, m, checkpoint=checkpoint, engine="graph")
+    log: list[Task] = []
+    model.observer = lambda task: nullcontext(log.append(task))  # type: ignore[func-returns-value]
+    model(torch.rand(m, 2)).sum().backward()
+
+    forward = [task for cycle in clock_cycles(m, n) for task in cycle]
+    expected = [Task("forward", i, j) for i, j in forward]
+    for i, j in reversed(forward):
+        expected += [Task("recompute", i, j)] * (i < checkpointed(checkpoint, m)) + [Task("backward", i, j)]
+    assert log == expected
+
+
+class Apart(nn.Linear):
+    """Give out two tensors, of which the second does not depend on the input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, self.weight * 2
+
+
+def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> None:
+    fails = Fails()
+    model = piped(nn.Sequential(nn.Linear(2, 2), fails, Apart(2, 2)), [2, 1], 2, engine="graph")
+    one, other = model(torch.ones(2, 2))
+    fails.fail("backward", ArithmeticError(), calls_before=1)
+    with pytest.raises(ArithmeticError):
+        one.sum().backward(retain_graph=True)
+    other.sum().backward()
+    assert [p.grad is not None for p in model.parameters()] == [False, False, True, False]

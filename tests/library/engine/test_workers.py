@@ -1,14 +1,18 @@
-"""The workers engine: partitions really run at once, forward and backward, and recompute in time."""
+"""The workers engine: partitions really run at once, forward and backward, and recompute in time.
+
+What becomes of errors is in tests/failures; that threads end with their pipeline, in tests/library/test_leaks.py; what
+a forked process does, in tests/works_with.
+"""
 
 from __future__ import annotations
 
-import gc
+import random
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -26,12 +30,10 @@ from ...plain import piped
 WAIT = 120
 
 
-def pipeline(*layers: nn.Module, chunks: int, checkpoint: Any = "never") -> GPipe:
-    return piped(nn.Sequential(*layers), [1] * len(layers), chunks, checkpoint=checkpoint, engine="workers")
-
-
-def linears(n: int, **options: Any) -> GPipe:
-    return pipeline(*(nn.Linear(2, 2) for _ in range(n)), **options)
+def linears(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
+    model: GPipe = piped(layers, [1] * n, chunks, checkpoint=checkpoint, engine="workers")
+    return model
 
 
 def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
@@ -120,19 +122,59 @@ def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Mode) -> None
                 assert recomputed("end", i + 1, j - 1) < recomputed("begin", i, j)
 
 
-def test_a_layer_that_knows_its_pipeline_does_not_keep_it() -> None:
-    layer = nn.Linear(2, 2)
-    model = pipeline(layer, nn.Linear(2, 2), chunks=2)
-    layer.__dict__["pipeline"] = model
-    before = set(threading.enumerate())
-    model(torch.rand(4, 2))
-    threads = set(threading.enumerate()) - before
-    gone = weakref.ref(model)
+def test_no_partition_is_far_ahead_of_the_next() -> None:
+    """Results that nobody needs yet only fill memory."""
+    seen: list[Task] = []
+    ahead = threading.Event()
 
-    del model, layer
-    gc.collect()
+    def note(task: Task) -> None:
+        seen.append(task)
+        if task == ("forward", 2, 0):
+            ahead.set()
+        if task == ("forward", 0, 1):
+            assert ahead.wait(WAIT)
+            time.sleep(0.1)
+            assert ("forward", 3, 0) not in seen
 
-    assert gone() is None
+    step(linears(2, chunks=4), note)
+
+
+def at_once(count: int, function: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=function, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
     for thread in threads:
         thread.join(WAIT)
-        assert not thread.is_alive()
+
+
+class Slow(SimpleQueue[Any]):
+    """Callers overtake each other between what they give to two workers."""
+
+    def put(self, *item: Any) -> None:
+        super().put(*item)
+        time.sleep(random.uniform(0, 5e-3))
+
+
+def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers get the programs of one caller before those of another, or they would wait for each other."""
+    monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
+    model, done = linears(3, chunks=3), list[Any]()
+    at_once(4, lambda: done.extend(model(torch.ones(3, 2)) for _ in range(5)))
+    assert len(done) == 4 * 5
+
+
+def test_a_thread_that_did_not_start_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, iter([1])
+    model, done = linears(3, chunks=2), list[Any]()
+
+    def fails_the_second_time(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails_the_second_time)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            model(torch.ones(2, 2))
+    at_once(1, lambda: done.extend(model(torch.ones(2, 2))))
+    assert len(done) == 2

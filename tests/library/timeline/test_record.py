@@ -1,7 +1,8 @@
-"""Recording: mini-batches are told apart, the bubble is that of the schedule, and what cannot be is refused."""
+"""Recording: mini-batches are told apart, clocks agree, the bubble is the schedule's, and Perfetto can show it."""
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import count
 from pathlib import Path
@@ -11,17 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import GPipe
-from torchgpipe.plan.replay import Costs, Event, replay
+from torchgpipe.plan.replay import Costs, Event, Timeline, replay
 from torchgpipe.timeline import Recording, record
+from torchgpipe.timeline.clocks import ahead_of_first
+from torchgpipe.timeline.perfetto import perfetto
 from torchgpipe.timeline.record import mini_batches
+
+from ...plain import piped
+
+
+def pipeline(n: int) -> Any:
+    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(n)))
+    return piped(layers, [1] * n, 2, checkpoint="never", engine="graph")
 
 
 def test_the_bubble_of_tasks_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock takes a second. So the 8 tasks take one each, and there is one between any two."""
-    model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=["cpu"] * 2, chunks=2,
-                  checkpoint="never", engine="graph")  # fmt: skip
-    ticks = count()
+    model, ticks = pipeline(2), count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     with record(model) as recording:
         for _ in range(2):
@@ -56,15 +63,98 @@ def test_only_whole_mini_batches_count() -> None:
     ("file", "observer", "error"),
     [("t.json", print, ValueError), ("none/t.json", None, FileNotFoundError), ("t.json", None, None)],
 )
-def test_refuses_before_anything_is_trained(
-    file: str, observer: Any, error: type[Exception] | None, tmp_path: Path
-) -> None:
-    model = GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"])
+def test_refuses_before_anything_is_trained(file: str, observer: Any, error: Any, tmp_path: Path) -> None:
+    model, entered = pipeline(1), False
     model.observer = observer
-    entered = False
     try:
         with record(model, tmp_path / file):
             entered = True
     except Exception as raised:
         assert type(raised) is error and not entered
     assert entered == (error is None) == (tmp_path / file).exists() and model.observer is observer
+
+
+# How far rank 1's clock is ahead; of each round when ranks 0 and 1 send, and the seconds that either message takes.
+@pytest.mark.parametrize(
+    ("ahead", "rounds", "error"),
+    [
+        (0.0, [((1.0, 1.0), (0.5, 0.5))], 0.5),
+        (-3.0, [((1.0, 1.0), (0.0, 0.5))], 0.25),
+        (100.0, [((1.0, 1.0), (9.0, 9.0)), ((20.0, 20.0), (0.125, 0.25))], 0.1875),
+        (100.0, [((1.0, 1.0), (0.125, 9.0)), ((20.0, 20.0), (9.0, 0.25))], 0.1875),
+        (100.0, [((1.0, 2.0), (0.5, 0.5))], 0.75),
+    ],
+)
+def test_two_clocks(ahead: float, rounds: list[tuple[tuple[float, float], tuple[float, float]]], error: float) -> None:
+    stamps: list[list[tuple[float, float]]] = [[], []]
+    for (first, second), (there, back) in rounds:
+        stamps[0].append((first, max(first, second + back)))
+        stamps[1].append((second + ahead, max(second, first + there) + ahead))
+    (zero, found), most = ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in stamps])
+    assert zero == 0 and abs(found - ahead) <= most == error
+
+
+def test_the_largest_error_counts() -> None:
+    stamps = [[(0.0, 2.0)], [(10.0, 12.0)], [(0.0, 8.0)]]
+    assert ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in stamps]) == ([0.0, 10.0, 3.0], 5.0)
+
+
+STEP = Timeline(
+    [
+        Event("forward", 0, 0, 0.25, 0.5),
+        Event("copy", 0, 0, 0.5, 0.625),
+        Event("forward", 0, 1, 0.625, 0.75),
+        Event("recompute", 0, 1, 0.75, 0.875),
+        Event("backward", 0, 1, 0.875, 1.25),
+        Event("backward", 0, 0, 1.25, 1.5),
+    ],
+    seconds=1.75,
+    partitions=2,
+)
+TASKS = [
+    ("forward (0, 0)", 1, 250_000, 250_000),
+    ("bubble", 3, 250_000, 375_000),
+    ("copy (0, 0)", 2, 500_000, 125_000),
+    ("bubble", 1, 500_000, 750_000),
+    ("forward (0, 1)", 3, 625_000, 125_000),
+    ("recomputation (0, 1)", 3, 750_000, 125_000),
+    ("backward (0, 1)", 3, 875_000, 375_000),
+    ("backward (0, 0)", 1, 1_250_000, 250_000),
+    ("bubble", 3, 1_250_000, 250_000),
+]
+
+
+def written(*steps: Timeline) -> tuple[list[Any], dict[str, Any]]:
+    whole = json.loads(perfetto(steps, "a title", "rank", clock_error=0.5))
+    return whole["traceEvents"], whole["otherData"]
+
+
+def test_rows_tasks_and_bubbles() -> None:
+    events, other = written(STEP)
+    assert [(e["name"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"] == [
+        ("process_name", 0, "a title"),
+        ("thread_name", 1, "rank 0"),
+        ("thread_name", 3, "rank 1"),
+        ("thread_name", 2, "rank 0, copies"),
+    ]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in spans] == TASKS
+    assert spans[4]["args"] == {"mini-batch": 0, "micro-batch": 0, "partition": 1}
+    assert other == {"step_seconds": [1.75], "bubble": 0.55, "bubbles": [0.6, 0.5], "clock_error": 0.5}
+    events, other = written()
+    assert [e["ph"] for e in events] == ["M"] and other["bubble"] == 0
+
+
+def test_arrows_lead_to_the_task_that_needs_the_result() -> None:
+    later = [event._replace(start=event.start + 2, end=event.end + 2) for event in STEP.events]
+    events, _ = written(STEP, Timeline(later, 1.5, 2))
+    arrows: dict[int, dict[str, str]] = {}
+    for k, event in enumerate(events):
+        if event["ph"] in "sf":
+            span = next(e for e in reversed(events[:k]) if e["ph"] == "X")  # the latest event in its row at this time
+            assert (span["tid"], span["ts"], span["cat"]) == (event["tid"], event["ts"], event["cat"])
+            arrows.setdefault(event["id"], {})[event["ph"]] = f"{span['name']} of {span['args']['mini-batch']}"
+    pairs = [("forward (0, 0)", "forward (0, 1)"), ("backward (0, 1)", "backward (0, 0)")]
+    assert sorted((a["s"], a["f"]) for a in arrows.values()) == sorted(
+        (f"{source} of {k}", f"{target} of {k}") for source, target in pairs for k in range(2)
+    )

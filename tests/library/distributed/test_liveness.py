@@ -1,4 +1,7 @@
-"""Idleness: the rule, on a clock of the test's own; the CPU time that it goes by; and where a thread is."""
+"""Idleness, by a clock of the test's own, and where a thread is; the watch of a rank, and whom it names.
+
+What becomes of real processes is tested with failures.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.distributed.liveness import idle
 from torchgpipe.distributed.liveness.idle import Idle, cpu_time_of_descendants, place
+from torchgpipe.distributed.liveness.watch import Activity, Label, Watch
+
+from ...parts import Fails
+from ..ledger import assert_eventually
 
 PATIENCE = 120  # seconds; only a hang takes as long
 
@@ -115,49 +124,30 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
     assert cpu_time_of_descendants() > meanwhile - 0.005  # hundredths, which sum up to another last bit
 
 
-class Waits(nn.Module):
-    def __init__(self, wait: Callable[[], object]) -> None:
-        super().__init__()
-        self.wait = wait
-
-    def forward(self, x: Any) -> Any:
-        self.wait()
-        return x
+def layer(when: str, wait: Callable[[], object]) -> Tensor:
+    """Call a layer that waits, in forward or in backward."""
+    fails = Fails()
+    fails.at(when, wait)
+    y: Tensor = fails(X)
+    return y
 
 
-class WaitsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wait: Callable[[], object]) -> torch.Tensor:
-        ctx.wait = wait
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.wait()
-        return grad, None
-
-
-def hooked(wait: Callable[[], object]) -> nn.Module:
-    def hook(*_: object) -> None:
-        wait()
-
+def hooked(hook: Callable[..., object]) -> nn.Module:
     layers = nn.Sequential(nn.Tanh())
     layers[0].register_forward_hook(hook)
     return layers
 
 
 X = torch.ones(1, requires_grad=True)
-HERE = r"test_idle.py:\d+"
+HERE = r"<lambda>, test_liveness.py:\d+"
+REACH = r"reach of Fails, parts.py:\d+"
 
 PLACES: dict[str, tuple[Callable[[Callable[[], object]], object], str]] = {
-    "a layer": (lambda wait: Waits(wait)(X), f"forward of Waits, {HERE}"),
-    "a function that a layer calls": (
-        lambda wait: Waits(lambda: wait())(X),
-        f"<lambda>, {HERE}, in forward of Waits, {HERE}",
-    ),
-    "a hook": (lambda wait: hooked(wait)(X), rf"hook, {HERE}, in forward of Sequential, container.py:\d+"),
-    "a backward": (lambda wait: WaitsInBackward.apply(X, wait).backward(), f"backward, {HERE}"),
-    "no layer": (lambda wait: wait(), rf"<lambda>, {HERE}"),
+    "a layer": (lambda wait: layer("forward", wait), REACH),
+    "a function that a layer calls": (lambda wait: layer("forward", lambda: wait()), f"{HERE}, in {REACH}"),
+    "a hook": (lambda wait: hooked(lambda *_: wait())(X), rf"{HERE}, in forward of Sequential, container.py:\d+"),
+    "a backward": (lambda wait: layer("backward", wait).backward(), REACH),
+    "no layer": (lambda wait: wait(), HERE),
 }
 
 
@@ -166,20 +156,73 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
     over = threading.Event()
     hanging = threading.Thread(target=lambda: run(over.wait))
     hanging.start()
+    ident = hanging.ident or 0
     try:
-        assert hanging.ident is not None
-        end = time.monotonic() + PATIENCE
-        while not re.fullmatch(said, found := place(hanging.ident)) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert re.fullmatch(said, found)
+        assert_eventually(lambda: re.fullmatch(said, place(ident)) is not None, lambda: place(ident))
     finally:
         over.set()
         hanging.join(PATIENCE)
+    assert place(ident) == "outside of Python code"
 
 
-def test_a_thread_that_has_ended_is_nowhere() -> None:
-    ended = threading.Thread(target=lambda: None)
-    ended.start()
-    ended.join(PATIENCE)
-    assert ended.ident is not None
-    assert place(ended.ident) == "outside of Python code"
+@contextmanager
+def watching(
+    silence: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
+) -> Iterator[tuple[Watch, Activity, SimpleQueue[str]]]:
+    """Let rank 0 watch three others, of which some are heard all the time."""
+    activity, wrong = Activity(), SimpleQueue[str]()
+    label = Label(1, waits, "at home")
+
+    made: list[Watch] = []
+
+    def beat(peer: int, own: Label) -> None:
+        for watch in made * (peer in heard):
+            watch.heard(peer, label)
+
+    watch = Watch(0, [1, 2, 3], activity, silence, beat, wrong.put)
+    made.append(watch)
+    for peer in (1, 2, 3):
+        watch.heard(peer, label)
+    try:
+        yield watch, activity, wrong
+    finally:
+        watch.stop()
+        watch.thread.join()
+
+
+@pytest.mark.parametrize("silence", [0.5, None])
+def test_a_rank_that_has_ended_may_be_silent(silence: float | None) -> None:
+    with watching(silence, heard=(2,)) as (watch, _, wrong):
+        if silence is not None:
+            watch.forget(1)
+            watch.forget(3)
+        time.sleep(1.5)
+        assert wrong.empty()
+
+
+def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
+    with (
+        watching(0.5, heard=(1, 2), waits=True) as (watch, activity, wrong),
+        activity.call(4, "the call", None),
+        activity.hearing(),
+    ):
+        watch.forget(3)
+        assert "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out" in wrong.get(timeout=PATIENCE)
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_a_task_of_sharded_layers_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for a rank of another pipeline."""
+    monkeypatch.setattr("torchgpipe.distributed.liveness.watch.sharded", lambda modules: set(modules))
+    program: Any = SimpleNamespace(doing="a task", computing="a task", stage=SimpleNamespace(partition=nn.Linear(1, 1)))
+    with watching(0.5, heard=(1, 2, 3)) as (_, activity, wrong), activity.call(4, "the call", program):
+        time.sleep(1.5)
+        assert wrong.empty()
+
+
+def test_labels_have_one_size() -> None:
+    """Messages of another shape would be described anew, and descriptions are kept."""
+    for words in ("", "outside", "ü" * 500):
+        packed = Label(7, True, words).packed()
+        assert len(packed) == len(Label(0, False, "").packed())
+        assert Label.unpacked(packed) == Label(7, True, words[:100])

@@ -1,0 +1,55 @@
+"""What ranks train, and all that can be seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def layers(seed: int = 4, *, draws: bool = False) -> nn.Sequential:
+    torch.manual_seed(seed)
+    drawing = [nn.Dropout(0.3) if draws else nn.Tanh() for _ in range(3)]
+    return nn.Sequential(
+        nn.Linear(5, 6), drawing[0], nn.BatchNorm1d(6), nn.Linear(6, 6), drawing[1], nn.Linear(6, 7), drawing[2],
+        nn.Linear(7, 4),
+    )  # fmt: skip
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def trained(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    data: int,
+    sizes: Sequence[int] = (8, 8, 8),
+    loss_of: Callable[..., Tensor] | None = None,
+) -> dict[str, Any]:
+    """Train on a seed's mini-batches of these sizes; return all that can be seen. `loss_of` goes backward, too."""
+    draw, seen = torch.Generator().manual_seed(data), dict[str, Any]()
+    names = {p: name for name, p in model.named_parameters()}
+    for k, size in enumerate(sizes):
+        x, target = torch.randn(size, 5, generator=draw), torch.randint(4, (size,), generator=draw)
+        if loss_of is None:
+            loss = model.loss(nn.functional.cross_entropy, x, target)
+            loss.backward()
+        else:
+            loss = loss_of(x, target)
+        seen[f"loss {k}"] = loss.detach()
+        seen[f"norm {k}"] = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*names]))(0.3)
+        seen |= {f"gradient {k} of {name}": p.grad for p, name in names.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    seen |= {f"{what} of {names[p]}": x for p, state in optimizer.state.items() for what, x in state.items()}
+    seen |= model.state_dict()
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in seen.items()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
+    """Assert that all that was found, or what begins so, is as expected of the whole model."""
+    assert [name for name, x in found.items() if name.startswith(what) and not torch.equal(x, expected[name])] == []
