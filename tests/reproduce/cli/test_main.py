@@ -51,17 +51,17 @@ def test_the_list_has_every_row(
         assert any(f"- on {devices}: can run; {each}" in " ".join([*map(str.strip, lines), ""]) for each in said)
 
 
-@pytest.mark.parametrize(("options", "name"), [([], "report.html"), (["--out", "other.html"], "other.html")])
 def test_the_report_is_written_where_it_was_told_to(
-    options: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("paper").mkdir()
     shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "paper")
-    assert main(["report", "--results", ".", *options]) == 0
-    assert capsys.readouterr().out == f"written: {name}\n"
-    assert f"<title>{TITLE}</title>" in Path(name).read_text() and ">88.5<" in Path(name).read_text()
-    assert sorted(os.listdir()) == sorted(["paper", name])
+    for options, name in (([], "report.html"), (["--out", "other.html"], "other.html")):
+        assert main(["report", "--results", ".", *options]) == 0
+        assert capsys.readouterr().out == f"written: {name}\n"
+        assert f"<title>{TITLE}</title>" in Path(name).read_text() and ">88.5<" in Path(name).read_text()
+    assert sorted(os.listdir()) == ["other.html", "paper", "report.html"]
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) -> None:
@@ -72,38 +72,31 @@ def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) 
     process.stderr.close()
 
 
+PAPER = "results/paper"
 ABSENT = "raise ModuleNotFoundError('No module', name={!r})"
+LIBRARY = "raise OSError('libcudart.so.12: cannot open\\nshared object')"
 
 
 @pytest.mark.parametrize(
-    ("module", "statement", "said"),
+    ("command", "module", "statement", "said"),
     [
-        ("torch", ABSENT.format("torch"), "torch is not installed"),
-        ("torch", "raise OSError('libcudart.so.12: cannot open\\nshared object')", "torch is broken (libcudart.so.12"),
-        ("torch", "import no_such_module", "torch is broken (No module named 'no_such_module')"),
-        *((name, ABSENT.format(name), f"{name} is not installed") for name in ("click", "msgspec", "tabulate")),
+        ("list", "torch", LIBRARY, "torch is broken (libcudart.so.12"),
+        ("list", "torch", "import no_such_module", "torch is broken (No module named 'no_such_module')"),
+        *(("list", name, ABSENT.format(name), f"{name} is not installed")
+          for name in ("torch", "click", "msgspec", "tabulate")),
+        *(pytest.param(command, name, ABSENT.format(name), f"{name} is not installed: run 'make setup', or 'pip insta",
+                       marks=pytest.mark.slow)
+          for command, name in ((f"compare {PAPER} {PAPER}", "scipy"), ("report", "matplotlib"), ("report", "jinja2"))),
     ],
-)
+)  # fmt: skip
 def test_a_missing_package_is_one_line(
-    module: str, statement: str, said: str, start: Callable[..., Any], broken_modules: Callable[..., Path]
+    command: str, module: str, statement: str, said: str, start: Callable[..., Any], broken_modules: Callable[..., Path]
 ) -> None:
-    packages = {"torch": "__version__ = '2.11.0'", module: statement}
-    process = start("-m", "reproduce", "list", first=broken_modules(**packages))
+    packages = {module: statement} if command != "list" else {"torch": "__version__ = '2.11.0'", module: statement}
+    process = start("-m", "reproduce", *command.split(), first=broken_modules(**packages))
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (1, "")
     assert err.startswith(f"reproduce: {said}") and err.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "package"), [("compare", "scipy"), ("report", "matplotlib"), ("report", "jinja2")])
-def test_a_package_that_one_command_needs(
-    command: str, package: str, start: Callable[..., Any], broken_modules: Callable[..., Path]
-) -> None:
-    sides = ["results/paper"] * 2 if command == "compare" else []
-    process = start("-m", "reproduce", command, *sides, first=broken_modules(**{package: ABSENT.format(package)}))
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (1, "")
-    assert err == f"reproduce: {package} is not installed: run 'make setup', or 'pip install {package}'\n"
 
 
 @pytest.mark.parametrize(("version", "old"), [("2.10.1+cpu", True), ("2.11.0", False), ("3.0.0a0+git1", False)])

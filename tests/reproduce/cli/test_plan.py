@@ -1,13 +1,20 @@
-"""plan: what it prints."""
+"""plan and predict: what they print."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from reproduce.cli.main import main
+from reproduce.experiments import EXPERIMENTS
+from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
+
+from ..made import ran, record
 
 HERE = "tests.reproduce.cli.test_plan"
 
@@ -40,13 +47,13 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     [
         ("unet", "--size 1 8 --memory 1GiB --batch-size 8", "U-Net (1, 8), batch size 8, sgd"),
         ("unet", "--size 1 4 --hardware here --batch-size 6 --profile 6", "micro-batches of 3 and 6"),
-        (f"{HERE}:own", "--input 8", "predicted, not measured"),
         (f"{HERE}:own", "--input 8", f"{HERE}:own, batch size 128, sgd"),
         (f"{HERE}:own_with_sample", "--hardware here", f"{HERE}:own_with_sample, batch size 128, sgd"),
-        (f"{HERE}:own_by_keyword", "", f"{HERE}:own_by_keyword, batch size 128, sgd"),
         (f"{HERE}:own_by_keyword", "--hardware here", "layers profiled on "),
+        pytest.param("unet", "--size 1 8 --largest width --memory 300MiB --batch-size 8", "pipelined U-Net (1, ",
+                     marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_plans(model: str, options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--devices", "2", *options.split()]) == 0
     output = capsys.readouterr().out
@@ -85,10 +92,20 @@ def test_numbers_change_a_plan(
     assert before == (torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda"))
 
 
-@pytest.mark.slow
-def test_the_largest_model_pipelined_is_larger(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--size", "1", "8", "--largest", "width", "--devices", "2", "--memory", "300MiB", "--batch-size", "8"]
-    assert main(["plan", "unet", *arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    naive, pipelined = (int(line.partition("(1, ")[2].partition(")")[0]) for line in lines[1:3])
-    assert naive < pipelined
+@pytest.mark.parametrize(("hardware", "how"), [("p40x8", "description p40x8"), ("here", "times on this machine")])
+def test_a_run_is_predicted_row_by_row(
+    hardware: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model that takes little time, in the published balances."""
+    balances = {row.name: row.balance for row in EXPERIMENTS["unet-speed"].scale("paper").rows if row.published}
+    rows = ran("unet-speed", "small", lambda row: [20.0] * 3 if row.published else None, emulated=True)
+    small = {"C": 4, "input_shape": [3, 64, 64]}
+    rows = [replace(row, config={**row.config, **small, "balance": balances[row.row]}) for row in rows]
+    save(record(*rows), path := tmp_path / "run.json")
+    assert main(["predict", "--run", str(path), "--hardware", hardware]) == 0
+    out = capsys.readouterr().out
+    assert "unet-speed: emulated and predicted" in out and how in " ".join(out.split())
+    lines = {line.split()[0]: line.replace(",", "").split()[1:] for line in out.splitlines() if line}
+    for name in balances:
+        ours, foreseen, times = map(float, lines[name])
+        assert ours == 20 and foreseen / ours == pytest.approx(times, rel=0.02)

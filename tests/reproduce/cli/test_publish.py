@@ -14,7 +14,7 @@ from reproduce.cli.records import published_name
 from reproduce.machine.description import Gpu
 from reproduce.machine.git import Git
 from reproduce.records.places import MEASURED, RESULTS, find_record
-from reproduce.records.record import Record, load, save
+from reproduce.records.record import Record, Run, load, save
 
 NAME = "resnet101-speed-small-2xa-fast-r-5000-20200421T1002"
 GIT = Git("0123456789abcdef", dirty=False)
@@ -22,46 +22,48 @@ GIT = Git("0123456789abcdef", dirty=False)
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in an empty folder, with one for published runs elsewhere."""
-    (tmp_path / "here" / "runs").mkdir(parents=True)
-    (tmp_path / "measured").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr("reproduce.cli.records.MEASURED", tmp_path / "measured")
-    monkeypatch.setattr("reproduce.records.places.MEASURED", tmp_path / "measured")
+    """Stand in an empty folder, with one for published runs."""
+    for folder in ("runs", "measured"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    for module in ("cli.records", "records.places"):
+        monkeypatch.setattr(f"reproduce.{module}.MEASURED", tmp_path / "measured")
     return tmp_path / "measured"
 
 
+Keep = Callable[..., tuple[Record, Run]]
+
+
 @pytest.fixture
-def run(measured: Path) -> Callable[..., Record]:
+def keep(measured: Path) -> Keep:
     """Keep a run in runs/, which differs from one that can be published as told."""
 
-    def make(**changes: Any) -> Record:
-        path = max(MEASURED.glob("resnet101-speed-small-*.json"))
-        record = load(path)
+    def make(**changes: Any) -> tuple[Record, Run]:
+        record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
         assert record.run is not None
         machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", []))
-        run = {"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes}
-        record = replace(record, run=replace(record.run, **run))
+        run = replace(record.run, **{"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes})
+        record = replace(record, run=run)
         save(record, Path("runs/mine.json"))
-        return record
+        return record, run
 
     return make
 
 
 @pytest.mark.parametrize("named", ["mine", "mine.json", "runs/mine.json"])
 def test_a_run_is_published_and_found_by_its_new_name(
-    named: str, run: Callable[..., Record], measured: Path, capsys: pytest.CaptureFixture[str]
+    named: str, keep: Keep, measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Folders of the machine that ran it stay private."""
-    made = run(command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
-    assert made.run is not None and main(["publish", named]) == 0
-    private = replace(made.run, command=["run", "x/y", "--out", "runs/", "--link=my.json", "/"])
+    made, run = keep(command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
+    assert main(["publish", named]) == 0
+    private = replace(run, command=["run", "x/y", "--out", "runs/", "--link=my.json", "/"])
     assert load(measured / f"{NAME}.json") == replace(made, name=NAME, run=private)
     assert sorted(path.name for path in measured.iterdir()) == [f"{NAME}.json", f"{NAME}.md"]
     assert find_record(NAME) == measured / f"{NAME}.json"
-    page = (measured / f"{NAME}.md").read_text()
     capsys.readouterr()
     assert main(["show", "--markdown", NAME]) == 0
+    page = (measured / f"{NAME}.md").read_text()
     assert capsys.readouterr().out == page and f"record: `{NAME}.json`" in page
 
 
@@ -75,33 +77,24 @@ def test_a_run_is_published_and_found_by_its_new_name(
     ],
 )
 def test_a_run_is_refused_unless_forced(
-    changes: dict[str, Any], said: str, run: Callable[..., Record], measured: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], said: str, keep: Keep, measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run()
-    if "started" in changes:
-        assert main(["publish", "mine"]) == 0
+    keep()
+    assert "started" not in changes or main(["publish", "mine"]) == 0
     before = [path.read_text() for path in measured.iterdir()]
-    run(**changes)
+    keep(**changes)
     assert main(["publish", "mine"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("reproduce: mine: ") and said in err and err.count("\n") == 1
     assert [path.read_text() for path in measured.iterdir()] == before
     assert main(["publish", "mine", "--force"]) == 0
+    assert main(["publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force"]) == 2, "it was not measured"
 
 
-def test_what_was_not_measured_is_refused(measured: Path) -> None:
-    assert main(["publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force"]) == 2
-    assert not list(measured.iterdir())
-
-
-@pytest.mark.parametrize(("device", "count", "name"), [("cuda", 4, "4xnvidia-h100-80gb-hbm3"), ("meta", 8, "8xmeta")])
-def test_the_name_says_which_devices(run: Callable[..., Record], device: str, count: int, name: str) -> None:
-    made = run(device=device, devices=count, gpus=[Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8)
-    assert made.run is not None
-    assert published_name(made, made.run) == f"resnet101-speed-small-{name}-20200421T1002"
-
-
-@pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
-def test_committed_runs_are_named_so(path: Path) -> None:
-    record = load(path)
-    assert record.run is not None and record.name == path.stem == published_name(record, record.run)
+def test_the_name_says_which_devices(keep: Keep) -> None:
+    for device, count, name in (("cuda", 4, "4xnvidia-h100-80gb-hbm3"), ("meta", 8, "8xmeta")):
+        made = keep(device=device, devices=count, gpus=[Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8)
+        assert published_name(*made) == f"resnet101-speed-small-{name}-20200421T1002"
+    for path in MEASURED.glob("*.json"):
+        record = load(path)
+        assert record.run is not None and record.name == path.stem == published_name(record, record.run)

@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,75 +141,36 @@ def test_defaults_stand_in_one_place() -> None:
 # --- for real --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def begun(tmp_path: Path, start: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a repository of this tree, with three commits and an edit, to compare; copies go to `tmp_path/tmp`.
-
-    The first commit is from before there was a GPipe, and prints.
-    """
-    root = tmp_path / "repository"
-    shutil.copytree(ROOT / "reproduce", root / "reproduce", ignore=shutil.ignore_patterns("__pycache__"))
-    file = root / "torchgpipe" / "__init__.py"
-    file.parent.mkdir()
-    file.write_text("print('hello')\n")
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com"]
-    subprocess.run([*git, "init", "--quiet"], cwd=root, check=True)
-    for number in range(3):
-        subprocess.run([*git, "add", "."], cwd=root, check=True)
-        subprocess.run([*git, "commit", "--quiet", "-m", str(number)], cwd=root, check=True)
-        shutil.copytree(
-            ROOT / "torchgpipe", file.parent, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
-        )
-        file.write_text(f"{file.read_text()}\n# change {number}\n")
-    (tmp_path / "tmp").mkdir()
-    arguments = ["-m", "reproduce", "regression", "--case", "machinery never"]
-    return lambda *options: start(*arguments, *options, root=root, TMPDIR=str(tmp_path / "tmp"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("base", "code", "found"),
-    [("HEAD", 0, "B: the working tree ("),
-     ("HEAD~2", 1, "not in base (A): machinery never: ImportError: cannot import name 'GPipe' from 'torchgpipe'")],
-)  # fmt: skip
-def test_for_real(base: str, code: int, found: str, begun: Callable[..., Any], tmp_path: Path) -> None:
-    """No difference can be larger than this threshold, so that the machine's noise is no part of the test."""
-    process = begun("--base", base, "--threshold", "1000", "--restarts", "8", "--rounds", "1")
-    out, err = process.communicate()
-    said = " ".join(out.split())
-    assert process.returncode == code and ("reproduce: no case runs in HEAD~2" in err) == bool(code), err
-    assert "machinery never" in said and "8 restarts of both sides" in said and found in said
-    assert not list((tmp_path / "tmp").glob("regression-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("asked", "number", "code", "said"),
+    ("asked", "ends", "code", "said"),
     [
-        ("--base HEAD", signal.SIGINT, 130, "reproduce: interrupted\n"),
-        ("--base HEAD", signal.SIGTERM, 143, ""),
-        ("--bisect HEAD~1 HEAD", signal.SIGINT, 130, "reproduce: interrupted\n"),
+        ("--base HEAD --restarts 8 --rounds 1", None, 0, "reproduce: "),
+        ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
+        ("--base HEAD --restarts 100000", signal.SIGTERM, 143, ""),
+        ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
     ],
 )
-def test_ended_it_leaves_nothing(
-    asked: str, number: signal.Signals, code: int, said: str, begun: Callable[..., Any], tmp_path: Path
+def test_for_real(
+    asked: str, ends: signal.Signals | None, code: int, said: str, start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    process = begun(*asked.split(), "--restarts", "100000")
-    while not jobs(tmp_path):
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(number)
-    out, err = process.communicate()
-    assert (process.returncode, out) == (code, "") and err.endswith(said) and "Traceback" not in err
-    assert not list((tmp_path / "tmp").glob("regression-*")) and not jobs(tmp_path)
-
-
-def jobs(folder: Path) -> list[Path]:
-    """List the processes that were started to measure what is in a folder, and are not yet gone."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            line = (process / "cmdline").read_bytes()
-            if b"reproduce.regression.interleave" in line and str(folder).encode() in line:
-                found.append(process)
-    return found
+    """In a repository of this tree, with two commits and an edit; however it ends, it leaves nothing."""
+    root, copies = tmp_path / "repository", tmp_path / "tmp"
+    copies.mkdir()
+    for package in ("reproduce", "torchgpipe"):
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for made in ("init --quiet", "add .", "commit --quiet -m 1", "commit --quiet -m 2 --allow-empty"):
+        subprocess.run([*git, *made.split()], cwd=root, check=True)
+    with (root / "torchgpipe" / "__init__.py").open("a") as file:
+        file.write("# changed\n")
+    # No difference is larger than this threshold, so that the machine's noise is no part of the test.
+    command = ["regression", "--case", "machinery never", "--threshold", "1000", *asked.split()]
+    process = start("-m", "reproduce", *command, root=root, TMPDIR=str(copies))
+    if ends is not None:
+        assert process.stderr.readline(), "a restart is done"
+        process.send_signal(ends)
+    out, err = process.communicate()  # waits for all that write there, also those that it started
+    assert process.returncode == code and "Traceback" not in err, err
+    assert (said not in err and "B: the working tree (" in out) if ends is None else (err.endswith(said) and not out)
+    assert not list(copies.glob("regression-*"))

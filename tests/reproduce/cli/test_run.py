@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,9 +48,8 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
     record, page = load(record_path), tables_path.read_text()
     assert record.run is not None and record.run.state == "finished" and record.run.ended is not None
     assert record.run.command[:3] == ["python", "-m", "reproduce"]
-    assert record.run.settings["freed_memory"] in ("kept", "as the C library does")
-    kept = record.run.settings["freed_memory"] == "kept"
-    assert ("the C library kept freed memory" in page) == kept
+    kept = "the C library kept freed memory" in page
+    assert record.run.settings["freed_memory"] == ("kept" if kept else "as the C library does")
     assert (record.run.settings["steps"], record.run.settings["emulate"]) == (2, 8)
     found = {(result.row, result.emulated): result for result in record.results if result.scale == "small"}
     for row in tiny["tiny-speed"].scale("small").rows:
@@ -61,7 +59,6 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
             assert len(result.values["utilization"]) == row.devices and sum(result.config["balance"]) == 3 + 6
     peaks = found["pipeline-8", False].values
     assert len(peaks["peak_allocated"]) == 8 and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0
-    assert "how busy the emulated devices were" in page and "## AmoebaNet-D: speed" in page
     assert page.count("\n## ") == 6, "the page has the tables of the run, and one of how busy the devices were"
 
     assert main(["show", str(record_path)]) == 0
@@ -126,7 +123,10 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
 def test_a_failed_row_is_told_at_the_end(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    states: list[str] = []
+
     def fail(*_: object, **__: object) -> None:
+        states.append(getattr(the_record().run, "state", "unknown"))
         raise ValueError("no such luck")
 
     monkeypatch.setattr("reproduce.run.emulation.Training", fail)
@@ -134,23 +134,24 @@ def test_a_failed_row_is_told_at_the_end(
     out, err = capsys.readouterr()
     said = "reproduce: 2 rows failed, the first being n2m1: ValueError: no such luck"
     assert "failed" in out and err.splitlines()[-1].startswith(said)
-
-
-def wait_for(process: subprocess.Popen[str], arrived: Callable[[Record], bool]) -> None:
-    """Wait until the record is there, and what it has to hold has arrived."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
-        if list(Path("out").glob("*.json")) and arrived(the_record()):
-            return
-        time.sleep(0.1)
+    assert {*states} == {"running"}, "what a kill leaves says that it was running"
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_finished(start: Callable[..., Any], tmp_path: Path) -> None:
-    process = start(
-        SCRIPT, "run", "tiny-speed", *SMALL, "--steps", "999", "--out", str(tmp_path / "out"), TINY_SLEEP="0.05"
-    )
-    wait_for(process, lambda record: any(x.row == "n8m4" and "step_time" in x.samples for x in record.results[-1:]))
+def test_ctrl_c_keeps_what_was_finished(
+    start: Callable[..., Any], broken_modules: Callable[..., Path], tmp_path: Path
+) -> None:
+    """And only torch, click, msgspec and tabulate are needed."""
+    others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
+    folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})
+    command = ["run", "tiny-speed", *SMALL, "--steps", "999", "--out", str(tmp_path / "out")]
+    process = start(SCRIPT, *command, first=folder, TINY_SLEEP="0.05")
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        last = the_record().results[-1:] if list(Path("out").glob("*.json")) else []
+        if any(each.row == "n8m4" and "step_time" in each.samples for each in last):
+            break
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (INTERRUPTED, "") and "Traceback" not in err
@@ -162,25 +163,3 @@ def test_ctrl_c_keeps_what_was_finished(start: Callable[..., Any], tmp_path: Pat
     assert kept == [(row, kind) for row in ("n2m1", "n2m4", "n8m4") for kind in (False, True)[row == "n8m4" :]]
     _, tables = sorted(Path("out").iterdir())
     assert "interrupted: 2" in tables.read_text(), "and no half-written file is left behind"
-
-
-def test_a_kill_leaves_a_record_that_can_be_read(start: Callable[..., Any], tmp_path: Path) -> None:
-    process = start(SCRIPT, "run", "tiny-memory", *SMALL, "--out", str(tmp_path / "out"), TINY_SLEEP="60")
-    wait_for(process, lambda record: True)
-    process.kill()
-    process.communicate(timeout=PATIENCE)
-    run = the_record().run
-    assert run is not None and run.state == "running"
-
-
-@pytest.mark.slow
-def test_only_torch_click_msgspec_and_tabulate_are_needed(
-    start: Callable[..., Any], broken_modules: Callable[..., Path], tmp_path: Path
-) -> None:
-    others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
-    folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})
-    command = ["run", "tiny-speed", *SMALL, "--steps", "1", "--out", str(tmp_path / "out")]
-    process = start(SCRIPT, *command, first=folder)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    assert {result.status for result in the_record().results} == {"measured", "emulated"}

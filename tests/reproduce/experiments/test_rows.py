@@ -1,123 +1,92 @@
-"""Experiments: the paper scale is the published configuration, to the digit."""
+"""Experiments: the published rows to the digit, our own as committed runs had them, and the scale that fits."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from reproduce.experiments import (
-    AS_PUBLISHED,
-    COMPONENTS,
-    EQUAL_LAYERS,
-    EXPERIMENTS,
-    LIKE_PUBLISHED,
-    PLANNED,
-    PUBLISHED_BALANCE,
-    Experiment,
-    Row,
-)
+from reproduce.error import Error
+from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, Experiment
+from reproduce.experiments.choose import choose_scale
 from reproduce.experiments.resnet import TRAINING
-from reproduce.experiments.row import PUBLISHED_NODE
-from reproduce.models import MODELS
+from reproduce.experiments.row import PUBLISHED_NODE, GiB
+from reproduce.records.places import MEASURED
 from reproduce.records.published import published
-from reproduce.records.record import Result
+from reproduce.records.record import load
 from reproduce.run.training import LOSSES
 
-ALL = [
-    (experiment, scale, row) for experiment in EXPERIMENTS.values() for scale in experiment.scales for row in scale.rows
-]
-WITH_A_TABLE = [experiment for experiment in EXPERIMENTS.values() if experiment.table]
+ALL = list(EXPERIMENTS.values())
+WITH_A_TABLE = [experiment for experiment in ALL if experiment.table]
+RUNS = sorted(map(load, MEASURED.glob("*.json")), key=lambda record: record.run.started if record.run else "")
 
-# What a published configuration says that a row does not: what it measured in, and what is known from the rest.
+# What a published configuration says that a speed row does not: what it measured in, and what is known from the rest.
 NOT_OURS = {
-    "n", "m", "parameters_exact", "layers", "dataset_size", "epochs",
-    "last_batch_size", "bytes_per_parameter", "steps", "utilization_sampling_interval_s", "devices_in_code", "cli_name",
-    "gpus_source", "outcome", "implemented_in_main_py",
+    "n", "m", "parameters_exact", "layers", "dataset_size", "last_batch_size", "bytes_per_parameter", "steps",
+    "utilization_sampling_interval_s", "devices_in_code", "cli_name", "gpus_source", "outcome",
+    "implemented_in_main_py",
 }  # fmt: skip
-
-
-but: Any = replace
-
-
-def find(experiment: Experiment, row: Row) -> Result:
-    return next(result for result in published(experiment.table).results if result.row == row.published)
 
 
 @pytest.mark.parametrize("experiment", WITH_A_TABLE, ids=lambda value: value.name)
 def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
     rows = experiment.scale("paper").rows
     exact = [row for row in rows if row.configuration == AS_PUBLISHED or experiment.measures == "memory"]
-    theirs = published(experiment.table).results
-    assert [row.published for row in exact] == [result.row for result in theirs]
+    theirs = published(experiment.table or "").results
+    assert [(row.name, row.published) for row in exact] == [(result.row, result.row) for result in theirs]
+    left_out = NOT_OURS if experiment.measures == "accuracy" else {*NOT_OURS, "epochs"}
     for row, result in zip(exact, theirs, strict=True):
-        known = {key: value for key, value in result.config.items() if key not in NOT_OURS}
+        known = {key: value for key, value in result.config.items() if key not in left_out}
         ours = row.config()
         assert {key: ours.get(key) for key in known} == known
+        assert row.loss in LOSSES and (row.over is None or row.over in {other.name for other in exact})
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda value: value.name)
-def test_the_small_scale_keeps_the_shape(experiment: Experiment) -> None:
-    """The same n and m; but a memory experiment's m is its batch size, and that is smaller. Nothing is as published."""
-
-    def shape(scale: str) -> tuple[dict[str, tuple[int | None, int | None]], Counter[str]]:
-        rows = experiment.scale(scale).rows
-        like = [row for row in rows if row.published and experiment.measures != "accuracy"]
-        fixed = {row.name: (row.partitions, None if experiment.measures == "memory" else row.chunks) for row in like}
-        return fixed, Counter(row.group for row in rows if row.equal)
-
-    assert shape("small") == shape("paper")
-    assert not any(row.configuration == AS_PUBLISHED for row in experiment.scale("small").rows)
-    assert not any(row.configuration == LIKE_PUBLISHED for row in experiment.scale("paper").rows)
-
-
-@pytest.mark.parametrize("scale", ["paper", "small"])
-def test_the_ablation_adds_one_component_at_a_time(scale: str) -> None:
-    rows = EXPERIMENTS["unet-ablation"].scale(scale).rows
-    assert [(row.partitions, row.components) for row in rows] == [(4, COMPONENTS[:count]) for count in range(4)]
-    assert [row.over for row in rows] == ["baseline"] * 4
-    others = [replace(row, name="", over="", published="", components=()) for row in rows]
-    assert all(other == others[0] for other in others)
+@pytest.mark.parametrize("experiment", ALL, ids=lambda value: value.name)
+def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Experiment) -> None:
+    """Of those that ran every row; what is found on the machine, balances and links, is its own."""
+    scale = experiment.scale("small")
+    rows = {row.name: row for row in scale.rows}
+    runs = [(run.run.settings, [each for each in run.results if each.experiment == experiment.name])
+            for run in RUNS if run.run is not None]  # fmt: skip
+    settings, results = [(how, run) for how, run in runs if [*dict.fromkeys(each.row for each in run)] == [*rows]][-1]
+    assert settings[experiment.name] == scale.settings()
+    for each in results:
+        if each.scale != scale.name:  # the published sizes, counted
+            continue
+        row = rows[each.row]
+        link, found = f"{experiment.table}/{row.published}", ["link", *["balance"] * (row.balance is None)]
+        assert (each.over, each.published) == (row.over, link if row.published else None)
+        assert {**row.config(), **{name: each.config.get(name) for name in found}} == {"link": None, **each.config}
+        linked = each.emulated and row.devices > 1 and row.link == PUBLISHED_NODE
+        assert bool(each.config.get("link")) == linked
 
 
-@pytest.mark.parametrize(("experiment", "scale", "row"), ALL, ids=lambda value: value.name)
-def test_rows_are_sound(experiment: Experiment, scale: object, row: Row) -> None:
-    assert len(row.size) == len(MODELS[row.model].sizes)
-    assert row.loss in LOSSES
-    assert row.balance is None or len(row.balance) == row.partitions
-    if row.chunks is not None:  # the batch yields every micro-batch that is asked for; one published row asks for more
-        assert row.micro_batches == min(row.chunks, row.batch_size)
-    assert row.over is None or any(row.over == other.name for e, s, other in ALL if e is experiment and s is scale)
-    assert row.published is None or find(experiment, row)
+SAME: Any = {
+    "model": "",
+    "size": (),
+    "input_shape": (),
+    "batch_size": 0,
+    "chunks": 1,
+    "balance": None,
+    "name": "",
+    "link": "",
+}
 
 
-@pytest.mark.parametrize("scale", ["paper", "small"])
-def test_every_model_of_the_zoo_is_trained_plainly_and_in_two_balances(scale: str) -> None:
-    rows = EXPERIMENTS["zoo-speed"].scale(scale).rows
-    models = dict.fromkeys(row.model for row in rows)
-    assert len(models) == 10 and all(row.input_shape == (3, *row.size, *row.size) for row in rows)
-    for model in models:
-        plain, *others = (row for row in rows if row.group == model)
-        assert (plain.partitions, plain.chunks, plain.over) == (None, None, plain.name)
-        pipelines = [(n, balance) for n in (2, 4, 8) for balance in (PLANNED, EQUAL_LAYERS)]
-        assert [(row.partitions, row.configuration) for row in others] == pipelines
-        same = {"name": "", "configuration": "", "partitions": 1, "chunks": 1, "checkpoint": None}
-        assert all(but(row, **same) == but(plain, **same) for row in others)
-
-
-def test_accuracy_rows_keep_the_recipe() -> None:
-    """What `NOT_OURS` leaves out, as speed experiments have no such thing; and pipelines train as plain layers do."""
-    experiment = EXPERIMENTS["resnet101-accuracy"]
-    for row in experiment.scale("paper").rows:
-        assert row.config()["epochs"] == find(experiment, row).config.get("epochs", 90)
-    plain, *pipelines = experiment.scale("small").rows
-    same = ("model", "size", "batch_size", "optimizer", "recipe", "data", "num_classes", "input_shape")
-    for row in pipelines:
-        assert all(getattr(row, key) == getattr(plain, key) for key in same)
-        assert row.over == plain.name and row.checkpoint == "except_last"
-    assert {row.chunks for row in pipelines if row.deferred_batch_norm and row.partitions == 2} == {2, 4}
+@pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
+def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
+    """But for sizes, and m, which is at most 32 or 8."""
+    paper, small = ([row for row in scale.rows if row.equal] for scale in EXPERIMENTS[name].scales)
+    assert [replace(row, **SAME) for row in paper] == [replace(row, **SAME) for row in small]
+    assert [row.name.replace("m32", "m8") for row in paper] == [row.name for row in small]
+    for rows, largest in ((paper, 32), (small, 8)):
+        assert {row.chunks for row in rows} == ({None, 8} if name == "zoo-speed" else {1, 4, largest})
+        assert len({row.batch_size for row in rows if row.equal != "micro-batch"}) == 1
+        assert len({row.micro_batch_size for row in rows if row.equal == "micro-batch"}) <= 1
+        assert all(row.balance is None or len(row.balance) == row.partitions for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -134,50 +103,37 @@ def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int, rates: dict[
     assert replace(TRAINING.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == TRAINING.recipe.peak(batch_size)
 
 
-SPEED = [experiment.name for experiment in WITH_A_TABLE if experiment.measures == "speed"]
+@dataclass
+class Fake:
+    """Stand in for devices."""
+
+    kind: str
+    memory: int | None
+
+    def __str__(self) -> str:
+        return "2 fakes"
 
 
-@pytest.mark.parametrize("name", SPEED)
-def test_rows_like_the_published_come_in_two_balances(name: str) -> None:
-    """In one that is profiled here, and in the published one, which is there to see what it is worth."""
-    rows = EXPERIMENTS[name].scale("small").rows
-    theirs = {row.name: row for row in EXPERIMENTS[name].scale("paper").rows}
-    like = {row.name: row for row in rows if row.configuration == LIKE_PUBLISHED}
-    again = {row.name: row for row in rows if row.configuration == PUBLISHED_BALANCE}
-    assert list(like) == [row.name for row in theirs.values() if row.configuration == AS_PUBLISHED]
-    assert list(again) == [f"{row.name}/pb" for row in like.values() if row.devices > 1]
-    assert not any(row.balance for row in like.values())
-    for row in again.values():
-        first = like[row.name.removesuffix("/pb")]
-        assert row.balance == theirs[first.name].balance and row.published is None
-        same = {"name": "", "configuration": "", "balance": None, "published": None}
-        assert but(row, **same) == but(first, **same)
-    assert all((row.link == PUBLISHED_NODE) == (row.equal is None) for row in rows)
-
-
-@pytest.mark.parametrize("equal", ["batch", "micro-batch"])
-@pytest.mark.parametrize("scale", ["paper", "small"])
-@pytest.mark.parametrize("name", SPEED)
-def test_controls_keep_one_thing_equal(name: str, scale: str, equal: str) -> None:
-    rows = [row for row in EXPERIMENTS[name].scale(scale).rows if row.equal == equal]
-    size = {row.batch_size if equal == "batch" else row.micro_batch_size for row in rows}
-    assert len(size) == len({(row.model, row.size, row.optimizer.name) for row in rows}) == 1
-    chunks = [row.chunks for row in rows if row.configuration == "checkpoint-only"]
-    assert len(chunks) > 1 and 1 not in chunks, "naive has m=1"
-    assert [(row.configuration, row.partitions, row.chunks, row.checkpoint) for row in rows] == [
-        *(("naive", n, 1, "never") for n in (2, 4, 8)),
-        *(("checkpoint-only", 1, m, "always") for m in chunks),
-        *(("GPipe", n, m, "except_last") for n in (2, 4, 8) for m in chunks),
-    ]
-    named = {row.name: row for row in rows}
-    assert all(named[str(row.over)].configuration == "naive" for row in rows)
-    assert all(named[str(row.over)].partitions == row.partitions for row in rows if row.partitions != 1)
+LARGE, SMALL, CPU = Fake("cuda", 24 * GiB), Fake("cuda", 8 * GiB), Fake("cpu", 64 * GiB)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "chunks", "size", "count"),
-    [(32, 32, 1, 32), (32, 128, 1, 32), (13, 8, 2, 7), (64, 4, 16, 4), (5, None, None, None)],
-)
-def test_micro_batches(batch_size: int, chunks: int | None, size: int | None, count: int | None) -> None:
-    row = Row(**{**vars(ALL[0][2]), "batch_size": batch_size, "chunks": chunks})
-    assert (row.micro_batch_size, row.micro_batches) == (size, count)
+    ("devices", "asked", "expected"),
+    [
+        (LARGE, None, "paper"),
+        (LARGE, "small", "small"),
+        (SMALL, None, "small"),
+        (Fake("cpu", None), None, "small"),
+        (SMALL, "paper", "--scale paper: it needs 22 GiB of memory each, and 2 fakes have 8.0 GiB; use --scale small"),
+        (CPU, "paper", "--scale paper: it needs CUDA devices with 22 GiB of memory each, and this run is on 2 fakes; "
+                       "use --scale small"),
+        (Fake("cpu", GiB // 2), None, "--scale small: it needs 4 GiB of memory in all, and 2 fakes have 0.5 GiB"),
+        (CPU, "huge", "--scale huge: no such scale of amoebanet-speed; there are paper, small"),
+    ],
+)  # fmt: skip
+def test_the_largest_scale_that_fits_is_chosen(devices: Any, asked: str | None, expected: str) -> None:
+    if expected in ("paper", "small"):
+        assert choose_scale(ALL, devices, asked) == expected
+    else:
+        with pytest.raises(Error, match=f"^{re.escape(expected)}$"):
+            choose_scale(ALL, devices, asked)

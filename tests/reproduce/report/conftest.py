@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments import EXPERIMENTS, Row
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
-from reproduce.records.record import Record, Result, Run
+from reproduce.records.record import Record, Run
 from reproduce.report.page import page
 from reproduce.report.subjects import load_folders
 
-from ..made import STEADY, emulated, row
+from ..made import STEADY, ran
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values() if experiment.table}
@@ -30,40 +30,36 @@ def paper() -> list[Record]:
 
 
 def measured_from(table: Record, experiment: str) -> Record:
-    """Pretend that a published table's rows were run, on at most four devices, at another speed and scale."""
-    ours = {row.published: row.config() for row in EXPERIMENTS[experiment].scale("paper").rows}
-    results = []
-    for k, each in enumerate(table.results):
-        config = {**each.config, **ours.get(each.row, {}), "configuration": "as published", "L": 3}
-        own: dict[str, Any] = {
-            "experiment": experiment,
-            "device": "cuda",
-            "config": config,
-            "published": f"{table.name}/{each.row}",
-        }
-        devices = each.config.get("partitions") or 1
-        if devices > 4:
-            results.append(row(f"our {each.row}", **own, status="needs devices", reason=f"needs {devices} devices"))
-            continue
-        speed, turned = each.values.get("throughput"), (*STEADY[k % 8 :], *STEADY[: k % 8])
-        steps = [each.config["batch_size"] / speed / 2 * step for step in turned] if speed else None
-        peaks = [1.5e9 + 1e8 * device for device in range(devices)]
-        memory = {"peak_allocated": peaks, "peak_reserved": [2 * peak for peak in peaks]}
-        results.append(
-            row(f"our {each.row}", steps, **own, values={"model_bytes": 1 << 30, "parameters": 1 << 27, **memory})
-        )
-    timed = [emulated(each) for each in results if each.samples]
-    results += [replace(each, samples={"step_time": [x / 3 for x in each.samples["step_time"]]}) for each in timed]
+    """Pretend that a published table's rows were run, on at most four devices, at other speeds and another size."""
+    speeds = {each.row: each.values.get("throughput") for each in table.results}
+
+    def steps(row: Row, times: float = 2) -> list[float] | str | None:
+        if row.published is None or row.devices > 4:
+            return row.published and "needs devices"
+        speed, turn = speeds[row.published], ((row.chunks or 0) + len(row.name)) % len(STEADY)
+        return [times * speed / each for each in (*STEADY[turn:], *STEADY[:turn])] if speed else []
+
+    own: dict[str, Any] = {
+        "model_bytes": 1 << 30,
+        "parameters": 1 << 27,
+        "peak_allocated": lambda row: [1.5e9 + 1e8 * device for device in range(row.devices)],
+        "peak_reserved": lambda row: [3e9 + 2e8 * device for device in range(row.devices)],
+    }
+    run = ran(experiment, "paper", steps, "cuda", **own)
+    faster = [each for each in ran(experiment, "paper", lambda row: steps(row, 6), "cuda", emulated=True, **own)
+              if each.samples]  # fmt: skip
+    results = [replace(each, row=f"our {each.row}", scale="small", config={**each.config, "L": 3})
+               for each in (*run, *faster)]  # fmt: skip
     return Record(f"{experiment}-run", f"{experiment}, run", "measured", {}, results, scale="small", run=RUN)
 
 
 def predicted_from(table: Record, experiment: str) -> Record:
     """Pretend that a published table's rows were predicted."""
-    results = []
-    for each in table.results:
-        own: dict[str, Any] = {"config": each.config, "hardware": "a<b", "published": f"{table.name}/{each.row}"}
-        values = {"throughput": each.values["throughput"] * 1.1}
-        results.append(Result(experiment, each.row, "predicted", "paper", "meta", **own, values=values))
+    results = [
+        replace(each, experiment=experiment, status="predicted", published=f"{table.name}/{each.row}",
+                values={"throughput": each.values["throughput"] * 1.1})
+        for each in table.results
+    ]  # fmt: skip
     return Record(f"{experiment}-p", f"{experiment}, predicted", "predicted", {}, results, hardware={"name": "a<b"})
 
 

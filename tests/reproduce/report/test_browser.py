@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ WITHOUT = pytest.mark.skipif(
 pytestmark = [pytest.mark.slow, WITHOUT]
 SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-
-
-@pytest.fixture(scope="module")
-def address(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(text, encoding="utf-8")
-    return path.as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +47,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=[(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")],
                 ids="-".join)  # fmt: skip
-def run(request: pytest.FixtureRequest, browser: Any, address: str) -> Callable[..., Any]:
+def run(
+    request: pytest.FixtureRequest, browser: Any, text: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
     """Open the page on a screen, in a colour scheme, and return what runs JavaScript in it."""
     screen, scheme = request.param
+    page = tmp_path_factory.mktemp("report") / "report.html"
+    page.write_text(text, encoding="utf-8")
     width, height = SCREENS[screen]
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": screen == "phone"}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -65,7 +61,7 @@ def run(request: pytest.FixtureRequest, browser: Any, address: str) -> Callable[
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     for kind in ("browser", "performance"):
         browser.get_log(kind)
-    browser.get(address)
+    browser.get(page.as_uri())
     browser.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
     return browser.execute_script
 

@@ -1,4 +1,4 @@
-"""Page: one file that needs nothing else, the same from the same records, in which every experiment is found."""
+"""Page: one file that needs nothing else, in which every experiment is found, with all that records say of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import html
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.records.record import Record, Result
 from reproduce.report.figure import VARIABLES
 from reproduce.report.figures import ideal
 from reproduce.report.page import page
-from reproduce.report.subjects import FOLDERS, load_folders
+from reproduce.report.subjects import FOLDERS, find_subjects, load_folders
 
-from .conftest import RESULTS, TABLES
+from ..made import row
+from .conftest import RESULTS, RUN, TABLES
 
 VOID = {"meta", "link", "br", "img", "hr", "input", "use", "path"}
 
@@ -45,9 +48,10 @@ class Reader(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_it_is_whole_and_asks_nothing_of_the_network(text: str) -> None:
+def test_it_is_whole_and_asks_nothing_of_the_network(text: str, paper: list[Record]) -> None:
     read = Reader(text)
     assert {*TABLES, "timelines", "machines", "others"} <= set(read.ids)
+    assert {f"machine-{record.name}" for record in paper} <= set(read.ids), "every published table is somewhere"
     assert len(read.ids) == len(set(read.ids))
     assert {link for link in read.links if not link.startswith("#")} == {"data:,"}
     assert {link.removeprefix("#") for link in read.links if link.startswith("#")} <= set(read.ids)
@@ -94,7 +98,7 @@ SAYS: dict[str, list[str]] = {
     ],
     "unet-memory": ["| row | n | m | batch | measured (small, CUDA) | published | measured (small, CUDA) |"],
     "unet-ablation": [
-        "| dep-str-ptl | 4 | 8 | 128 | 58.5 | 64.3 | 117 | 351 | 1.91 | 1.91 | 1.91 (1.89-1.92) | 1.91 | 75% |",
+        "dep-str-ptl | 4 | 8 | 128 | 58.5 | 64.3 | 117 | 351 | 1.91 | 1.91 | 1.91 (1.89-1.92) | 1.91 (1.89-1.92) | 75%",
         *(f"{what} as components are added one by one." for what in (
             "Throughput over the first row's", "Utilization", "Reserved memory over the first row's",
             "Allocated memory over the first row's")),
@@ -156,3 +160,33 @@ def test_what_is_committed_can_be_shown() -> None:
     Reader(text)
     experiments = {result.experiment for record in records for result in record.results if result.status == "measured"}
     assert experiments and all(f'<section id="{name}">' in text for name in [*experiments, "new"])
+
+
+LINK = "tg-amoebanetd-speed/n2m4"
+
+
+def run(started: str, *steps: int, **changes: Any) -> Record:
+    """Make a run of rows with so many steps each."""
+    results = [
+        row(f"x{i}", [1.0] * count, **{"status": "measured" if count else "failed", "published": LINK, **changes})
+        for i, count in enumerate(steps)
+    ]
+    return Record(f"run {started}", "T", "measured", {}, results, run=replace(RUN, started=started))
+
+
+@pytest.mark.parametrize(
+    ("runs", "best"),
+    [
+        ([run("2020", 1, 1), run("2021", 1, 1)], ["run 2021"]),
+        ([run("2021", 1, 1), run("2020", 1, 1)], ["run 2021"]),
+        ([run("2020", 1, 1), run("2021", 1)], ["run 2020"]),  # a run of a single row does not hide the whole table
+        ([run("2020", 1, 1), run("2021", 1, 0)], ["run 2020"]),
+        ([run("2020", 0)], []),
+        ([run("2020", 1), run("2021", 1, device="cuda")], ["run 2020", "run 2021"]),
+        ([run("2020", 1), run("2021", 1, scale="paper")], ["run 2020", "run 2021"]),
+        ([run("2020", 1), run("2021", 1, emulated=True, status="emulated")], ["run 2020", "run 2021"]),
+        ([run("2020", 1), run("2021", 1, engine="ranks")], ["run 2020", "run 2021"]),
+    ],
+)
+def test_the_run_that_ran_most(runs: list[Record], best: list[str]) -> None:
+    assert [source.record.name for each in find_subjects(runs) for source in each.sources] == best

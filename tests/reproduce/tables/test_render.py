@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.cli.main import main
+from reproduce.machine.description import ROOT
 from reproduce.records.record import Record, save
-from reproduce.tables.render import render
+from reproduce.tables.render import render, stale
 
 from ..made import ran
 from ..made import record as made
@@ -17,47 +18,43 @@ from ..made import record as made
 PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
 
 
+def test_what_is_committed_is_as_its_records_say() -> None:
+    files = render(ROOT)
+    assert stale(files) == [] and {path.parent.name for path in files} >= {"measured", "predicted", "docs"}
+
+
 def record(name: str, started: str, state: str = "finished", status: str = "measured", rows: int = 2) -> Record:
     results = [replace(each, status=status) for each in ran("amoebanet-speed", "small", lambda row: [8.0])[:rows]]
     return replace(made(*results, cpu=name, started=started, state=state), name=name)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "README.md").write_text(PAGE)
+RUNS = [record("new", "2026-02"), record("old", "2026-01"), record("broken off", "2026-03", "interrupted"),
+        record("empty", "2026-04", status="failed"), record("few", "2026-05", rows=1)]  # fmt: skip
+
+
+def test_a_block_shows_the_newest_finished_run_of_most_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reproduce.cli.records.ROOT", tmp_path)
+    page, measured = tmp_path / "README.md", tmp_path / "results" / "measured"
+    page.write_text(PAGE)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text("no block\n")
-    (tmp_path / "results" / "measured").mkdir(parents=True)
-    return tmp_path
-
-
-def commit(root: Path, *records: Record) -> None:
-    for each in records:
-        save(each, root / "results" / "measured" / f"{each.name}.json")
-
-
-def test_the_newest_finished_run_of_most_rows_is_shown(root: Path) -> None:
-    assert "Nothing measured is committed yet." in render(root)[root / "README.md"]
-    commit(root, record("new", "2026-02"), record("old", "2026-01"), record("broken off", "2026-03", "interrupted"),
-           record("empty", "2026-04", status="failed"), record("few", "2026-05", rows=1))  # fmt: skip
-    files = render(root)
-    page = files[root / "README.md"]
-    assert page.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
-    assert page.endswith("<!-- end -->\nafter\n") and "old\n" not in page
-    assert "machine: new, 2 cores" in page and "(results/measured/new.md)" in page
-    pages = {f"{name}.md" for name in ("README", "new", "old", "broken off", "empty", "few")}
-    assert {path.name for path in files} == pages
-
-
-def test_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    commit(root, record("new", "2026-02"))
-    monkeypatch.setattr("reproduce.cli.records.ROOT", root)
+    measured.mkdir(parents=True)
+    assert "Nothing measured is committed yet." in render(tmp_path)[page]
+    for each in RUNS:
+        save(each, measured / f"{each.name}.json")
+    names = [f"results/measured/{name}.md" for name in sorted(each.name for each in RUNS)] + ["README.md"]
     assert main(["render", "--check"]) == 1
-    assert capsys.readouterr().err.startswith("reproduce: stale: results/measured/new.md, README.md; run")
+    assert capsys.readouterr().err.startswith(f"reproduce: stale: {', '.join(names)}; run")
     assert main(["render"]) == 0
-    assert capsys.readouterr().out == "results/measured/new.md\nREADME.md\n"
+    assert capsys.readouterr().out.splitlines() == names
     assert main(["render", "--check"]) == 0, "rendering again changes nothing"
-    assert capsys.readouterr().out == "2 files are as their records say\n"
-    (root / "README.md").write_text(PAGE.replace("amoebanet-speed", "x/y"))
+    assert capsys.readouterr().out == "6 files are as their records say\n"
+    text = page.read_text()
+    assert text.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
+    assert text.endswith("<!-- end -->\nafter\n") and "old\n" not in text
+    assert "machine: new, 2 cores" in text and "(results/measured/new.md)" in text
+    page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
     assert main(["render"]) == 1
     assert "README.md: a block is from 'x/y'; name one of amoebanet-speed, " in capsys.readouterr().err

@@ -1,8 +1,11 @@
-"""Tables of experiments: what stands in them is worked out from records, and they fit 80 columns."""
+"""Pages of records: what stands in their tables is worked out from records, and fits 80 columns.
+
+What pages in results show is left out: test_render.py finds it there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,27 +14,30 @@ from msgspec.structs import replace
 from reproduce.experiments import Row
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
-from reproduce.records.record import Record, Result, Run
+from reproduce.numbers.metrics import Reading
+from reproduce.records.record import Engine, Record, Result
 from reproduce.tables.all import document, tables
-from reproduce.tables.layout import WIDTH
+from reproduce.tables.layout import WIDTH, number, ratio, reading_text, span, with_quartiles
 
-from ..made import ran
+from ..made import RUN, ran
+from ..made import record as made_record
 
 MiB, GiB = 2**20, 2**30
-RUN = Run("finished", ["python", "-m", "reproduce", "run"], 7, "2020-04-21T10:02:05Z", "2020-04-21T10:12:05Z",
-          "cuda", 8, None, Machine("Linux", "a CPU", 4, 8, 64 << 30, [Gpu("Tesla P40", 22 << 30)] * 8),
-          {"torch": "2.11.0", "torchvision": None}, Git("0123456789abcdef", dirty=True), [0.5, 0.25, 1.0])  # fmt: skip
+CUDA_RUN: dict[str, Any] = {
+    "seed": 7, "device": "cuda", "devices": 8, "load": [0.5, 0.25, 1.0], "git": Git("0123456789abcdef", dirty=True),
+    "machine": Machine("Linux", "a CPU", 4, 8, 64 << 30, [Gpu("Tesla P40", 22 << 30)] * 8),
+}  # fmt: skip
 
 
-def record(*results: Result, **run: object) -> Record:
-    return Record("name", "Title", "measured", {}, list(results), scale="small", run=replace(RUN, **run))
+def record(*results: Result, **run: Any) -> Record:
+    return made_record(*results, **{**CUDA_RUN, **run})
 
 
-def observed(name: str, scale: str, **values: Any) -> Record:
-    """Make a record of two steps of every row, with utilization and memory."""
+def observed(name: str, scale: str, steps: Sequence[float] = (100.0, 50.0), **values: Any) -> Record:
+    """Make a record of steps of every row, with utilization and memory."""
     values = {"utilization": lambda row: [1.0] * row.devices, "bubble": 0.5,
               "peak_allocated": lambda row: [GiB] * row.devices, **values}  # fmt: skip
-    return record(*ran(name, scale, lambda row: [100.0, 50.0], **values))
+    return record(*ran(name, scale, lambda row: steps, **values))
 
 
 def memory(scale: str, device: str, peak: Callable[[int], list[int]], **values: Any) -> Record:
@@ -89,39 +95,64 @@ def changed(row: str, emulated: bool = True, **changes: Any) -> Record:
     return replace(EMULATED, results=here)
 
 
+def trained(scale: str, given: Mapping[str, Sequence[float]], epochs: int = 90, **ended: Any) -> Record:
+    """Make a record of trainings: each seed's error after so many epochs, or all. Other rows need devices."""
+    results = []
+    for each in ran("resnet101-accuracy", scale, lambda row: [] if row.name in given else "needs devices"):
+        last, count = given.get(each.row, []), min(epochs, each.config["epochs"])
+        samples = {"epoch": [k + 1.0 for _ in last for k in range(count)], "epoch_time": [2.0] * count * len(last),
+                   "top1_error": [error for end in last for error in [90.0] * (count - 1) + [end]]}  # fmt: skip
+        more = ended if each.row in given else {}
+        results.append(replace(each, samples=samples if last else {}, values={"samples_per_epoch": 1000}, **more))
+    return record(*results)
+
+
+def by(engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False) -> list[Result]:
+    """Make rows of an engine."""
+    rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
+    return [replace(each, engine=engine) for each in rows]
+
+
+THREADS = by("threads", {"naive n2": [1.0], "GPipe n2m4": [1.0, 2.0, 1.0]})
+ENGINES = record(
+    *THREADS, *by("threads", {"GPipe n2m4": [8.0]}, emulated=True),
+    *by("ranks", {"GPipe n2m4": [2.0, 1.0, 4.0], "naive n2": "not run", "GPipe n8m4": "needs devices"}),
+    *by("Schedule1F1B", {"GPipe n2m4": "failed", "naive n2": "not run"}),
+)  # fmt: skip
 BUSY = [replace(each, samples={**each.samples, "wall_time": [1.5 * x for x in each.samples["work_time"]]})
         if each.emulated else each for each in EMULATED.results]  # fmt: skip
-THREADS = replace(RUN, device="cpu", threads_per_device=2)
+TWO_THREADS = replace(RUN, threads_per_device=2)
 TOO_LONG = "not measured: a step takes about 9:00 min"
 NO_ROOM = "out of memory: its 4 partition(s) take 99 GiB"
 FEW_DEVICES = [each for each in EMULATED.results if "n8" not in each.row]
-LOAD = "in the minute before the start"
+NO_LOAD = "NOT in the minute before the start"
+NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablation", "resnet101-speed")
+         for scale in ("paper", "small")]  # fmt: skip
 
 
-# What pages in results show is left out: `render --check` finds it there.
 @pytest.mark.parametrize(
     ("made", "said"),
     [
         (SPEED, ["| naive | 2 | 1 | 8.00 (6.00-12.0) | 1 |", "| GPipe | 2 | 4 | 16.0 (12.0-24.0) | 2.00 (2.00-2.00) |",
                  "| checkpoint-only | 1 | 32 | 6.40 (4.80-9.60) | 0.80 (0.80-0.80) |",
                  "| GPipe | 8 | 32 | needs 8 devices | |", "rows not run for want of devices",
-                 "| samples/s (quartiles) |",
+                 "| samples/s (quartiles) |", "NOT emulated",
                  "scale paper: AmoebaNet-D (18, 256), input 3 x 224 x 224; batch size 64; 3 steps per row",
                  "over naive: of the same n (checkpoint-only: over naive n=2), taken round by round",
-                 "# Title", "scale `small`, on 8 CUDA devices", "a CPU, 4 cores, 64 GiB of memory, Tesla P40 (22 GiB)",
+                 "# Title", "on 8 CUDA devices", "a CPU, 4 cores, 64 GiB of memory, Tesla P40 (22 GiB)",
                  "torch 2.11.0; git revision 0123456789ab with changes", "seed 7; load at start 0.50 0.25 1.00"]),
         (NO_NAIVE, ["| GPipe | 2 | 4 | 64.0 |"]),  # a column of nothing goes
         # emulated: samples/s, published, over the base; published; measured: over the base; samples/s of both
-        (EMULATED, ["| samples/s emulated |",
+        (EMULATED, ["| samples/s emulated |", "NOT samples/s (quartiles)", "NOT the machine was busy",
+                    "NOT their samples/s are not to be compared",
                     "| n4m4 | 360 | except_last | 20.0 | 44.5 | 2.00 | 1.67 | 1.00 | 2.00 |"]),
         (PUBLISHED, ["| n2m1 | 96 | always | 48.0 | 26.7 | 1 | 1.00 |",
                      "| n8m32 | 1280 | except_last | 640 | 132 | 13.3 | 4.95 |"]),
         (observed("unet-speed", "paper"), [f"| pipeline-8 | 640 | 40 | {TWO} | 88.5 | 1.00 (1.00-1.00) | 3.11 |"]),
         (UNKNOWN, ["| baseline | - | - | 50% |", "no utilization: no pynvml"]),
-        (observed("unet-ablation", "paper", peak_reserved=[5 * GiB]),
-         [f"| dep-x-x | x-- | {TWO} | 1.00 | 1.35 | 100% | 59% | 5.00 | 19.1 |",
+        (observed("unet-ablation", "paper", [100.0], peak_reserved=[5 * GiB]),
+         ["| dep-x-x | x-- | 100 | 1.00 | 1.35 | 100% | 59% | 5.00 | 19.1 |",
           "published on 4 x NVIDIA Tesla P40: U-Net (5, 64), reserved memory"]),
-        (LIVE, ["| pipeline-8 | (72, 40) | 100 101 102 103 104 105 106 107 | 828 | 50 | 778 |"]),
         (CUDA, ["| pipeline-2 | (18, 544) | 20.00 20.00 | 40.00 | 20.62 | 19.38 |",
                 "| pipeline-1 | (18, 416) | 21.00 | 21.00 | 20.62 | 0.38 |"]),
         (memory("small", "cpu", lambda n: []), ["| pipeline-1 | (18, 32) | measured |"]),
@@ -132,51 +163,64 @@ LOAD = "in the minute before the start"
               ("not run", "not run", []),
               ("failed", "failed", ["failed: naive n4, GPipe n4m4, GPipe n4m32: needs", "failed: pipeline-4: "]),
               ("needs devices", "needs 4 devices", ["not run for want of devices"]))),
-        (record(*MEASURED, device="cpu", load=[1.5, 0, 0]), [f"load 1.50 on 4 cores {LOAD}"]),
+        *((record(*MEASURED, device=device, load=load), [NO_LOAD])
+          for device, load in (("cpu", [0.9, 9, 9]), ("cpu", None), ("cuda", [9, 9, 9]))),
         (replace(EMULATED, results=BUSY), ["the machine was busy: emulated tasks took 1.5 times their CPU time"]),
-        (replace(EMULATED, run=THREADS), ["a measured device is 2 threads and an emulated one is one: "]),
+        (replace(EMULATED, run=TWO_THREADS), ["a measured device is 2 threads and an emulated one is one: "]),
+        (replace(SPEED, run=TWO_THREADS), ["NOT a measured device is 2 threads"]),
         (changed("naive n4", False, status="not run", reason=TOO_LONG), [f"naive n4: {TOO_LONG}"]),
         (changed("naive n4", status="out of memory", reason=NO_ROOM), [f"failed: naive n4: {NO_ROOM}"]),
         (changed("naive n4", values={"executed": 4}), ["at most 4 micro-batches of a step"]),
         (replace(EMULATED, results=[*FEW_DEVICES, *(each for each in MEASURED if each.row == "naive n8")]),
          ["1 row not run for want of devices"]),
+        (trained("paper", {"dataparallel-256": [22.0], "pipeline-256": [22.5]}),
+         ["| reference-8k | needs 256 devices | | 22.36 +- 0.09 |", "| dataparallel-4k | needs 8 devices | | out of m",
+          "| pipeline-256 | 22.50 | +0.50 | 21.99 +- 0.13 |", "no verdict: train more by --seeds K",
+          "reference rows by Goyal et al., arXiv:1706.02677", "| dataparallel-256 | 256 | 2 | - | plain | 500 | 180 |",
+          "| pipeline-1k | 1024 | 8 | 64 | plain | | 295 |"]),
+        *((trained("small", {"plain": errors, "GPipe n2m2": errors}, 2, status=status, reason="no luck"),
+           [f"| plain | {cell} |", f"| GPipe n2m2 | {cell} |", "| GPipe n2m4 | needs 2 devices |", note])
+          for status, errors, cell, note in (
+              ("measured", [3.0], "epoch 2 of 6", "NOT no luck"),
+              ("failed", [3.0], "failed", "failed: plain, GPipe n2m2: no luck"))),
+        (ENGINES, ["| row | threads | ranks | over threads | Schedule 1F1B |", "| naive n2 | 1.00 | - | | - |",
+                   "| GPipe n2m4 | 1.00 | 2.00 | 2.00 | failed |", "| GPipe | 2 | 4 | 8.00 |",
+                   "ranks, Schedule1F1B: needs 2 devices (naive n2, GPipe n2m4)", "1 row not run for want of devices"]),
+        (record(*by("ranks", {"GPipe n2m4": [2.0]})), ["| row | ranks |", "| GPipe n2m4 | 2.00 |", "NOT over threads"]),
+        (record(*THREADS), ["NOT of each engine"]),
+        (record(*by("ranks", {"GPipe n8m4": "needs devices"})), ["NOT of each engine"]),
+        # no words, but the widest
+        *((observed(*each), []) for each in NAMES),
+        *((record(*both(*each, utilization=lambda row: [1.0] * row.devices, bubble=0.5)), []) for each in NAMES),
+        (record(*ran("amoebanet-speed", "paper", lambda row: [132.413, 199.9, 100.1])), []),
+        (memory("paper", "cuda", lambda n: [int(139.9 * GiB)] * n, peak_reserved=[139 * GiB] * 8), []),
+        (memory("small", "cpu", lambda n: [9999 * MiB] * n), []),
     ],
 )  # fmt: skip
 def test_what_a_page_says(made: Record, said: list[str]) -> None:
+    """In Markdown, spaces squeezed; and on a terminal each table fits."""
     page = " ".join(document(made).split())
-    assert [words for words in said if words not in page] == []
+    assert [words for words in said if (words.removeprefix("NOT ") in page) == words.startswith("NOT ")] == []
+    assert document(made).count("\n## ") == len(tables(made))
+    texts = [table.text() for table in tables(made)]
+    assert all(text.isascii() and max(map(len, text.splitlines())) <= WIDTH for text in texts)
 
 
 @pytest.mark.parametrize(
-    ("made", "unsaid"),
+    ("write", "value", "text"),
     [
-        (SPEED, ["emulated"]),
-        (EMULATED, ["samples/s (quartiles)", "the machine was busy", "their samples/s are not to be compared"]),
-        (replace(SPEED, run=THREADS), ["a measured device is 2 threads"]),
-        (record(*MEASURED, device="cpu", load=[0.9, 9, 9]), [LOAD]),
-        (record(*MEASURED, device="cpu", load=None), [LOAD]),
-        (record(*MEASURED, device="cuda", load=[9, 9, 9]), [LOAD]),
+        (number, 0.0, "0"),
+        (number, 2.5e-5, "2.50e-05"),
+        (number, 0.0042, "0.00420"),
+        (number, 999.7, "1,000"),
+        (number, Reading([1.0, 3.0, -0.5]), "1.00"),
+        (ratio, 0.0042, "0.00420"),
+        (ratio, 0.104, "0.10"),
+        (reading_text, Reading(3 * 2**20, "bytes"), "3 MiB"),
+        (reading_text, Reading(1024.0, "MiB"), "1.00 GiB"),
+        (with_quartiles, Reading([0.5]), "0.500"),
+        (span, [64, 8, 9], "8 to 64"),
     ],
 )
-def test_what_a_page_does_not_say(made: Record, unsaid: list[str]) -> None:
-    page = " ".join(document(made).split())
-    assert [words for words in unsaid if words in page] == []
-
-
-NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablation", "resnet101-speed")
-         for scale in ("paper", "small")]  # fmt: skip
-WIDEST = [
-    *(observed(*each) for each in NAMES),
-    *(record(*both(*each, utilization=lambda row: [1.0] * row.devices, bubble=0.5)) for each in NAMES),
-    record(*ran("amoebanet-speed", "paper", lambda row: [132.413, 199.9, 100.1])),
-    memory("paper", "cuda", lambda n: [int(139.9 * GiB)] * n, peak_reserved=[139 * GiB] * 8),
-    memory("small", "cpu", lambda n: [9999 * MiB] * n),
-    ZOO,
-]
-
-
-@pytest.mark.parametrize("made", WIDEST)
-def test_every_table_is_in_the_page_and_fits_80_columns(made: Record) -> None:
-    assert document(made).count("\n## ") == len(tables(made))
-    for table in tables(made):
-        assert table.text().isascii() and max(map(len, table.text().splitlines())) <= WIDTH
+def test_how_numbers_are_written(write: Callable[[object], object], value: object, text: object) -> None:
+    assert write(value) == text
