@@ -6,7 +6,10 @@ import importlib
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +18,6 @@ from hypothesis import HealthCheck, settings
 
 from torchgpipe.distributed.liveness import idle
 
-from .pairs import covering
 from .ranks import Ranks, current, is_rank
 
 settings.register_profile(
@@ -41,16 +43,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--slow`, leave out slow tests, and all combinations of parameters whose pairs are in others."""
-    if config.getoption("slow"):
-        return
-    tests: dict[str, list[Any]] = defaultdict(list)
+    """Without `--slow`, and over ranks, leave out combinations of parameters whose pairs are in others; and slow tests.
+
+    Behaviours run over ranks where their engine is called so.
+    """
+    slow, tests = config.getoption("slow"), defaultdict[str, list[Any]](list)
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            tests[item.nodeid.split("[")[0]].append(item)
+        if over_ranks(item):
+            item.add_marker("ranks")
+        if slow or item.get_closest_marker("slow") is None:
+            tests[item.nodeid if slow and not over_ranks(item) else item.nodeid.split("[")[0]].append(item)
     kept = {test for group in tests.values() for test in few(group)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def over_ranks(item: Any) -> bool:
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    engine = getattr(given.get("case"), "engine", given.get("engine"))
+    return item.path.is_relative_to(Path(__file__).parent / "behaviours") and engine == "ranks"
 
 
 def few(tests: list[Any]) -> list[Any]:
@@ -59,6 +70,23 @@ def few(tests: list[Any]) -> list[Any]:
         return tests
     # A parameter's value is the same object in all tests that have it.
     return [tests[k] for k in covering([{name: id(x) for name, x in t.callspec.params.items()} for t in tests])]
+
+
+def covering(rows: Sequence[Mapping[Any, Hashable]]) -> set[int]:
+    """Return the indices of a few rows in which all pairs of values are that any row has.
+
+    The most new pairs come first. Ties are drawn, the same in every run, or whatever varies slowest would always be
+    combined with the first of all others.
+    """
+    order = Random(0).sample(range(len(rows)), len(rows))
+    pairs = {k: {*combinations(rows[k].items(), 2)} for k in order}
+    missing = set().union(*pairs.values())
+    chosen: set[int] = set()
+    while missing:
+        best = max(order, key=lambda k: len(pairs[k] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen
 
 
 STARTED = pytest.StashKey[Ranks]()

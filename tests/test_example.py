@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from torchgpipe.state.saved_files import read
 
+from .behaviours.compare import differences
 from .start import TORCHRUN, python
 
 pytestmark = pytest.mark.slow
@@ -50,10 +50,6 @@ def saved(folder: Path, step: int) -> dict[str, Tensor]:
     return read(path, content, [key for key in content.state_dict_metadata if key.startswith(("model.", "optimizer."))])
 
 
-def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-
-
 @pytest.mark.parametrize("model", ["amoebanetd", "transformer", "resnet18"])
 def test_the_example(model: str) -> None:
     if model == "resnet18":
@@ -81,7 +77,7 @@ def test_restarts(tmp_path: Path) -> None:
     assert [step for step, *_ in undisturbed] == [0, 1, 2, 3, 4]
     assert [step for step, *_ in disturbed] == [0, 1, 2, 2, 3, 4]
     assert {*disturbed} == {*undisturbed}
-    assert_equal(saved(tmp_path / "disturbed", 4), saved(tmp_path / "undisturbed", 4))
+    assert differences(saved(tmp_path / "disturbed", 4), saved(tmp_path / "undisturbed", 4)) == []
 
 
 def test_fewer_ranks(tmp_path: Path) -> None:
@@ -108,4 +104,4 @@ def test_fewer_ranks(tmp_path: Path) -> None:
     steps = [*ended(one), *ended(other, -signal.SIGKILL)]
     steps += ended(started(*TWO, "--standalone", *training(6, tmp_path / "ranks"), faults=[None], DROPOUT="0"))
     assert {*steps} == {*expected}
-    assert_equal(saved(tmp_path / "ranks", 5), saved(tmp_path / "alone", 5))
+    assert differences(saved(tmp_path / "ranks", 5), saved(tmp_path / "alone", 5)) == []

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from .pairs import covering
+from .conftest import covering
 
 SIZES = [(2, 2, 3), (23, 2, 2, 3), (4, 5, 3, 2, 3), (1, 3, 1, 2)]
 

@@ -43,7 +43,11 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
     layers = sequential(module, sample, **case.options)
     n = min(n, len(layers))
     balance = [len(layers) - n + 1] + [1] * (n - 1)
-    model = piped(layers, balance, chunks, **way)
+    try:
+        model = piped(layers, balance, chunks, **way)
+    except ValueError as error:
+        assert way["engine"] == "ranks" and case is CASES["reused"] and "are one parameter" in str(error)
+        return
     outputs = called(model, sample)
     expected = [called(plain, parts(sample, i, chunks)) for i in range(chunks)]
     joined = tuple(torch.cat(column) for column in zip(*map(tuple, map(tensors_in, expected)), strict=True))

@@ -1,11 +1,18 @@
-"""The observer sees every task once, by its right name, in the thread that runs it and in an order that can be."""
+"""The observer sees every task once, by its right name, in the thread that runs it and in an order that can be.
+
+A recorded timeline has them on one clock.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +22,21 @@ from torch import Tensor, nn
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Task
+from torchgpipe.timeline import record
 
+from ..parts import Fails
 from ..plain import piped
 from .parts.layers import linear, only_a_skip
 
 
 class Log:
-    """Write down when tasks start and end."""
+    """Write down when tasks start and end, and which layers run within them."""
 
     def __init__(self) -> None:
         self.started: list[Task] = []
         self.ended: list[Task] = []
         self.running = threading.local()
+        self.seen: set[tuple[int, Task, bool, bool]] = set()
 
     @contextmanager
     def __call__(self, task: Task) -> Iterator[None]:
@@ -39,17 +49,31 @@ class Log:
             self.ended.append(task)
 
 
-def linears() -> nn.Sequential:
-    return nn.Sequential(*(linear() for _ in range(6)))
+class Witness(nn.Module):
+    """Note in which task each pass of this layer runs."""
+
+    def __init__(self, log: Log, k: int) -> None:
+        super().__init__()
+        self.log, self.k, self.linear = log, k, linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(is_checkpointing(), is_recomputing())
+        y: Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.note(False, False))
+        return y
+
+    def note(self, *flags: bool) -> None:
+        self.log.seen.add((self.k, self.log.running.task, *flags))
 
 
-def observed(
-    module: nn.Sequential, balance: list[int], chunks: int, way: dict[str, Any]
-) -> tuple[Any, Log, Sequence[int]]:
+def observed(balance: list[int], chunks: int, way: dict[str, Any]) -> tuple[Any, Log, Sequence[int]]:
     """Return a pipeline, what it tells its observer, and the partitions of which that may hear: a rank's own."""
-    model = piped(module, balance, chunks, **way)
-    log = model.observer = Log()
-    return model, log, [model.rank] if way["engine"] == "ranks" else range(len(balance))
+    log = Log()
+    layers = nn.Sequential(*(Witness(log, k) for k in range(6))) if sum(balance) == 6 else only_a_skip()
+    model = piped(layers, balance, chunks, **way)
+    model.observer = log
+    return model, log, [model.rank] if way.get("engine") == "ranks" else range(len(balance))
 
 
 def tasks(kind: Any, m: int, partitions: Sequence[int]) -> set[Task]:
@@ -62,15 +86,10 @@ def expected_tasks(m: int, partitions: Sequence[int], checkpoint: Any) -> set[Ta
 
 
 @pytest.mark.parametrize("batch, chunks, m", [(8, 1, 1), (8, 4, 4), (13, 8, 7)])
-@pytest.mark.parametrize(
-    "build, balance",
-    [(linears, [6]), (linears, [2, 4]), (linears, [1, 2, 3]), (linears, [2, 1, 1, 2]), (only_a_skip, [2, 1])],
-    ids=["n1", "n2", "n3", "n4", "only a skip"],
-)
-def test_every_task_once_and_in_order(
-    build: Any, balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]
-) -> None:
-    model, log, partitions = observed(build(), balance, chunks, way)
+@pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3], [2, 1, 1, 2], [2, 1]], ids=str)
+def test_every_task_once_and_in_order(balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]) -> None:
+    model, log, partitions = observed(balance, chunks, way)
+    expected = expected_tasks(m, partitions, way["checkpoint"])
     for _ in range(2):
         log.started.clear()
         log.ended.clear()
@@ -78,52 +97,24 @@ def test_every_task_once_and_in_order(
         assert set(log.started) == set(log.ended) == tasks("forward", m, partitions)
         y.sum().backward()
         assert max(Counter(log.started).values()) == 1
-        assert set(log.started) == set(log.ended) == expected_tasks(m, partitions, way["checkpoint"])
-
-    def before(earlier: Task, later: Task) -> bool:
-        return log.ended.index(earlier) < log.ended.index(later)
-
-    for i in range(m):
-        for j in partitions:
-            if j - 1 in partitions:
-                assert before(Task("forward", i, j - 1), Task("forward", i, j))
-                assert before(Task("backward", i, j), Task("backward", i, j - 1))
-            if i:
-                assert before(Task("forward", i - 1, j), Task("forward", i, j))
-                assert before(Task("backward", i, j), Task("backward", i - 1, j))
-            if Task("recompute", i, j) in log.started:
-                assert before(Task("recompute", i, j), Task("backward", i, j))
-
-
-def test_layers_run_within_their_task(way: dict[str, Any]) -> None:
-    seen: list[tuple[Task, bool, bool]] = []
-
-    class Witness(nn.Module):
-        def __init__(self, partition: int) -> None:
-            super().__init__()
-            self.partition = partition
-            self.linear = linear()
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert log.running.task.partition == self.partition
-            seen.append((log.running.task, is_checkpointing(), is_recomputing()))
-            y: Tensor = self.linear(x)
-            if y.requires_grad:
-                y.register_hook(lambda grad: seen.append((log.running.task, False, False)))
-            return y
-
-    model, log, partitions = observed(nn.Sequential(*map(Witness, range(3))), [1, 1, 1], 4, way)
-    model(torch.randn(8, 4)).sum().backward()
-    count = checkpointed(way["checkpoint"], 4)
-    assert set(seen) == {
-        (task, task.kind == "forward" and task.micro_batch < count, task.kind == "recompute")
-        for task in expected_tasks(4, partitions, way["checkpoint"])
-    }
+        assert set(log.started) == set(log.ended) == expected
+    at: dict[Any, int] = {task: k for k, task in enumerate(log.ended)}
+    for i, j in product(range(m), partitions):
+        before = [(i, j - 1)] * (j - 1 in partitions) + [(i - 1, j)] * (i > 0)
+        assert all(at[Task("forward", *task)] < at["forward", i, j] for task in before)
+        assert all(at["backward", i, j] < at[Task("backward", *task)] for task in before)
+        assert at.get(("recompute", i, j), -1) < at["backward", i, j]
+    if sum(balance) == 6:
+        count, owner = checkpointed(way["checkpoint"], m), [j for j, n in enumerate(balance) for _ in range(n)]
+        assert log.seen == {
+            (k, task, task.kind == "forward" and task.micro_batch < count, task.kind == "recompute")
+            for task, k in product(expected, range(6)) if owner[k] == task.partition
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "frozen"])
 def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None:
-    model, log, partitions = observed(linears(), [2, 4], 4, way)
+    model, log, partitions = observed([2, 4], 4, way)
     model.requires_grad_(mode != "frozen")
     with torch.set_grad_enabled(mode != "no_grad"):
         model(torch.randn(8, 4))
@@ -131,8 +122,64 @@ def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None
 
 
 def test_copies_between_devices_belong_to_the_sender() -> None:
-    model = GPipe(linears(), [2, 4], devices=["cpu", "meta"], chunks=2)
+    model = GPipe(nn.Sequential(linear(), linear()), [1, 1], devices=["cpu", "meta"], chunks=2)
     log = model.observer = Log()
     with torch.no_grad():
         model(torch.randn(4, 4))
     assert [task for task in log.ended if task.kind == "copy"] == [Task("copy", i, 0) for i in range(2)]
+
+
+CHUNKS = 3
+
+
+def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
+    """Return what to call, and what to record."""
+    model = piped(nn.Sequential(*(nn.Sequential(linear(), Fails()) for _ in range(n))), [1] * n, CHUNKS, **way)
+    return model, model._pipeline if way["engine"] == "ranks" else model
+
+
+def step(model: nn.Module) -> None:
+    model(torch.rand(6, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("ahead", [0, 1000])
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_partitions_on_one_clock(
+    n: int, ahead: int, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, recorded = recording_of(n, **way)
+    first, clock = getattr(model, "rank", 0), time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * first)
+    step(model)
+    with record(recorded, tmp_path / "t.json") as recording:
+        for _ in range(2):
+            step(model)
+    assert recorded.observer is None and len(recording.steps) == 2
+    assert (recording.clock_error > 0) == (way["engine"] == "ranks") and recording.clock_error < 100
+    slack = 2 * recording.clock_error
+    for timeline in recording.steps:
+        found = {event[:3]: event for event in timeline.events}
+        assert set(found) == expected_tasks(CHUNKS, range(n), way["checkpoint"]) and len(timeline.events) == len(found)
+        for i, j in product(range(CHUNKS), range(n - 1)):
+            assert found["forward", i, j].end <= found["forward", i, j + 1].start + slack
+            assert found["backward", i, j + 1].end <= found["backward", i, j].start + slack
+        assert 0 <= timeline.bubble < 1 and 0 < timeline.seconds < 100
+    row = "rank" if way["engine"] == "ranks" else "partition"
+    assert f"({row} 0 " in str(recording) and f", {row} {n - 1} " in str(recording)
+    assert ("clocks agree to" in str(recording)) == (row == "rank")
+
+    assert [path.name for path in tmp_path.iterdir()] == ([] if first else ["t.json"])
+    if not first:
+        events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+        kinds = Counter(event["cat"] for event in events if event["ph"] == "X" and event["cat"] != "bubble")
+        assert kinds == Counter(event.kind for timeline in recording.steps for event in timeline.events)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_failure_leaves_no_file(when: str, way: dict[str, Any], tmp_path: Path) -> None:
+    model, recorded = recording_of(2, **way)
+    step(model)
+    with pytest.raises(ZeroDivisionError), record(recorded, tmp_path / "t.json"):
+        model[1][1].fail(when, ZeroDivisionError())
+        step(model)
+    assert recorded.observer is None and not [*tmp_path.iterdir()]

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
 
-from .row import Case, cases, check
-from .rows import between, buffers, gradients, in_place, modes, norms, passed, random, skips, split, unusual
+from benchmarks.others.ours import Layers, Threads
 
-GROUPS = (split, passed, skips, in_place, gradients, between, buffers, modes, random, norms, unusual)
+from ..plain import piped
+from .compare import differences
+from .parts.layers import made
+from .pipe import Pipe, Training
+from .row import Case, Row, cases, check
+from .rows import at_once, between, buffers, gradients, in_place, modes, norms, passed, random, skips, unusual
+from .rows.training import ROWS
+
+GROUPS = (passed, skips, in_place, gradients, between, buffers, modes, random, norms, unusual, at_once)
 NAMES = {row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS}
+# As benchmarks/conformance.py says, too, with the reason.
+TOGETHER = [row for row in ROWS if not row.unlike]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = cases([*NAMES], every=metafunc.config.getoption("slow"))
-    metafunc.parametrize("case", chosen, ids=lambda case: "-".join((NAMES[case.row], *filter(None, case[1:]))))
+    if "case" in metafunc.fixturenames:
+        chosen = cases([*NAMES], every=metafunc.config.getoption("slow"))
+        metafunc.parametrize("case", chosen, ids=lambda case: "-".join((NAMES[case.row], *filter(None, case[1:]))))
 
 
 # Of a reentrant checkpoint in a first pass, which has no graph.
@@ -23,3 +38,46 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_rows(case: Case) -> None:
     check(*case)
+
+
+def convolved() -> nn.Sequential:
+    return made(
+        lambda: nn.Conv2d(3, 8, 3), lambda: nn.BatchNorm2d(8), nn.Dropout, nn.Flatten, lambda: nn.Linear(72, 4)
+    )()
+
+
+def image() -> Tensor:
+    return torch.randn(13, 3, 5, 5, requires_grad=True)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None:
+    row = Row("", lambda: convolved().train(training), image, chunks=4, options={"deferred_batch_norm": deferred})
+    check(row, "", "graph", checkpoint, ["meta"])
+
+
+def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
+    """Return what a row of training leaves, as a user trains: with criteria, optimizers and files."""
+    folder.mkdir()
+    found = row.action(pipe(row, folder))
+    return found.found() if isinstance(found, Pipe) else found
+
+
+@pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
+def test_training(row: Training, engine: str, checkpoint: str, tmp_path: Path) -> None:
+    class Piped(Threads):
+        def piped(self, layers: nn.Sequential, balance: list[int], **options: Any) -> nn.Module:
+            mode = {"always": "always"}.get(options["checkpoint"], checkpoint)
+            return piped(layers, balance, **options | {"engine": engine, "checkpoint": mode})
+
+    if refusal := row.refused.get(engine):
+        with pytest.raises((RuntimeError, ValueError), match=refusal):
+            left(row, Piped, tmp_path / "ours")
+        return
+    ours = left(row, Piped, tmp_path / "ours")
+    if engine == "ranks" and not ours:
+        return  # another rank has seen it
+    plain = left(row, Layers, tmp_path / "plain")
+    assert not any(x is False for x in plain.values()), "the plain layers do not do it either"
+    assert differences(ours, plain, row.tolerance) == []

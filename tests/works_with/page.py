@@ -21,7 +21,7 @@ MODES = ("always", "except_last", "never")
 PAGE = Path(__file__).parents[2] / "docs" / "works-with.md"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """What is combined with a pipeline; `refused` are engines and modes with a part of the message."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import gc
+import linecache
 import os
 import re
 import threading
@@ -15,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..behaviours.compare import REORDERED, differences
+from torchgpipe import GPipe
+
+from ..behaviours.compare import REORDERED, differences, found
 from ..plain import Plain
 from ..ranks import current
+from .given import Block, Checkpointed, LoRA, train
 from .page import ENGINES, MODES, PAGE, Row, read, render
-from .run import left_by, names, pipeline
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 400  # seconds; only a hang takes as long
@@ -41,6 +45,38 @@ pytestmark = [
     # From Python 3.12: the forked process is what the row is about.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
+
+
+def names(kind: Any, rank: int = 0, **more: Any) -> dict[str, Any]:
+    """Return what the code may use by name; `kind` is called `GPipe` there."""
+    compiled: list[nn.Module] = []
+
+    def backend(graph: nn.Module, inputs: object) -> nn.Module:
+        compiled.append(graph)
+        return graph
+
+    torch.manual_seed(0)
+    layers, other_layers = (nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3)) for _ in range(2))
+    # Ten samples in four chunks: the last micro-batch is smaller.
+    batches = [(torch.randn(10, 6), torch.randn(10, 3)) for _ in range(6)]
+    return more | {
+        "torch": torch, "nn": nn, "GPipe": kind,
+        "Block": Block, "LoRA": LoRA, "Checkpointed": Checkpointed, "train": train,
+        "layers": layers, "other_layers": other_layers,
+        "balance": [2, 2], "devices": ["cpu", "cpu"], "batches": batches[3 * rank :][:3],
+        "backend": backend, "compiled": compiled,
+    }  # fmt: skip
+
+
+def left_by(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run `code` and return the tensors and numbers that it leaves behind, by name."""
+    before = set(names)
+    # So that an error shows the line.
+    file = f"<code {len(linecache.cache)}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
+    exec(compile(code, file, "exec"), names)
+    left = found({key: names[key] for key in names.keys() - before})
+    return {name: x.detach().as_subclass(Tensor).clone() if isinstance(x, Tensor) else x for name, x in left}
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +106,13 @@ def left(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
         try:
             # Where workers compile a layer at once, how often is left to chance; that it ends is what `holds` asks.
             with torch._dynamo.config.patch(recompile_limit=64):
-                found = left_by(row.code, used)
+                all_of_it = left_by(row.code, used)
                 assert kind is Plain or eval(row.holds, used), row.holds
-                return found
+                return all_of_it
         finally:
             used.clear()  # hooks of parameters may hold them, which Python's garbage collector cannot see
 
-    yield left
+    yield functools.cache(left)
     torch.compiler.reset()
     gc.collect()
     assert not any(model() is not None for model in models)
@@ -86,31 +122,26 @@ def left(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
             assert not thread.is_alive(), f"{thread.name} outlives its pipeline"
 
 
-@pytest.fixture(scope="module")
-def plain(left: Callable[[Row, Any], Any]) -> Callable[[Row], Any]:
-    """What a row's code leaves with the plain layers."""
-    found: dict[str, Any] = {}
-    return lambda row: found[row.name] if row.name in found else found.setdefault(row.name, left(row, Plain))
-
-
-def assert_answer(row: Row, engine: str, mode: str, left: Callable[[Row, Any], Any], plain: dict[str, Any]) -> None:
+def assert_answer(row: Row, engine: Any, mode: Any, left: Callable[[Row, Any], Any]) -> None:
     """Assert that the row's code leaves the same as with the plain layers, or that it is refused as the page says."""
+    pipeline = functools.partial(GPipe, engine=engine, checkpoint=mode)  # called `GPipe` in the code
     refusal = row.refusal(engine, mode)
     if refusal is not None:
         with pytest.raises((RuntimeError, TypeError), match=re.escape(refusal)):
-            left(row, pipeline(engine, mode))
+            left(row, pipeline)
     else:
+        plain = left(row, Plain)
         assert len(plain) > 1, "there is nothing to compare"
-        assert differences(left(row, pipeline(engine, mode)), plain, REORDERED if row.rounded else 0.0) == []
+        assert differences(left(row, pipeline), plain, REORDERED if row.rounded else 0.0) == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("row", ALONE, ids=lambda row: row.name)
-def test_in_one_process(row: Row, engine: str, mode: str, left: Any, plain: Any) -> None:
+def test_in_one_process(row: Row, engine: str, mode: str, left: Any) -> None:
     if '"fork"' in row.code and not hasattr(os, "fork"):
         pytest.skip("this system does not fork")
-    assert_answer(row, engine, mode, left, plain(row))
+    assert_answer(row, engine, mode, left)
 
 
 @pytest.mark.slow
@@ -122,7 +153,7 @@ def test_on_several_ranks(row: Row, engine: str, mode: str) -> None:
     def left(row: Row, kind: Any) -> dict[str, Any]:
         return left_by(row.code, names(kind, current().index, mesh=init_device_mesh("cpu", (2,))))
 
-    assert_answer(row, engine, mode, left, left(row, Plain))
+    assert_answer(row, engine, mode, left)
 
 
 def test_the_table_is_current() -> None:

@@ -43,17 +43,9 @@ CHECKPOINT = ["never", "except_last", "always"]
 
 # What makes two of one tensor, or hands it on as it is, and what then changes both.
 ALIASES = [
-    "identity",
-    "linear",
-    "tied",
-    "shared",
-    "twice",
-    "and a view",
-    "and its input",
-    "swap",
-    "relu in place",
+    "identity", "linear", "tied", "shared", "twice", "and a view", "and its input", "swap", "relu in place",
     "add in place",
-]
+]  # fmt: skip
 
 # What is not drawn for ranks: what two partitions have in common, which they refuse; what no module has, which other
 # ranks do not see; parameters that a forward changes, which are not sent to them; and what works with backward() only,

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 from ..parts.layers import WIDTH, Do, linear
-from ..row import Row
+from ..row import Row, steps
+from .gradients import loss_of
 
 Change = Callable[[Any, Tensor], object]
 
@@ -39,23 +39,7 @@ def scale(size: int = 1) -> nn.Module:
     return Do(lambda self, x: x * self.by[:1].clone(), by=torch.full((size,), 2.0))
 
 
-def counting(size: int) -> nn.Module:
-    """Scale by how often it ran in training, of which the second pass must not know."""
-    return Do(lambda self, x: x * count_of(self), by=torch.full((size,), 2.0))
-
-
-def count_of(layer: Any) -> Tensor:
-    if layer.training:
-        layer.by += 1
-    return layer.by[:1].clone()
-
-
 LARGE = 1 << 15  # elements: no copy is made of these
-
-
-def loss_of(run: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = run(x)
-    return y.square().sum()
 
 
 def with_change(change: Change) -> Callable[[Any, Tensor], Any]:
@@ -73,29 +57,10 @@ def with_change(change: Change) -> Callable[[Any, Tensor], Any]:
     return use
 
 
-def trained(run: nn.Module, x: Tensor) -> None:
-    for _ in range(3):
-        run.zero_grad()
-        loss_of(run, x).backward()
-
-
-def replaced_between_steps(replacement: Callable[[], nn.Module]) -> Callable[[Any, Tensor], None]:
-    def use(run: Any, x: Tensor) -> None:
-        trained(run, x)
-        run[2].norm = replacement()
-        trained(run, x)
-
-    return use
-
-
-def functional(run: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """Give parameters that are computed, and a buffer."""
-    given = {name: torch.randn_like(p).requires_grad_() for name, p in run.named_parameters()}
-    state = {name: p * 2 for name, p in given.items()} | {"3.by": torch.full((1,), 3.0)}
-    loss = functional_call(run, state, x).square().sum()
-    loss.backward()
-    assert all(p.grad is None for p in run.parameters())
-    return [loss.detach(), *(p.grad for p in given.values())]
+def replaced_between_steps(run: Any, x: Tensor, replacement: Callable[[], nn.Module]) -> Any:
+    before = steps(run, x)
+    run[2].norm = replacement()
+    return before, steps(run, x)
 
 
 class Loss(Tensor):
@@ -155,7 +120,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
     "a setting of a layer": (
         nn.LeakyReLU, lambda run, _: setattr(run[3], "negative_slope", 5.0), "'negative_slope' of LeakyReLU"),
 }  # fmt: skip
-CHANGED = r"buffer 'by' of Do in partition 1 was changed in forward"
 
 ROWS = [
     *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change))
@@ -164,15 +128,11 @@ ROWS = [
           refused={"always": says, "except_last": f"{says}|modified by an inplace operation"},
           without={"never": "then autograd alone decides"})
       for what, (last, change, says) in REFUSED.items()),
-    Row("a buffer that changes with every pass", partial(layers, partial(counting, 1)), balance=(2, 2), use=trained),
-    Row("a large buffer that changes with every pass", partial(layers, partial(counting, LARGE)), balance=(2, 2),
-        use=trained, refused={"always": CHANGED, "except_last": CHANGED}),
-    Row("functional_call", partial(layers, scale), balance=(2, 2), use=functional),
     Row("a loss that is a tensor subclass", partial(layers, watching), balance=(2, 2),
         use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward()),
     Row("a context variable", lambda: nn.Sequential(*(Do(lambda _, x: x * by.get()) if k % 2 else linear()
         for k in range(4))), balance=(2, 2), use=with_another_value),
-    Row("a norm for the inside of a layer", layers, use=replaced_between_steps(lambda: nn.BatchNorm1d(WIDTH))),
-    Row("a dropout for the inside of a layer", layers, use=replaced_between_steps(lambda: nn.Dropout(0.0))),
+    *(Row(f"{kind.__name__} for the inside of a layer", layers, use=partial(replaced_between_steps, replacement=make))
+      for kind, make in ((nn.BatchNorm1d, lambda: nn.BatchNorm1d(WIDTH)), (nn.Dropout, lambda: nn.Dropout(0.0)))),
     Row("a backward in inference mode", use=in_inference_mode),
 ]  # fmt: skip

@@ -37,6 +37,10 @@ class Holds(nn.Module):
         return y
 
 
+def in_place(layer: Any) -> None:
+    layer.buffer.add_(1)
+
+
 def another(layer: Any) -> None:
     layer.buffer = layer.buffer + 1
 
@@ -135,6 +139,8 @@ def checkpointed(message: str) -> dict[str, str]:
 
 
 ROWS = [
+    Row("a count in the passes", model(in_place), balance=(2, 1), use=steps),
+    Row("a large one that counts", model(in_place, LARGE), balance=(2, 1), use=steps, refused=checkpointed(FORWARD)),
     Row("another buffer in the passes", model(another), balance=(2, 1), use=steps),
     Row("a buffer that comes in the passes", model(in_the_free_place), balance=(2, 1), use=steps),
     Row("a buffer that is registered in the passes", model(where_there_was_no_place), balance=(2, 1), use=steps),

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from torchgpipe import is_checkpointing, is_recomputing
 
-from ..parts.layers import WIDTH, linear
+from ..parts.layers import WIDTH, linear, real
 from ..row import Row, step
 
 BF16, FP16 = partial(torch.autocast, "cpu", torch.bfloat16), partial(torch.autocast, "cpu", torch.float16)
@@ -23,10 +23,6 @@ ON_META = partial(torch.device, "meta")
 def layers(*, training: bool = True) -> nn.Sequential:
     last = parametrizations.weight_norm(nn.Linear(8, 4))
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 8), last).train(training)
-
-
-def given() -> Tensor:
-    return torch.randn(8, WIDTH).requires_grad_()
 
 
 class Report(nn.Module):
@@ -66,30 +62,21 @@ def enabled_again() -> Iterator[None]:
         yield
 
 
-def within(context: Callable[[], Any]) -> Callable[[nn.Module, Tensor], Any]:
-    """Run two forwards within a context, each with its backward outside of it."""
+def within(forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext) -> Callable[[nn.Module, Tensor], Any]:
+    """Run two forwards within a context, each with its backward within another."""
 
     def use(run: nn.Module, x: Tensor) -> Any:
         shown = []
         for _ in range(2):
             run.zero_grad()
-            with context():
+            with forward():
                 y = run(x)
-            shown += [y.detach(), y.requires_grad, y.is_inference(), seen(run)]
+            shown += [y.detach(), y.requires_grad, y.is_inference()]
             if y.requires_grad:
-                y.backward(torch.ones_like(y))
+                with backward():
+                    y.backward(torch.ones_like(y))
+            shown.append(seen(run))
         return shown
-
-    return use
-
-
-def around(forward: Callable[[], Any], backward: Callable[[], Any]) -> Callable[[nn.Module, Tensor], Any]:
-    def use(run: nn.Module, x: Tensor) -> list[str]:
-        with forward():
-            y = run(x)
-        with backward():
-            y.backward(torch.ones_like(y))
-        return seen(run)
 
     return use
 
@@ -109,7 +96,9 @@ AROUND: dict[str, Callable[[], Any]] = {
     "cached parametrizations": cached,
 }
 # What surrounds forward, and what backward: a recomputation has the modes of its forward.
-PASSES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+PASSES: dict[str, tuple[Callable[[], Any], ...]] = {
+    "no_grad reaches every layer": (torch.no_grad,),
+    "inference_mode reaches every layer": (torch.inference_mode,),
     "autocast in forward": (BF16, nullcontext),
     "autocast in backward": (nullcontext, BF16),
     "autocast in both": (BF16, FP16),
@@ -118,11 +107,9 @@ PASSES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 ROWS = [
-    *(Row(f"{what}{'' if training else ' in evaluation'}", partial(layers, training=training), given, (2, 1, 2),
+    *(Row(f"{what}{'' if training else ' in evaluation'}", partial(layers, training=training), balance=(2, 1, 2),
           use=within(context)) for what, context in AROUND.items() for training in (True, False)),
-    *(Row(f"{what} reaches every layer", reporting, given, (2, 1, 2), use=within(AROUND[what]))
-      for what in ("no_grad", "inference_mode")),
-    *(Row(what, reporting, lambda: torch.randn(6, WIDTH), (2, 1, 2), use=around(*contexts))
+    *(Row(what, reporting, partial(real, grad=False), (2, 1, 2), use=within(*contexts))
       for what, contexts in PASSES.items()),
-    Row("training after inference", layers, given, (2, 1, 2), use=after_inference),
+    Row("training after inference", layers, balance=(2, 1, 2), use=after_inference),
 ]  # fmt: skip

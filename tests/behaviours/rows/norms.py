@@ -19,8 +19,8 @@ def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
     return made(lambda: nn.Conv2d(2, 4, 1), norm, nn.ReLU, nn.Flatten, lambda: nn.Linear(36, 3))
 
 
-def evaluating(build: Callable[[], nn.Sequential]) -> Callable[[], nn.Sequential]:
-    return lambda: build().eval()
+def in_mode(build: Callable[[], nn.Sequential], training: bool) -> nn.Sequential:
+    return build() if training else build().eval()
 
 
 def given(size: int = 14) -> Tensor:
@@ -45,7 +45,9 @@ NORMS: dict[str, Callable[[], nn.Sequential]] = {
     "at the end": made(
         nn.Flatten, lambda: nn.Linear(18, 8), nn.Tanh, lambda: nn.Linear(8, 4), lambda: nn.BatchNorm1d(4)
     ),
-    "at the start": made(lambda: nn.BatchNorm2d(2), lambda: nn.Conv2d(2, 4, 1), nn.Tanh),
+    "at the start": made(
+        lambda: nn.BatchNorm2d(2), nn.Tanh, nn.Flatten, lambda: nn.Linear(18, 8), lambda: nn.Linear(8, 4)
+    ),
     "an output that depends on its statistics": channels(lambda: Shifted(4)),
 }
 
@@ -76,10 +78,9 @@ def failing() -> nn.Sequential:
 DEFERRED: dict[str, Any] = {"options": {"deferred_batch_norm": True}, "tolerance": REORDERED}  # of combined moments
 
 ROWS = [
-    *(Row(what, build, given, (1, 1, 1) if what == "at the start" else (1, 1, 3), use=steps, chunks=4)
-      for what, build in NORMS.items()),
-    *(Row(f"{what}, evaluation", evaluating(build), given,
-          (1, 1, 1) if what == "at the start" else (2, 3), use=steps, chunks=4) for what, build in NORMS.items()),
+    *(Row(f"{what}{how}", partial(in_mode, build, training), given, balance, use=steps, chunks=4)
+      for what, build in NORMS.items()
+      for how, training, balance in (("", True, (1, 1, 3)), (", evaluation", False, (2, 3)))),
     *(Row(f"deferred, {batch} samples in {m}", channels(lambda: nn.BatchNorm2d(4)), partial(given, batch), balance,
           use=steps, chunks=m, **DEFERRED)
       for batch, m, balance in ((13, 8, (1, 4)), (12, 4, (2, 3)), (12, 1, (1, 1, 3)), (13, 20, (2, 1, 2)))),

@@ -1,4 +1,4 @@
-"""What goes in, between partitions and out: tuples, with tensors that take no gradient or cannot, and types."""
+"""What goes in, between partitions and out, and how it is split: tuples, types, tensors without a gradient."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def ids() -> Tensor:
     return torch.arange(8).remainder(5)
 
 
+def batch(size: int) -> Any:
+    return lambda: torch.randn(size, WIDTH).requires_grad_()
+
+
 def two() -> tuple[Tensor, Tensor]:
     return real(), real()
 
@@ -34,22 +38,6 @@ def with_ids() -> tuple[Tensor, Tensor]:
 def of(*layers: Any) -> Any:
     """Return what makes a model: modules are given as what makes them, functions as they are."""
     return made(*(x if x in (linear, first) else partial(lambda x: x, x) for x in layers))
-
-
-class Shifted(nn.Module):
-    """Its gradient is a sum over positions, which rounds by the order that they have in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
-
-
-def turned(x: Tensor) -> Tensor:
-    """Compute something whose gradient is not contiguous."""
-    return x.transpose(1, 2).contiguous().sin().transpose(1, 2)
 
 
 def typed(*types: torch.dtype) -> Any:
@@ -89,11 +77,17 @@ ROWS = [
     Row("nothing takes grad", of(*[lambda a, k: (a, k)] * 3), with_ids),
     Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),
     Row("no parameters", of(torch.sin, torch.exp, torch.square)),
-    Row("strides", made(Shifted, lambda: turned, Shifted, lambda: turned), lambda: torch.randn(6, 16, 32), (1, 2, 1)),
     Row("nothing", of(linear, lambda a: None, linear), refused={"": "output of partition 1 must be .* got NoneType"}),
     Row("a number", of(linear, lambda a: (a, 2.0), linear), refused={"": "of partition 1 must .* element 1 is float"}),
     Row("a loss", of(linear, linear, Tensor.sum), refused={"": "returned a scalar; move a loss"}),
     *(Row(f"types {d}", typed(d), partial(torch.randn, 8, WIDTH, dtype=d, requires_grad=True), use=promised)
       for d in (F16, BF16, C64)),
     Row("several types", typed(*SEVERAL), balance=(2, 2, 2, 3), use=promised),
+    *(Row(f"{b} samples, {m} micro-batches", given=batch(b), chunks=m)
+      for b, m in ((13, 8), (13, 2), (8, 8), (8, 3), (1, 2), (1, 20), (0, 3), (8, 20))),
+    *(Row(f"a balance of {balance}", given=batch(13), balance=balance, chunks=8)
+      for balance in ((2, 3), (2, 1, 1, 1), (1, 1, 3))),
+    *(Row(f"without {switch}", given=batch(13), balance=(2, 1, 1, 1), chunks=8, options={switch: False},
+          without={"ranks": "they have no such components"})
+      for switch in ("dependency", "portals", "copy_streams")),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..compare import REORDERED
 from ..parts.draw import Draw, drawing, dropout
 from ..parts.layers import linear, made
-from ..row import Row, step
+from ..row import Row, step, steps
 
 Drawn = Callable[[Tensor], Tensor]
 
@@ -47,10 +47,6 @@ DRAWS: dict[str, Drawn] = {
 }
 
 
-def given() -> Tensor:
-    return torch.randn(8, 4).requires_grad_()
-
-
 def layers(draw: Drawn = DRAWS["uniform in place"]) -> nn.Sequential:
     return nn.Sequential(linear(), Draw(draw), nn.Tanh(), Draw(draw), linear())
 
@@ -72,10 +68,6 @@ def all_differ(run: nn.Module, x: Tensor) -> Any:
     shown = step(run, x)
     assert_apart(run)
     return shown
-
-
-def twice(run: nn.Module, x: Tensor) -> Any:
-    return [step(run, x) for _ in range(2)]
 
 
 def under_way(run: nn.Module, x: Tensor) -> Any:
@@ -125,7 +117,7 @@ def from_evaluation_and_back(run: nn.Module, x: Tensor) -> Any:
 
 def sizes(run: nn.Module, x: Tensor) -> Any:
     """A single sample goes through another engine, with random numbers of its own."""
-    return [step(run, x[:size]) for size in (1, 8, 1, 1, 8, 8, 3)]
+    return [(step(run, x[:size]), [p.grad for p in run.parameters()]) for size in (1, 8, 1, 1, 8, 8, 3)]
 
 
 def sometimes(x: Tensor) -> Tensor:
@@ -153,26 +145,25 @@ MORE: dict[str, Any] = {"chunks": 4, "balance": (2, 1, 2)}
 ONE = "one torch.Generator"
 
 ROWS = [
-    *(Row(what, partial(layers, draw), given, use=all_differ, **MORE) for what, draw in DRAWS.items()),
-    Row("several steps", layers, given, use=twice, **MORE),
-    Row("backward leaves the caller's numbers alone", layers, given, use=leaves_the_callers_numbers_alone, **MORE),
-    Row("two forwards, then two backwards", layers, given, use=under_way, **MORE, tolerance=REORDERED),
-    *(Row(f"no numbers are taken by {what}", alone(layer), given, use=takes_nothing, **MORE)
+    *(Row(what, partial(layers, draw), use=all_differ, **MORE) for what, draw in DRAWS.items()),
+    Row("several steps", layers, use=steps, **MORE),
+    Row("backward leaves the caller's numbers alone", layers, use=leaves_the_callers_numbers_alone, **MORE),
+    Row("two forwards, then two backwards", layers, use=under_way, **MORE, tolerance=REORDERED),
+    *(Row(f"no numbers are taken by {what}", alone(layer), use=takes_nothing, **MORE)
       for what, layer in QUIET.items()),
-    Row("one partition draws the numbers of a plain run", made(linear, nn.Dropout, linear), given,
-        (3,), use=twice),
-    Row("one micro-batch draws the numbers of a plain run", made(linear, nn.Dropout, linear), given,
-        (1, 1, 1), use=twice, chunks=1),
-    Row("from evaluation to training and back", layers, given, use=from_evaluation_and_back, **MORE),
-    Row("from evaluation to training, any engine", layers, given, use=from_evaluation_and_back, **MORE, **AUTO),
-    Row("sizes", layers, given, use=sizes, **MORE),
-    Row("sizes, any engine", layers, given, use=sizes, **MORE, **AUTO),
+    Row("one partition draws the numbers of a plain run", made(linear, nn.Dropout, linear), balance=(3,), use=steps),
+    Row("one micro-batch draws the numbers of a plain run", made(linear, nn.Dropout, linear),
+        use=steps, chunks=1),
+    Row("from evaluation to training and back", layers, use=from_evaluation_and_back, **MORE),
+    Row("from evaluation to training, any engine", layers, use=from_evaluation_and_back, **MORE, **AUTO),
+    Row("sizes", layers, use=sizes, **MORE),
+    Row("sizes, any engine", layers, use=sizes, **MORE, **AUTO),
     Row("a first draw in a later micro-batch", made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3), rising,
         refused={"workers always": WRONG, "ranks always": WRONG}, **MORE),
-    Row("a generator of a layer's own", alone(Own), given, use=twice, **MORE),
-    Row("a generator of two partitions", of_two_partitions, given, refused={"": ONE}, balance=(1, 1, 1)),
-    Row("within plain checkpointing", alone(lambda: Draw(use_reentrant=False)), given,
+    Row("a generator of a layer's own", alone(Own), use=steps, **MORE),
+    Row("a generator of two partitions", of_two_partitions, refused={"": ONE}, balance=(1, 1, 1)),
+    Row("within plain checkpointing", alone(lambda: Draw(use_reentrant=False)),
         refused={"workers": WITHIN}, **MORE),
-    Row("within plain checkpointing, reentrant", alone(lambda: Draw(use_reentrant=True)), given,
+    Row("within plain checkpointing, reentrant", alone(lambda: Draw(use_reentrant=True)),
         refused={"workers": WITHIN}, **MORE, without={"ranks": "tested by autograd.grad, which that kind refuses"}),
 ]  # fmt: skip

@@ -10,29 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...parts import Fails
-from ..actions import (
-    ON_PURPOSE,
-    as_with,
-    between_steps,
-    first_mask,
-    going_on,
-    in_autocast,
-    in_turn,
-    input_gradient,
-    losses,
-    masks,
-    moved,
-    next_batch,
-    of_the_mini_batch,
-    raised,
-    second_mask,
-    seeded,
-    sequence,
-    told,
-    trained,
-)  # fmt: skip
+from .. import actions as do
 from ..compare import REORDERED
-from ..parts.layers import layer
+from ..parts.layers import layer, linear, tied
 from ..parts.wiring import OnFirst
 from ..pipe import Training, batch, mlp, squares
 
@@ -63,7 +43,7 @@ class Residual(nn.Module):
 def raises(phase: str) -> nn.Module:
     """Return a layer that raises once: in forward, or in backward."""
     fails = Fails()
-    fails.fail(phase, ValueError(ON_PURPOSE))
+    fails.fail(phase, ValueError(do.ON_PURPOSE))
     return fails
 
 
@@ -94,20 +74,14 @@ def handed_on() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), twice, OnFirst(nn.Linear(3, 3)), OnFirst(nn.Tanh()), total, nn.Linear(3, 3))
 
 
-def tied(first: nn.Linear, second: nn.Linear) -> nn.Linear:
-    """Return the second layer, with the parameters of the first."""
-    second.weight, second.bias = first.weight, first.bias
-    return second
-
-
 def tied_within() -> nn.Sequential:
-    first = nn.Linear(4, 4)
-    return nn.Sequential(first, nn.Tanh(), tied(first, nn.Linear(4, 4)), nn.Linear(4, 3))
+    first = linear()
+    return nn.Sequential(first, nn.Tanh(), tied(first), nn.Linear(4, 3))
 
 
 def tied_over() -> nn.Sequential:
-    first = nn.Linear(4, 4)
-    return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4), tied(first, nn.Linear(4, 4)))
+    first = linear()
+    return nn.Sequential(first, nn.Tanh(), linear(), tied(first))
 
 
 def frozen(*numbers: int) -> nn.Sequential:
@@ -128,7 +102,7 @@ def raising() -> Callable[[Tensor, Tensor], Tensor]:
 
     def criterion(output: Tensor, target: Tensor) -> Tensor:
         if not target.any():
-            raise ValueError(ON_PURPOSE)
+            raise ValueError(do.ON_PURPOSE)
         return squares(output, target)
 
     return criterion
@@ -159,11 +133,11 @@ ROWS = [
     T("fewer samples than micro-batches", SPLIT, "The last batch of a data set may be that small.",
       given=partial(batch, 3)),
     T("a smaller second batch", SPLIT, "So an epoch ends, unless its last samples are dropped.",
-      action=trained(batch(8), batch(4, 1)), optimizer=sgd),
+      action=do.trained(batch(8), batch(4, 1)), optimizer=sgd),
     T("a larger second batch", SPLIT, "Batch sizes grow on purpose, and buffers must grow with them.",
-      action=trained(batch(4), batch(8, 1)), optimizer=sgd),
+      action=do.trained(batch(4), batch(8, 1)), optimizer=sgd),
     T("a longer second sequence", SPLIT, "Text and audio have another length in each batch.",
-      action=trained(sequence(5), sequence(7)), optimizer=sgd),
+      action=do.trained(do.sequence(5), do.sequence(7)), optimizer=sgd),
     T("several inputs", PASSED, "Models take a mask, or a second sequence, beside their input.",
       lambda: nn.Sequential(layer(lambda a, b: a * b), *mlp()), (2, 3),
       lambda: ((batch()[0], batch()[0] + 1), batch()[1])),
@@ -176,7 +150,7 @@ ROWS = [
     T("bfloat16 between partitions", PASSED, "Types are the layers', not the pipeline's.",
       with_functions(Tensor.bfloat16, Tensor.float), (3, 3)),
     T("a transposed tensor between partitions", PASSED, "`transpose` and `permute` end many a layer.",
-      with_functions(turned, turned), (3, 3), partial(sequence, 5)),
+      with_functions(turned, turned), (3, 3), partial(do.sequence, 5)),
     T("a partition that begins in place", PASSED, "`ReLU(inplace=True)` may come first in a partition.",
       lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), (1, 2)),
     T("a tensor that the next partition ignores", PASSED, "It takes no gradient, and nobody may wait for one.",
@@ -188,64 +162,64 @@ ROWS = [
     T("a skip over a partition, in a model as it is written", PASSED, "So U-Nets and encoders are written.", Residual,
       ("b", "c"), sample=batch()[0]),
     T("the input's gradient", PASSED, "Adversarial training, and whatever comes before the pipeline, need it.",
-      action=input_gradient),
-    T("one seed, one result", RANDOM, "A run can be repeated.", dropped, (3, 4), action=as_with()),
+      action=do.input_gradient),
+    T("one seed, one result", RANDOM, "A run can be repeated.", dropped, (3, 4), action=do.as_with()),
     T("dropout equal over balances", RANDOM, "A seed gives the same masks wherever layers are split.", dropped, (3, 4),
-      action=as_with(balance=(2, 5)), unlike="which numbers a task draws depends on its partition"),
+      action=do.as_with(balance=(2, 5)), unlike="which numbers a task draws depends on its partition"),
     T("dropout of another partition", RANDOM, "Partitions have masks of their own, though ranks have one seed.",
-      lambda: nn.Sequential(nn.Linear(4, 6), layer(first_mask), layer(second_mask), nn.Linear(6, 3)),
-      action=masks),
+      lambda: nn.Sequential(nn.Linear(4, 6), layer(do.first_mask), layer(do.second_mask), nn.Linear(6, 3)),
+      action=do.masks),
     T("recomputation draws the same masks", RANDOM, "Or gradients are those of another network.", dropped, (3, 4),
-      action=as_with(checkpoint="always")),
+      action=do.as_with(checkpoint="always")),
     T("batch norm, by micro-batch", RANDOM, f"{NORMED} Each micro-batch counts once.", normed, (3, 2)),
     T("batch norm under recomputation", RANDOM, "Recomputation may not count it a second time.", normed, (3, 2),
       checkpoint="always"),
     T("batch norm, by mini-batch", RANDOM, f"{NORMED} Each mini-batch counts once, each sample alike.",
-      lambda: nn.Sequential(nn.BatchNorm1d(4), *mlp()), (3, 2), partial(batch, 14), of_the_mini_batch,
+      lambda: nn.Sequential(nn.BatchNorm1d(4), *mlp()), (3, 2), partial(batch, 14), do.of_the_mini_batch,
       deferred_batch_norm=True),
     T("two accumulated steps", GRADIENTS, "Accumulation adds gradients; the second step may not change the first's.",
       action=lambda pipe: pipe.step().step(*batch(8, 1)), tolerance=REORDERED),
     T("tied weights within a partition", GRADIENTS, "The gradient is the sum over all uses.", tied_within, (3, 1),
       tolerance=REORDERED),
     T("tied weights of two partitions", GRADIENTS, "Embedding and output layer of language models share a weight.",
-      tied_over, action=losses, optimizer=sgd, tolerance=REORDERED, refused={"ranks": "are one parameter"}),
+      tied_over, action=do.losses, optimizer=sgd, tolerance=REORDERED, refused={"ranks": "are one parameter"}),
     T("a frozen first partition", GRADIENTS, "Fine-tuning leaves the first layers as they are.", partial(frozen, 0)),
     T("a frozen last partition", GRADIENTS, "Gradients go through layers that take none.", partial(frozen, 2, 3)),
     T("a parameter that is not used", GRADIENTS, "It has no gradient, and weight decay leaves it as it is.",
-      with_unused, action=trained(batch()), optimizer=decayed),
+      with_unused, action=do.trained(batch()), optimizer=decayed),
     T("nothing flows back", GRADIENTS, "Behind a layer that detaches, weight decay leaves parameters as they are.",
-      with_functions(Tensor.detach), (2, 3), action=trained(batch()), optimizer=decayed),
+      with_functions(Tensor.detach), (2, 3), action=do.trained(batch()), optimizer=decayed),
     T("a mean over the mini-batch", STEPS, "The most used criterion.", criterion=nn.functional.mse_loss, mean=True),
     T("a loss scale", STEPS, "Half precision needs one; gradients are scaled as the loss is.",
       criterion=lambda y, target: scaler.scale(squares(y, target))),
-    T("clipping", STEPS, "The norm is that of all gradients, not of one partition's.", action=trained(batch()),
+    T("clipping", STEPS, "The norm is that of all gradients, not of one partition's.", action=do.trained(batch()),
       optimizer=sgd, clip=0.5),
-    T("Adam", STEPS, "Five steps, compared by parameters.", action=trained(*seeded(5)), optimizer=adam),
-    T("two pipelines in turn", STEPS, "A generator and its critic; a teacher and its pupil.", action=in_turn,
+    T("Adam", STEPS, "Five steps, compared by parameters.", action=do.trained(*do.seeded(5)), optimizer=adam),
+    T("two pipelines in turn", STEPS, "A generator and its critic; a teacher and its pupil.", action=do.in_turn,
       optimizer=sgd),
-    T("autocast", STEPS, "It reaches every partition, in backward too.", action=in_autocast),
+    T("autocast", STEPS, "It reaches every partition, in backward too.", action=do.in_autocast),
     T("names and values", STATE, "All ranks together write what the model alone would write.", normed, (3, 2),
       action=lambda pipe: pipe),
     T("another balance", STATE, "A training goes on with another split, or on other machines.", balance=(1, 3),
-      action=moved, optimizer=sgd),
+      action=do.moved, optimizer=sgd),
     T("going on", STATE, "After a restart it is as if nothing had happened, the optimizer's state included.",
-      action=going_on, optimizer=adam),
+      action=do.going_on, optimizer=adam),
     T("outputs", EVALUATION, "They are the model's, without dropout.", between(nn.Dropout), (3, 2),
       action=lambda pipe: pipe.evaluate()),
     T("batch norm", EVALUATION, "Evaluation uses running statistics and leaves them as they are.", normed, (3, 2),
       action=lambda pipe: pipe.step().evaluate(*batch(8, 1))),
-    T("between two steps of training", EVALUATION, "Evaluation leaves training as it is.", action=between_steps,
+    T("between two steps of training", EVALUATION, "Evaluation leaves training as it is.", action=do.between_steps,
       optimizer=adam),
     T("a larger batch than in training", EVALUATION, "Evaluation needs less memory, so batches are larger.",
       action=lambda pipe: pipe.train().evaluate(*batch(16)), optimizer=sgd),
     T("an uneven batch", EVALUATION, "The last samples of a test set count as well.",
       action=lambda pipe: pipe.evaluate(*batch(14))),
     *(T(f"in {phase} of the {place} partition", FAILURES, RAISES, partial(raising_in, phase), balance,
-        action=raised)
+        action=do.raised)
       for phase in ("forward", "backward") for place, balance in (("first", (3, 2)), ("last", (2, 3)))),
-    T("in the criterion", FAILURES, RAISES, given=bad_target, action=raised, criterion=raising()),
+    T("in the criterion", FAILURES, RAISES, given=bad_target, action=do.raised, criterion=raising()),
     T("is told to every rank", FAILURES, "Whichever log is read, it says what went wrong.",
-      lambda: mlp(raises("forward")), (2, 3), action=told),
+      lambda: mlp(raises("forward")), (2, 3), action=do.told),
     T("then the next mini-batch", FAILURES, "A program that leaves out a bad batch goes on with right gradients.",
-      given=bad_target, action=next_batch, criterion=raising()),
+      given=bad_target, action=do.next_batch, criterion=raising()),
 ]  # fmt: skip

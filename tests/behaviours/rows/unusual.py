@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchgpipe.skip import Namespace
+
+from ...parts import Pop, Stash
 from ..parts.layers import WIDTH, Do, five, linear, made
 from ..row import Row, step, steps
 
@@ -121,7 +128,7 @@ def with_penalty(run: Any, x: Tensor) -> Any:
 
 
 def observed_with_penalty(run: Any, x: Tensor) -> None:
-    run.observer = lambda task: nullcontext()  # each task has a graph of its own then
+    run.observer = nullcontext  # each task has a graph of its own then
     try:
         (run(x).sum() + run[0].penalty).backward(retain_graph=True)
     finally:
@@ -145,6 +152,22 @@ def of_another_type(run: nn.Module, x: Tensor) -> list[str]:
     return [str(p.grad.dtype) for p in run.parameters() if p.grad is not None]
 
 
+def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: bool) -> Any:
+    """A copy is trained, and then the model: neither has anything of the other."""
+    if used:
+        step(run, x)
+    twin = duplicate(run)
+    shown = step(twin, x)
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    return shown, twin, step(run, x)
+
+
+SKIP = Namespace()
+SKIPPED: list[Any] = [lambda kind=kind: kind().isolate(SKIP) for kind in (Stash, Pop)]
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
 KEEPS = "a layer keeps a tensor that has a graph"
 ALWAYS = {"always": "no graph is kept there, as the guide says", "ranks": "others do not have what a layer keeps"}
 REPLACED = "replaced, added or froze a parameter|was changed in place"
@@ -167,6 +190,9 @@ ROWS = [
     Row("a graph that a layer keeps, observed", made(lambda: Penalty(True), linear), balance=(1, 1), chunks=1,
         use=observed_with_penalty, refused={"": "another way than its outputs"}, without=ALWAYS),
     Row("the number of threads", made(nn.Tanh, nn.Tanh, nn.Tanh), use=threads_of),
+    *(Row(f"{how} of {what}", made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
+          use=partial(copied, duplicate=duplicate, used=what == "a used model"))
+      for how, duplicate in COPIES.items() for what in ("a new model", "a used model")),
     Row("a norm of two partitions whose buffers were replaced", shared_norm, balance=(2, 2), use=with_other_buffers,
         refused={"": "change the same buffer"}),
     *([Row("gradients of another type", lambda: five().bfloat16(), lambda: torch.randn(6, WIDTH).bfloat16(),
