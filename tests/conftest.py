@@ -72,14 +72,14 @@ def few(tests: list[Any]) -> list[Any]:
     return [tests[k] for k in covering([{name: id(x) for name, x in t.callspec.params.items()} for t in tests])]
 
 
-def covering(rows: Sequence[Mapping[Any, Hashable]]) -> set[int]:
-    """Return the indices of a few rows in which all pairs of values are that any row has.
+def covering(rows: Sequence[Mapping[Any, Hashable]], size: int = 2) -> set[int]:
+    """Return the indices of a few rows in which all pairs of values are that any row has, or all values (`size` 1).
 
     The most new pairs come first. Ties are drawn, the same in every run, or whatever varies slowest would always be
     combined with the first of all others.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
-    pairs = {k: {*combinations(rows[k].items(), 2)} for k in order}
+    pairs = {k: {*combinations(rows[k].items(), size)} for k in order}
     missing = set().union(*pairs.values())
     chosen: set[int] = set()
     while missing:

@@ -126,15 +126,14 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 def heard(pipe: Pipe) -> list[BaseException]:
     """Return what a step raises, with the errors that it says were the cause."""
-    errors: list[BaseException] = []
     try:
         pipe.step()
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
+        errors: list[BaseException] = [error]
+        while (cause := errors[-1].__cause__) is not None:
             errors.append(cause)
-            cause = cause.__cause__
-    return errors
+        return errors
+    return []
 
 
 def raised(pipe: Pipe) -> Found:

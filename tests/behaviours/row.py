@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ..conftest import covering
 from ..plain import Tensors, piped
 from .compare import differences
 from .parts.deferred import Deferred
@@ -115,16 +116,10 @@ def cases(rows: Sequence[Row], *, every: bool) -> list[Case]:
     """Return all cases of some rows; or a few of each, with every variation, engine and mode, in turns."""
     found = []
     for r, row in enumerate(rows):
-        ways = [(v, e, c) for v, e, c in product(VARIATIONS, ENGINES, MODES) if not row.left_out(v, e, c)]
+        ways = [way for way in product(VARIATIONS, ENGINES, MODES) if not row.left_out(*way)]
         if not every:
-            # Another one first in each row; each of those chosen has something that none before it has.
-            ways = ways[7 * r % len(ways) :] + ways[: 7 * r % len(ways)]
-            seen: set[str] = set()
-            missing: list[tuple[str, str, str]] = []
-            while len(seen) < len({x for way in ways for x in way}):
-                missing.append(max(ways, key=lambda way: len({*way} - seen)))
-                seen |= {*missing[-1]}
-            ways = missing
+            chosen = covering([dict(enumerate(way)) for way in ways], size=1)
+            ways = [ways[(k + 7 * r) % len(ways)] for k in sorted(chosen)]  # others in each row
         found += [Case(row, *way) for way in ways]
     return found
 
@@ -141,16 +136,11 @@ def check(row: Row, variation: str, engine: str, checkpoint: str, devices: Seque
     Partitions are on these devices in turn, and the plain layers on the first.
     """
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
-        _check(row, variation, engine, checkpoint, devices)
-
-
-def _check(row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str]) -> None:
-    layers, value = made(row)
+        layers, value = made(row)
+        again, twin = made(row)
     options: dict[str, Any] = {"chunks": row.chunks, "engine": engine, "checkpoint": checkpoint, **row.options}
-    options["devices"] = devices
-    options |= {"balance": row.balance or (len(layers) - 2, 1, 1)} | VARIATIONS[variation]
+    options |= {"devices": devices, "balance": row.balance or (len(layers) - 2, 1, 1)} | VARIATIONS[variation]
     observer, balance = options.pop("observer", None), options.pop("balance") or (len(layers),)
-    again, twin = made(row)
     plain = Deferred(again, chunks=options["chunks"])
     if options.get("deferred_batch_norm"):
         plain.defer()

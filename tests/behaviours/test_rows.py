@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.others.ours import Layers, Threads
 
 from ..plain import piped
 from .compare import differences
-from .parts.layers import made
 from .pipe import Pipe, Training
 from .row import Case, Row, cases, check
-from .rows import at_once, between, buffers, gradients, in_place, modes, norms, passed, random, skips, unusual
+from .rows import at_once, between, buffers, gradients, passed, random, unusual
 from .rows.training import ROWS
 
-GROUPS = (passed, skips, in_place, gradients, between, buffers, modes, random, norms, unusual, at_once)
+GROUPS = (passed, gradients, between, buffers, random, unusual, at_once)
 NAMES = {row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS}
 # As benchmarks/conformance.py says, too, with the reason.
 TOGETHER = [row for row in ROWS if not row.unlike]
@@ -40,20 +38,12 @@ def test_rows(case: Case) -> None:
     check(*case)
 
 
-def convolved() -> nn.Sequential:
-    return made(
-        lambda: nn.Conv2d(3, 8, 3), lambda: nn.BatchNorm2d(8), nn.Dropout, nn.Flatten, lambda: nn.Linear(72, 4)
-    )()
-
-
-def image() -> Tensor:
-    return torch.randn(13, 3, 5, 5, requires_grad=True)
-
-
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None:
-    row = Row("", lambda: convolved().train(training), image, chunks=4, options={"deferred_batch_norm": deferred})
+    layers = random.channels(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()))
+    options = {"deferred_batch_norm": deferred}
+    row = Row("", lambda: layers().train(training), random.given, chunks=4, options=options)
     check(row, "", "graph", checkpoint, ["meta"])
 
 

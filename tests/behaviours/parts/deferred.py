@@ -13,15 +13,17 @@ from ...plain import Plain
 class Undivided(nn.BatchNorm2d):
     """Batch norm with the running statistics of the mini-batch."""
 
+    met: list[Tensor]
+
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        vars(self).setdefault("met", []).append(x.detach().clone())
+        self.met.append(x.detach().clone())
         return nn.functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def commit(self, done: bool) -> None:
-        if (met := vars(self).pop("met", None)) and done:
-            super().forward(torch.cat(met))
+    def commit(self) -> None:
+        if self.met:
+            super().forward(torch.cat(self.met))
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass  # of any number of dimensions
@@ -36,14 +38,12 @@ class Deferred(Plain):
                 layer.__class__ = Undivided
 
     def forward(self, value: Any) -> Any:
-        done = False
-        try:
-            outputs = self.run(value)
-            done = True
-        finally:
-            for layer in self.modules():
-                if isinstance(layer, Undivided):
-                    layer.commit(done)
+        norms = [layer for layer in self.modules() if isinstance(layer, Undivided)]
+        for norm in norms:
+            norm.met = []
+        outputs = self.run(value)
+        for norm in norms:
+            norm.commit()
         return outputs
 
     def run(self, value: Any) -> Any:

@@ -22,8 +22,6 @@ class Draw(nn.Module):
     of that kind.
     """
 
-    generator: torch.Generator | None = None
-
     def __init__(
         self,
         draw: Callable[[Tensor], Tensor] = dropout,
@@ -53,13 +51,6 @@ class Draw(nn.Module):
         y = run(x) if self.use_reentrant is None else checkpoint(run, x, use_reentrant=self.use_reentrant)
         (self.second if is_recomputing() else self.first).append(drawn[0].detach())
         return y
-
-
-def draw_from(generator: torch.Generator) -> Draw:
-    """Return a layer that draws from a generator of its own."""
-    layer = Draw(lambda x: dropout(x, generator))
-    layer.generator = generator
-    return layer
 
 
 def drawing(model: nn.Module) -> list[Draw]:

@@ -11,7 +11,7 @@ from torch.nn import Parameter, utils
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from .draw import Draw, draw_from
+from .draw import Draw, dropout
 from .wiring import merge, with_skips
 
 WIDTH = 4
@@ -87,10 +87,24 @@ def frozen(*names: str) -> nn.Module:
     return layer
 
 
+def freeze(build: Callable[[], nn.Sequential], *numbers: int) -> nn.Sequential:
+    """Return layers, some of which are frozen."""
+    layers = build()
+    for number in numbers:
+        layers[number].requires_grad_(False)
+    return layers
+
+
 def tied(to: nn.Linear) -> nn.Module:
     layer = linear()
     layer.weight = to.weight
     return layer
+
+
+def draw_from(generator: torch.Generator | None = None) -> nn.Module:
+    """Return a layer that draws from a generator of its own, or from one that it shares."""
+    own = generator or torch.Generator().manual_seed(3)
+    return Do(lambda self, x: x * dropout(x, self.generator), generator=own)
 
 
 def table(**options: Any) -> nn.Module:
@@ -209,7 +223,7 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "average": lambda _: Do(average, mean=torch.zeros(WIDTH)),
     "remember": lambda _: Do(remember, last=torch.zeros(1, WIDTH)),
     "dropout": lambda _: Draw(),
-    "dropout, own generator": lambda _: draw_from(torch.Generator().manual_seed(1)),
+    "dropout, own generator": lambda _: draw_from(),
     "dropout, checkpointed": lambda _: Draw(use_reentrant=False),
     "checkpointed": lambda _: checkpointed(False),
     "checkpointed, reentrant": lambda _: checkpointed(True),

@@ -95,7 +95,7 @@ def hooks_draw(run: Any, x: Tensor) -> bool:
         loss = run(x).sum()
         drawn.append(torch.rand(()).item())
         loss.backward()
-    return len(drawn) == len(set(drawn)) >= 6
+    return len(drawn) == len(set(drawn)) >= 4  # a rank has one of the hooks
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:

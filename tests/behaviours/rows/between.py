@@ -1,37 +1,33 @@
-"""Between forward and backward anything may change; a recomputation meets what its first pass met, or says so."""
+"""Modes around a pipeline reach its layers. A recomputation meets what its first pass met, or says so."""
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
-from ..parts.layers import WIDTH, Do, linear
-from ..row import Row, steps
+from torchgpipe import is_checkpointing, is_recomputing
+
+from ..parts.layers import WIDTH, Do, linear, real
+from ..row import Row, step, steps
 from .gradients import loss_of
 
 Change = Callable[[Any, Tensor], object]
 
 
-class Block(nn.Module):
-    """Something inside of a layer, that may be replaced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x)).tanh()
+def block() -> nn.Module:
+    """Return a layer with something inside that may be replaced."""
+    return Do(lambda self, x: self.linear(self.norm(x)).tanh(), norm=nn.LayerNorm(WIDTH), linear=linear())
 
 
 def layers(last: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
-    return nn.Sequential(linear(), nn.Dropout(0.0), Block(), last())
+    return nn.Sequential(linear(), nn.Dropout(0.0), block(), last())
 
 
 def scale(size: int = 1) -> nn.Module:
@@ -121,6 +117,86 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
         nn.LeakyReLU, lambda run, _: setattr(run[3], "negative_slope", 5.0), "'negative_slope' of LeakyReLU"),
 }  # fmt: skip
 
+BF16, FP16 = partial(torch.autocast, "cpu", torch.bfloat16), partial(torch.autocast, "cpu", torch.float16)
+ON_META = partial(torch.device, "meta")
+
+
+def reporting(*, training: bool = True) -> nn.Sequential:
+    layers = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), parametrizations.weight_norm(nn.Linear(8, WIDTH))
+    return nn.Sequential(Report(), *layers[:2], Report(), *layers[2:], Report()).train(training)
+
+
+class Report(nn.Module):
+    """Note the modes in which the layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        modes = [torch.is_inference_mode_enabled(), autocast, torch.get_default_device().type]
+        if torch.is_inference_mode_enabled() or (not torch.is_grad_enabled() and not is_checkpointing()):
+            modes += [torch.is_grad_enabled(), is_checkpointing(), is_recomputing()]
+        self.seen.add(str(modes))
+        return x
+
+
+def seen(run: nn.Module) -> list[str]:
+    """Return what was seen by all reports; with a partition for each rank, each has one."""
+    return sorted(set().union(*(m.seen for m in run.modules() if isinstance(m, Report))))
+
+
+@contextmanager
+def cached() -> Iterator[None]:
+    with torch.no_grad(), parametrize.cached():
+        yield
+
+
+@contextmanager
+def enabled_again() -> Iterator[None]:
+    with torch.no_grad(), torch.enable_grad():
+        yield
+
+
+def within(forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext) -> Callable[[nn.Module, Tensor], Any]:
+    """Run two forwards within a context, each with its backward within another."""
+
+    def use(run: nn.Module, x: Tensor) -> Any:
+        shown = []
+        for _ in range(2):
+            run.zero_grad()
+            with forward():
+                y = run(x)
+            shown += [y.detach(), y.requires_grad, y.is_inference()]
+            if y.requires_grad:
+                with backward():
+                    y.backward(torch.ones_like(y))
+            shown.append(seen(run))
+        return shown
+
+    return use
+
+
+def after_inference(run: nn.Module, x: Tensor) -> Any:
+    with torch.inference_mode():
+        run.eval()(x)
+    return step(run.train(), x)
+
+
+# What surrounds forward, and what backward: a recomputation has the modes of its forward.
+PASSES: dict[str, tuple[Callable[[], Any], ...]] = {
+    "no_grad": (torch.no_grad,),
+    "inference_mode": (torch.inference_mode,),
+    "enable_grad within no_grad": (enabled_again,),
+    "cached parametrizations": (cached,),
+    "autocast in forward": (BF16, nullcontext),
+    "autocast in backward": (nullcontext, BF16),
+    "autocast in both": (BF16, FP16),
+    "default device in forward": (ON_META, nullcontext),
+    "default device in backward": (nullcontext, ON_META),
+}
+
 ROWS = [
     *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change))
       for what, (last, change) in HARMLESS.items()),
@@ -135,4 +211,8 @@ ROWS = [
     *(Row(f"{kind.__name__} for the inside of a layer", layers, use=partial(replaced_between_steps, replacement=make))
       for kind, make in ((nn.BatchNorm1d, lambda: nn.BatchNorm1d(WIDTH)), (nn.Dropout, lambda: nn.Dropout(0.0)))),
     Row("a backward in inference mode", use=in_inference_mode),
+    *(Row(f"{what}{'' if training else ' in evaluation'}", partial(reporting, training=training),
+          partial(real, grad=training), (3, 2, 2), use=within(*contexts))
+      for what, contexts in PASSES.items() for training in (True, False)),
+    Row("training after inference", reporting, balance=(3, 2, 2), use=after_inference),
 ]  # fmt: skip

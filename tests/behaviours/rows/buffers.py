@@ -1,4 +1,4 @@
-"""Buffers and parameters that passes change, or that are there under another name: a second pass meets the same."""
+"""What passes change, in place or not: buffers, parameters and inputs. And by the caller, of outputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torchgpipe.task.contents import SMALL
 
 from ...library.traced import Squared
+from ...plain import Plain
 from ..compare import REORDERED
-from ..parts.layers import WIDTH, Do, linear, made
+from ..parts.layers import KINDS, WIDTH, Do, linear, made, real
 from ..row import Row, steps
 
 LARGE = SMALL // 4 + 1  # elements
@@ -62,10 +63,6 @@ def two_of_one_memory(layer: Any) -> None:
     layer.buffer.add_(1)
 
 
-def nothing(layer: Any) -> None:
-    pass
-
-
 def then(change: Callable[[Any], object]) -> Callable[[Any, Tensor], Any]:
     """Change the layer between forward and backward."""
 
@@ -103,11 +100,7 @@ def replaced(layer: Any) -> None:
     layer.inner.weight = nn.Parameter(torch.zeros(2, 2))
 
 
-def frozen(layer: Any) -> None:
-    layer.inner.weight.requires_grad_(False)
-
-
-def model(change: Callable[[Any], object], size: int = 2) -> Callable[[], nn.Sequential]:
+def holding(change: Callable[[Any], object], size: int = 2) -> Callable[[], nn.Sequential]:
     return made(linear, lambda: Holds(change, size), linear)
 
 
@@ -116,17 +109,45 @@ def reads_statistics() -> nn.Sequential:
     return nn.Sequential(linear(), Do(lambda self, x: self.norm(x) + self.norm.running_mean, norm=norm), linear())
 
 
-class Weighted(nn.Module):
-    """Change its input in place, by a parameter: a copy of an input may take a gradient where the input takes none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(self.weight)
+def weighted() -> nn.Module:
+    """Change the input in place, by a parameter: a copy of an input may take a gradient where the input takes none."""
+    return Do(lambda self, x: x.mul_(self.weight), weight=nn.Parameter(torch.ones(WIDTH)))
 
 
+def add_one(x: Tensor) -> Tensor:
+    """Work in place, and not say so."""
+    return x.add_(1)
+
+
+def twice(kind: Any) -> Any:
+    return made(linear, kind, linear, kind, linear)
+
+
+def relu() -> nn.Module:
+    return nn.ReLU(inplace=True)
+
+
+def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
+    """Micro-batches are views of one tensor, and PyTorch refuses to change a view of a tensor that is split."""
+    if isinstance(run, Plain):
+        run[0] = nn.ReLU()
+    run(x).square().sum().backward()
+    return [x]
+
+
+def changed_after(run: Any, x: Tensor) -> list[Tensor]:
+    one, other = run(x)
+    return [one.add_(1).detach(), other.mul_(2).detach()]
+
+
+def changed_before_backward(run: Any, x: Tensor) -> None:
+    """Sigmoid's backward needs its output. One micro-batch, since concatenation makes a copy."""
+    y = run(x)
+    y.mul_(2)
+    y.sum().backward()
+
+
+SAYS = r"partition 1 changed its input in place.*checkpoint='never'"
 FORWARD = "'buffer' of Holds .* was changed in forward"
 BETWEEN = "'nothing' of Holds in partition 0 was changed in place between forward and backward"
 OTHER = "replaced, added or froze a parameter in its forward"
@@ -139,28 +160,49 @@ def checkpointed(message: str) -> dict[str, str]:
 
 
 ROWS = [
-    Row("a count in the passes", model(in_place), balance=(2, 1), use=steps),
-    Row("a large one that counts", model(in_place, LARGE), balance=(2, 1), use=steps, refused=checkpointed(FORWARD)),
-    Row("another buffer in the passes", model(another), balance=(2, 1), use=steps),
-    Row("a buffer that comes in the passes", model(in_the_free_place), balance=(2, 1), use=steps),
-    Row("a buffer that is registered in the passes", model(where_there_was_no_place), balance=(2, 1), use=steps),
-    Row("a large one that the forward makes", model(large_in_the_free_place), balance=(2, 1), use=steps),
-    Row("a large one that changes before the backward", model(large_in_the_free_place), balance=(2, 1),
+    Row("a count in the passes", holding(in_place), balance=(2, 1), use=steps),
+    Row("a large one that counts", holding(in_place, LARGE), balance=(2, 1), use=steps, refused=checkpointed(FORWARD)),
+    Row("another buffer in the passes", holding(another), balance=(2, 1), use=steps),
+    Row("a buffer that comes in the passes", holding(in_the_free_place), balance=(2, 1), use=steps),
+    Row("a buffer that is registered in the passes", holding(where_there_was_no_place), balance=(2, 1), use=steps),
+    Row("a large one that the forward makes", holding(large_in_the_free_place), balance=(2, 1), use=steps),
+    Row("a large one that changes before the backward", holding(large_in_the_free_place), balance=(2, 1),
         use=then(lambda layer: layer.nothing.add_(1)), refused=checkpointed(BETWEEN)),
-    Row("a buffer that comes after them", model(nothing), balance=(2, 1), use=then(in_the_free_place)),
-    Row("a buffer removed", model(nothing), balance=(2, 1), use=then(lambda layer: delattr(layer, "buffer"))),
-    Row("another large one in the passes", model(another, LARGE), balance=(2, 1), refused=checkpointed(FORWARD)),
-    Row("two that share memory", model(two_of_one_memory), balance=(2, 1), refused=checkpointed(FORWARD)),
+    Row("a buffer that comes after them", holding(id), balance=(2, 1), use=then(in_the_free_place)),
+    Row("a buffer removed", holding(id), balance=(2, 1), use=then(lambda layer: delattr(layer, "buffer"))),
+    Row("another large one in the passes", holding(another, LARGE), balance=(2, 1), refused=checkpointed(FORWARD)),
+    Row("two that share memory", holding(two_of_one_memory), balance=(2, 1), refused=checkpointed(FORWARD)),
     Row("statistics that another layer reads", reads_statistics, refused=checkpointed(READS), balance=(2, 1)),
     # One parameter by two names: its gradients are added up in another order.
     Row("what a layer knows of its parameters", made(linear, Looks, linear), balance=(1, 2), use=steps,
         tolerance=REORDERED),
-    Row("a parameter replaced in forward", model(replaced), refused=OWN_GRAPHS, balance=(2, 1)),
-    Row("a parameter frozen in forward", model(frozen), refused=OWN_GRAPHS, balance=(2, 1),
+    Row("a parameter replaced in forward", holding(replaced), refused=OWN_GRAPHS, balance=(2, 1)),
+    Row("a parameter frozen in forward", holding(lambda layer: layer.inner.requires_grad_(False)), refused=OWN_GRAPHS,
+        balance=(2, 1),
         without={"always": "autograd itself refuses it there, in the middle of backward"}),
     Row("a parameter without a shape", made(linear, partial(nn.LazyLinear, WIDTH), linear),
         refused={"graph never": "", "": r"LazyLinear has no shape for 'weight'.*run the layers once, then train"}),
     Row("a custom function at the end", made(linear, lambda: Squared.apply, linear), balance=(2, 1), use=steps),
-    Row("a copy of an input in place", made(lambda: lambda x: x + 1, lambda: nn.ReLU(inplace=True), Weighted, linear),
+    Row("a copy of an input in place", made(lambda: lambda x: x + 1, relu, weighted, linear),
         partial(torch.ones, 8, WIDTH), (1, 2, 1)),
+    *(Row(f"{name} within a partition", twice(kind), balance=(2, 3), use=steps)
+      for name, kind in (("relu", relu), ("add", lambda: add_one))),
+    # A layer that says so (`inplace`) gets a copy to work on.
+    Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
+    Row("add at a partition's start", twice(lambda: add_one), balance=(1, 2, 2), use=steps,
+        refused=checkpointed(SAYS)),
+    *(Row(f"at the model's start, {balance}", made(relu, linear, nn.Tanh), lambda: real(grad=False), balance,
+          use=at_the_start, without={"one micro-batch": "the input is changed, as without a pipeline"})
+      for balance in ((1, 2), (2, 1))),
+    # Also where there is one micro-batch, whose outputs are not concatenated.
+    Row("an output changed by the caller", made(nn.Identity, lambda: KINDS["twice"](None)), balance=(1, 1), chunks=1,
+        use=changed_after, without={"graph": "autograd refuses it where one graph has all"}),
+    Row("an output whose memory is used again", made(lambda: KINDS["and its buffer in place"](None),
+        lambda: KINDS["sum"](None)), balance=(1, 1), use=lambda run, x: run(x),
+        refused={"": "was changed in place before the partition took it"},
+        without={"workers": "when they use it again is left to chance", "ranks": "likewise"}),
+    Row("an output changed by the caller that backward needs", made(linear, nn.Sigmoid), balance=(1, 1), chunks=1,
+        use=changed_before_backward,
+        refused={"except_last": "modified by an inplace operation", "never": "modified by an inplace operation"},
+        without={"always": "the output is a copy"}),
 ]  # fmt: skip

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..compare import REORDERED
-from ..parts.layers import WIDTH, five, real
+from ..parts.layers import WIDTH, Do, five, freeze, linear, real
 from ..row import Row, promised, step
 
 
-class Fan(nn.Module):
-    """Return two outputs, each with parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.one(x), self.other(x)
-
-
 def fan() -> nn.Sequential:
-    return five(Fan)
-
-
-def frozen(*prefixes: str) -> Callable[[], nn.Sequential]:
-    def build() -> nn.Sequential:
-        module = five()
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not name.startswith(prefixes))
-        return module
-
-    return build
+    """Return layers of two outputs, each with parameters of its own."""
+    return five(lambda: Do(lambda self, x: (self.one(x), self.other(x)), one=linear(), other=nn.Linear(WIDTH, 3)))
 
 
 def backward_from(part: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Any]:
@@ -65,14 +46,14 @@ def hooked_layers(run: Any, x: Tensor) -> None:
 
 def where_they_are(run: nn.Module, x: Tensor) -> list[bool]:
     """Gradients that are views of one tensor, as some optimizers have them."""
-    flat = torch.zeros(sum(p.numel() for p in run.parameters()))
-    views = flat.split([p.numel() for p in run.parameters()])
-    for p, view in zip(run.parameters(), views, strict=True):
-        p.grad = view.view_as(p)
-    before = [p.grad for p in run.parameters()]
+    parameters = [*run.parameters()]
+    views = torch.zeros(len(parameters), WIDTH * WIDTH)
+    given = [view[: p.numel()].view_as(p) for p, view in zip(parameters, views, strict=True)]
+    for p, grad in zip(parameters, given, strict=True):
+        p.grad = grad
     for _ in range(2):
         loss_of(run, x).backward()
-    return [p.grad is grad and bool(grad.any()) for p, grad in zip(run.parameters(), before, strict=True)]  # type: ignore[union-attr]
+    return [bool(grad.any()) and p.grad is grad for p, grad in zip(parameters, given, strict=True)]
 
 
 def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
@@ -95,13 +76,13 @@ def to_be_differentiated(run: nn.Module, x: Tensor) -> None:
         run.zero_grad()
 
 
-FROZEN: dict[str, tuple[str, ...]] = {
+FROZEN: dict[str, tuple[int, ...]] = {
     "nothing": (),
-    "the first layer": ("0.",),
-    "the last partition": ("4.",),
-    "all but the first": ("2.", "4."),
-    "all but the last": ("0.", "2."),
-    "everything": ("",),
+    "the first layer": (0,),
+    "the last partition": (4,),
+    "all but the first": (2, 4),
+    "all but the last": (0, 2),
+    "everything": (0, 2, 4),
 }
 
 # What to go backward from, given a tuple of outputs with 4 and 3 features, of 8 samples in chunks of 3.
@@ -154,9 +135,9 @@ SUMS: dict[str, Use] = {
 RETAIN = "retain_graph=True"
 
 ROWS = [
-    *(Row(f"frozen: {what}", frozen(*prefixes), use=promised) for what, prefixes in FROZEN.items()),
-    *(Row(f"frozen: {what}, input takes none", frozen(*prefixes), lambda: real(grad=False), use=promised)
-      for what, prefixes in FROZEN.items()),
+    *(Row(f"frozen: {what}", partial(freeze, five, *numbers), use=promised) for what, numbers in FROZEN.items()),
+    *(Row(f"frozen: {what}, input takes none", partial(freeze, five, *numbers), lambda: real(grad=False),
+          use=promised) for what, numbers in FROZEN.items()),
     *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
     *(Row(what, use=use) for what, use in USES.items()),
     *(Row(what, use=use, tolerance=REORDERED) for what, use in SUMS.items()),

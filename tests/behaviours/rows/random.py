@@ -1,6 +1,6 @@
-"""Random numbers: a recomputation draws what its forward drew, and a pipeline that draws nothing takes nothing.
+"""Random numbers and norms: a recomputation draws what its forward drew, and counts nothing a second time.
 
-`Draw` (../draw.py) writes down what first passes drew, and the plain layers take the same.
+`Draw` (../parts/draw.py) writes down what first passes drew, and the plain layers take the same.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...parts import Fails
 from ..compare import REORDERED
-from ..parts.draw import Draw, drawing, dropout
-from ..parts.layers import linear, made
+from ..parts.draw import Draw, drawing
+from ..parts.layers import draw_from, linear, made
 from ..row import Row, step, steps
 
 Drawn = Callable[[Tensor], Tensor]
@@ -95,22 +96,6 @@ def takes_nothing(run: nn.Module, x: Tensor) -> list[bool]:
     return found
 
 
-class Own(nn.Module):
-    """Draw from a generator of its own, or from one that it shares."""
-
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.generator = generator or torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * dropout(x, self.generator)
-
-
-def of_two_partitions() -> nn.Sequential:
-    one = torch.Generator()
-    return nn.Sequential(Own(one), linear(), Own(one))
-
-
 def from_evaluation_and_back(run: nn.Module, x: Tensor) -> Any:
     return [step(run.train(mode), x) for mode in (False, True, False, True, True)]
 
@@ -142,7 +127,69 @@ WRONG = "in a later micro-batch, but not in the first one"
 WITHIN = r"within torch\.utils\.checkpoint"
 AUTO: dict[str, Any] = {"options": {"engine": "auto"}, "without": {"ranks": "they are one engine"}}
 MORE: dict[str, Any] = {"chunks": 4, "balance": (2, 1, 2)}
-ONE = "one torch.Generator"
+
+
+def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    return made(lambda: nn.Conv2d(2, 4, 1), norm, nn.ReLU, nn.Flatten, lambda: nn.Linear(36, 3))
+
+
+def in_mode(build: Callable[[], nn.Sequential], training: bool) -> nn.Sequential:
+    return build() if training else build().eval()
+
+
+def given(size: int = 14) -> Tensor:
+    return torch.randn(size, 2, 3, 3).requires_grad_()
+
+
+class Shifted(nn.BatchNorm2d):
+    """A norm whose output depends on its statistics in training, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        return x + self.running_mean.mean() + super().forward(x)
+
+
+# Layers on inputs of shape (N, 2, 3, 3).
+NORMS: dict[str, Callable[[], nn.Sequential]] = {
+    "batch norm": channels(lambda: nn.BatchNorm2d(4)),
+    "momentum none": channels(lambda: nn.BatchNorm2d(4, momentum=None)),
+    "no running statistics": channels(lambda: nn.BatchNorm2d(4, track_running_stats=False)),
+    "in evaluation by itself": channels(lambda: nn.BatchNorm2d(4).eval()),
+    "instance norm": channels(lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+    "at the end": made(
+        nn.Flatten, lambda: nn.Linear(18, 8), nn.Tanh, lambda: nn.Linear(8, 4), lambda: nn.BatchNorm1d(4)
+    ),
+    "at the start": made(
+        lambda: nn.BatchNorm2d(2), nn.Tanh, nn.Flatten, lambda: nn.Linear(18, 8), lambda: nn.Linear(8, 4)
+    ),
+    "an output that depends on its statistics": channels(lambda: Shifted(4)),
+}
+
+
+def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
+    """Let a pass fail, and run another step: nothing is left of what failed."""
+
+    def use(run: Any, x: Tensor) -> Any:
+        layer = next(layer for layer in run.modules() if isinstance(layer, Fails))
+        layer.fail(when, ArithmeticError("trouble"), calls_before=calls_before)
+        failed = False
+        try:
+            step(run, x.detach() + 100)
+        except ArithmeticError:
+            failed = True
+        assert failed or when == "recompute", "nothing has failed"
+        vars(layer)["error"] = None
+        norms = [x.track_running_stats for x in run.modules() if hasattr(x, "track_running_stats")]
+        return [b.clone() for b in run.buffers()], norms, step(run, x)
+
+    return use
+
+
+def failing() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm2d(2), Fails(), nn.BatchNorm2d(2))
+
+
+DEFERRED: dict[str, Any] = {"options": {"deferred_batch_norm": True}, "tolerance": REORDERED}  # of combined moments
 
 ROWS = [
     *(Row(what, partial(layers, draw), use=all_differ, **MORE) for what, draw in DRAWS.items()),
@@ -160,10 +207,21 @@ ROWS = [
     Row("sizes, any engine", layers, use=sizes, **MORE, **AUTO),
     Row("a first draw in a later micro-batch", made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3), rising,
         refused={"workers always": WRONG, "ranks always": WRONG}, **MORE),
-    Row("a generator of a layer's own", alone(Own), use=steps, **MORE),
-    Row("a generator of two partitions", of_two_partitions, refused={"": ONE}, balance=(1, 1, 1)),
+    Row("a generator of a layer's own", alone(draw_from), use=steps, **MORE),
+    Row("a generator of two partitions", lambda: nn.Sequential(*map(draw_from, [torch.Generator()] * 2)),
+        balance=(1, 1), refused={"": "one torch.Generator"}),
     Row("within plain checkpointing", alone(lambda: Draw(use_reentrant=False)),
         refused={"workers": WITHIN}, **MORE),
     Row("within plain checkpointing, reentrant", alone(lambda: Draw(use_reentrant=True)),
         refused={"workers": WITHIN}, **MORE, without={"ranks": "tested by autograd.grad, which that kind refuses"}),
+    *(Row(f"{what}{how}", partial(in_mode, build, training), given, balance, use=steps, chunks=4)
+      for what, build in NORMS.items()
+      for how, training, balance in (("", True, (1, 1, 3)), (", evaluation", False, (2, 3)))),
+    *(Row(f"deferred, {batch} samples in {m}", channels(lambda: nn.BatchNorm2d(4)), partial(given, batch), balance,
+          use=steps, chunks=m, **DEFERRED)
+      for batch, m, balance in ((13, 8, (1, 4)), (12, 4, (2, 3)), (12, 1, (1, 1, 3)), (13, 20, (2, 1, 2)))),
+    *(Row(f"deferred, a forward that fails in micro-batch {k}", failing, given, use=fails("forward", k), chunks=4,
+          without={"one micro-batch": "there is no such one"}, **DEFERRED) for k in range(4)),
+    Row("a recomputation that fails", failing, given, use=fails("recompute", 0), chunks=4,
+        without={"one micro-batch": "the last rank has ended its backward by then, and would have to call close()"}),
 ]  # fmt: skip

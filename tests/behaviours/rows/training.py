@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...parts import Fails
 from .. import actions as do
 from ..compare import REORDERED
-from ..parts.layers import layer, linear, tied
+from ..parts.layers import freeze, layer, linear, tied
 from ..parts.wiring import OnFirst
 from ..pipe import Training, batch, mlp, squares
 
@@ -40,15 +40,11 @@ class Residual(nn.Module):
         return result
 
 
-def raises(phase: str) -> nn.Module:
-    """Return a layer that raises once: in forward, or in backward."""
+def raising_in(phase: str) -> nn.Sequential:
+    """Return layers of which the middle one raises once: in forward, or in backward."""
     fails = Fails()
     fails.fail(phase, ValueError(do.ON_PURPOSE))
-    return fails
-
-
-def raising_in(phase: str) -> nn.Sequential:
-    return mlp(raises(phase))
+    return mlp(fails)
 
 
 def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
@@ -84,28 +80,17 @@ def tied_over() -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), linear(), tied(first))
 
 
-def frozen(*numbers: int) -> nn.Sequential:
-    layers = mlp()
-    for number in numbers:
-        layers[number].requires_grad_(False)
-    return layers
-
-
 def with_unused() -> nn.Sequential:
     layers = mlp()
     layers[2].register_parameter("unused", nn.Parameter(torch.ones(2)))
     return layers
 
 
-def raising() -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a criterion that raises if the target is zero."""
-
-    def criterion(output: Tensor, target: Tensor) -> Tensor:
-        if not target.any():
-            raise ValueError(do.ON_PURPOSE)
-        return squares(output, target)
-
-    return criterion
+def raising(output: Tensor, target: Tensor) -> Tensor:
+    """Be a criterion that raises if the target is zero."""
+    if not target.any():
+        raise ValueError(do.ON_PURPOSE)
+    return squares(output, target)
 
 
 def bad_target() -> tuple[Tensor, Tensor]:
@@ -183,8 +168,10 @@ ROWS = [
       tolerance=REORDERED),
     T("tied weights of two partitions", GRADIENTS, "Embedding and output layer of language models share a weight.",
       tied_over, action=do.losses, optimizer=sgd, tolerance=REORDERED, refused={"ranks": "are one parameter"}),
-    T("a frozen first partition", GRADIENTS, "Fine-tuning leaves the first layers as they are.", partial(frozen, 0)),
-    T("a frozen last partition", GRADIENTS, "Gradients go through layers that take none.", partial(frozen, 2, 3)),
+    T("a frozen first partition", GRADIENTS, "Fine-tuning leaves the first layers as they are.",
+      partial(freeze, mlp, 0)),
+    T("a frozen last partition", GRADIENTS, "Gradients go through layers that take none.",
+      partial(freeze, mlp, 2, 3)),
     T("a parameter that is not used", GRADIENTS, "It has no gradient, and weight decay leaves it as it is.",
       with_unused, action=do.trained(batch()), optimizer=decayed),
     T("nothing flows back", GRADIENTS, "Behind a layer that detaches, weight decay leaves parameters as they are.",
@@ -217,9 +204,9 @@ ROWS = [
     *(T(f"in {phase} of the {place} partition", FAILURES, RAISES, partial(raising_in, phase), balance,
         action=do.raised)
       for phase in ("forward", "backward") for place, balance in (("first", (3, 2)), ("last", (2, 3)))),
-    T("in the criterion", FAILURES, RAISES, given=bad_target, action=do.raised, criterion=raising()),
+    T("in the criterion", FAILURES, RAISES, given=bad_target, action=do.raised, criterion=raising),
     T("is told to every rank", FAILURES, "Whichever log is read, it says what went wrong.",
-      lambda: mlp(raises("forward")), (2, 3), action=do.told),
+      partial(raising_in, "forward"), (2, 3), action=do.told),
     T("then the next mini-batch", FAILURES, "A program that leaves out a bad batch goes on with right gradients.",
-      given=bad_target, action=do.next_batch, criterion=raising()),
+      given=bad_target, action=do.next_batch, criterion=raising),
 ]  # fmt: skip

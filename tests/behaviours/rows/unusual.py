@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchgpipe.skip import Namespace
 
 from ...parts import Pop, Stash
-from ..parts.layers import WIDTH, Do, five, linear, made
+from ..parts.layers import WIDTH, Do, five, linear, made, weight
 from ..row import Row, step, steps
 
 
@@ -24,17 +24,13 @@ def long() -> Tensor:
     return torch.ones(6, 50, requires_grad=True)
 
 
-class Padded(nn.Module):
+def padded() -> nn.Module:
     """Attention that leaves out the ends of sequences, for which PyTorch has another way without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.encoder(x, src_key_padding_mask=(torch.arange(4) >= 2).expand(len(x), 4))
-        return y
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True), 1, enable_nested_tensor=False
+    )
+    mask = torch.arange(4) >= 2
+    return Do(lambda self, x: self.encoder(x, src_key_padding_mask=mask.expand(len(x), 4)), encoder=encoder)
 
 
 def within_checkpointing(run: nn.Module, x: Tensor) -> None:
@@ -57,7 +53,7 @@ class OwnCheckpoint(torch.autograd.Function):
             return F.dropout(grad, 0.5)
 
 
-def seeding(_: Any, x: Tensor) -> Tensor:
+def seeding(x: Tensor) -> Tensor:
     torch.manual_seed(3)
     return F.dropout(x, 0.5)
 
@@ -70,16 +66,14 @@ def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
     return torch.equal(y, given.grad)  # type: ignore[arg-type]
 
 
-class Rewriting(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.sign()
-        return super().forward(x)
+def rewriting(self: Any, x: Tensor) -> Tensor:
+    self.weight.data = self.weight.sign()
+    return x * self.weight
 
 
-class Marking(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.seen = True  # type: ignore[attr-defined]
-        return super().forward(x)
+def marking(self: Any, x: Tensor) -> Tensor:
+    self.weight.seen = True
+    return x * self.weight
 
 
 def marks(run: nn.Module, x: Tensor) -> bool:
@@ -119,18 +113,12 @@ class Penalty(nn.Linear):
         return y
 
 
-def with_penalty(run: Any, x: Tensor) -> Any:
+def with_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
+    if observed:
+        run.observer = nullcontext  # each task has a graph of its own then
     try:
-        (run(x).sum() + run[0].penalty).backward()
+        (run(x).sum() + run[0].penalty).backward(retain_graph=observed)
         return run[0].weight.grad.clone()
-    finally:
-        run.zero_grad()
-
-
-def observed_with_penalty(run: Any, x: Tensor) -> None:
-    run.observer = nullcontext  # each task has a graph of its own then
-    try:
-        (run(x).sum() + run[0].penalty).backward(retain_graph=True)
     finally:
         run.zero_grad()
 
@@ -173,22 +161,22 @@ ALWAYS = {"always": "no graph is kept there, as the guide says", "ranks": "other
 REPLACED = "replaced, added or froze a parameter|was changed in place"
 
 ROWS = [
-    Row("attention in evaluation mode", lambda: nn.Sequential(Padded(), linear(), linear()).eval(),
+    Row("attention in evaluation mode", lambda: nn.Sequential(padded(), linear(), linear()).eval(),
         lambda: torch.randn(6, 4, WIDTH)),
     Row("within plain checkpointing", use=within_checkpointing,
         without={"ranks": "each would run the forward again at a time of its own"}),
     Row("a checkpoint of a layer's own", made(lambda: OwnCheckpoint.apply, nn.Identity), long, (1, 1),
         use=masks_are_alike, refused={"workers": "random numbers in backward"}),
-    Row("a layer that sets the seed", made(lambda: lambda x: seeding(None, x), nn.Identity), long, (1, 1),
+    Row("a layer that sets the seed", made(lambda: seeding, nn.Identity), long, (1, 1),
         use=masks_are_alike, refused={"workers": "manual_seed", "ranks": "manual_seed"}),
-    Row("a parameter whose data are replaced in forward", made(lambda: Rewriting(4, 4), linear), balance=(1, 1),
-        use=steps, refused={"always": REPLACED, "except_last": REPLACED, "workers": REPLACED, "ranks": REPLACED,
-                            "graph never": ""}),
-    Row("what a layer writes on a parameter", made(*[lambda: Marking(4, 4)] * 2), balance=(1, 1), use=marks),
-    Row("a graph that a layer keeps", made(lambda: Penalty(False), linear), balance=(1, 1), use=with_penalty,
-        refused={"graph never": "", "": KEEPS}, without=ALWAYS),
+    Row("a parameter whose data are replaced in forward", made(lambda: Do(rewriting, weight=weight()), linear),
+        balance=(1, 1), use=steps, refused={"": REPLACED, "graph never": ""}),
+    Row("what a layer writes on a parameter", made(*[lambda: Do(marking, weight=weight())] * 2), balance=(1, 1),
+        use=marks),
+    Row("a graph that a layer keeps", made(lambda: Penalty(False), linear), balance=(1, 1),
+        use=partial(with_penalty, observed=False), refused={"graph never": "", "": KEEPS}, without=ALWAYS),
     Row("a graph that a layer keeps, observed", made(lambda: Penalty(True), linear), balance=(1, 1), chunks=1,
-        use=observed_with_penalty, refused={"": "another way than its outputs"}, without=ALWAYS),
+        use=partial(with_penalty, observed=True), refused={"": "another way than its outputs"}, without=ALWAYS),
     Row("the number of threads", made(nn.Tanh, nn.Tanh, nn.Tanh), use=threads_of),
     *(Row(f"{how} of {what}", made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
           use=partial(copied, duplicate=duplicate, used=what == "a used model"))

@@ -17,7 +17,8 @@ from torchgpipe.balance import balance_by_size, balance_by_time
 from torchgpipe.skip import Namespace
 from torchgpipe.skip.scope import current_scope
 
-from ..layers import Lambda, Pop, Stash
+from ...parts import Pop, Stash
+from ..layers import Lambda
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 BALANCES: dict[str, Callable[..., list[int]]] = {

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
 
-from ..layers import Lambda, Pop, Stash
+from ...parts import Pop, Stash
+from ..layers import Lambda
 from ..simulated import CLOCK, Clock, spend
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -161,7 +162,7 @@ def test_size_is_that_of_the_first_micro_batch() -> None:
 
 def test_stashed_tensors_count_where_they_are_made() -> None:
     sample = torch.rand(4, 8)
-    layers = nn.Sequential(Stash(lambda x: x + 1), Pop(lambda x, skip: skip))
+    layers = nn.Sequential(Stash(lambda x: x + 1, lambda x: x), Pop(lambda x, skip: skip))
     assert profile.profile_sizes(layers, sample, 1, 0, torch.device("cpu")) == [sample.nbytes, 0]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.library.layers import Pop, Stash
+from tests.parts import Pop, Stash
 from torchgpipe.plan import load_hardware, plan
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named

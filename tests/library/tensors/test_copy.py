@@ -18,8 +18,8 @@ from torchgpipe import GPipe
 from torchgpipe.tensors.copy import CopyStreams, Dock, Route
 
 from ...behaviours.row import Row, check, steps
-from ...behaviours.rows.skips import PATTERN, paired
-from ..layers import Pop, Stash
+from ...behaviours.rows.passed import PATTERN, paired
+from ...parts import Pop, Stash
 
 SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
