@@ -126,15 +126,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[STARTED].launched.close()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Keep the operators of tiny layers from waiting for threads of their own."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def alike() -> None:
+    """Begin with one seed, and keep the operators of tiny layers from waiting for threads of their own."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,14 +16,48 @@ from .everywhere import Everywhere
 Tensors = Tensor | tuple[Tensor, ...]
 
 
+class Undivided(nn.BatchNorm2d):
+    """Batch norm with the running statistics of the mini-batch."""
+
+    met: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        self.met.append(x.detach().clone())
+        return nn.functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    def commit(self) -> None:
+        if self.met:
+            super().forward(torch.cat(self.met))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass  # of any number of dimensions
+
+
 class Plain(nn.Sequential):
     """Take a pipeline's place: run the layers on each micro-batch in turn, and concatenate the outputs."""
 
-    def __init__(self, layers: nn.Sequential, balance: object = None, *, devices: object = None, chunks: int) -> None:
+    def __init__(
+        self, layers: nn.Sequential, balance: object = None, *, devices: object = None, chunks: int,
+        deferred_batch_norm: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(OrderedDict(layers.named_children()))
         self.chunks = chunks
+        for layer in self.modules() if deferred_batch_norm else ():
+            if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.track_running_stats:
+                layer.__class__ = Undivided
 
     def forward(self, value: Any) -> Any:
+        norms = [layer for layer in self.modules() if isinstance(layer, Undivided)]
+        for norm in norms:
+            norm.met = []
+        outputs = self.run(value)
+        for norm in norms:
+            norm.commit()
+        return outputs
+
+    def run(self, value: Any) -> Any:
         outputs = []
         for part in self.split(value):
             # Or micro-batches would share the weights' casts, and so add up their gradients in low precision.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipelines import evenly
-from tests.behaviours.parts.deferred import Deferred
 from tests.behaviours.pipe import Pipe
+from tests.plain import Plain
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe
 
@@ -18,9 +18,8 @@ class Layers(Pipe):
     """The layers without a pipeline, on each micro-batch in turn."""
 
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
-        self.plain = Deferred(nn.Sequential(layers), chunks=self.row.chunks)
-        if self.row.deferred_batch_norm:
-            self.plain.defer()
+        deferred = self.row.deferred_batch_norm
+        self.plain = Plain(nn.Sequential(layers), chunks=self.row.chunks, deferred_batch_norm=deferred)
         module: nn.Module = layers
         return module
 

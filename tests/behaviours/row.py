@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..conftest import covering
-from ..plain import Tensors, piped
+from ..plain import Plain, Tensors, piped
 from .compare import differences
-from .parts.deferred import Deferred
 from .parts.draw import drawing, replay
 from .parts.layers import five, real
 
@@ -141,9 +140,7 @@ def check(row: Row, variation: str, engine: str, checkpoint: str, devices: Seque
     options: dict[str, Any] = {"chunks": row.chunks, "engine": engine, "checkpoint": checkpoint, **row.options}
     options |= {"devices": devices, "balance": row.balance or (len(layers) - 2, 1, 1)} | VARIATIONS[variation]
     observer, balance = options.pop("observer", None), options.pop("balance") or (len(layers),)
-    plain = Deferred(again, chunks=options["chunks"])
-    if options.get("deferred_batch_norm"):
-        plain.defer()
+    plain = Plain(again, chunks=options["chunks"], deferred_batch_norm="deferred_batch_norm" in options)
     if refusal := row.refusal(engine, checkpoint):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=refusal):
             row.use(piped(layers, balance, **options), value)

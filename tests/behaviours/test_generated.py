@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..plain import piped
+from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
-from .parts.deferred import Deferred
 from .parts.draw import drawing, forget, replay
 from .parts.models import INPUTS, Case, Step, cases
 from .row import tensors, total
@@ -34,27 +33,21 @@ SEED = os.environ.get("SEED")
 # float64 has 53 bits, and no model multiplies by more than some thousand.
 REORDERED = 1e-9
 
-# What a pipeline may refuse: the message, and whether a case gives reason for it.
-REFUSED: dict[str, Callable[[Case], bool]] = {
-    "modified by an inplace operation|modified inplace|in an in-place operation|written-to": lambda c: (
-        c.in_place or c.has("changed between")
-    ),
-    "changed an input in place that shares memory": lambda c: c.in_place,
-    "partition . changed its input in place": lambda c: c.in_place,
-    "an input of partition . was changed in place after its forward": lambda c: (
-        c.in_place or c.has("constant", "changed between")
-    ),
-    "parameter .* was changed in place": lambda c: c.has(
-        "embedding, rescaled", "constant", "parameter in place", "changed between"
-    ),
-    "was changed in place before (the partition took it|it was sent)": lambda c: (
-        c.has("and its buffer in place") or c.in_place
-    ),
-    "two partitions have layers that change the same buffer": lambda c: c.has("shared norm", "shared spectral norm"),
-    "cannot defer .*, whose train": lambda c: c.has("batch norm, frozen"),
-    "draws random numbers within torch.utils.checkpoint": lambda c: c.has("dropout, checkpointed"),
-    "Inference tensor": lambda c: c.has("inference"),
-}
+# What a pipeline may refuse: the message, and what gives reason for it.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "modified by an inplace operation|modified inplace|in an in-place operation|written-to": (
+        "in place", "changed between"),
+    "changed an input in place that shares memory": ("in place",),
+    "partition . changed its input in place": ("in place",),
+    "an input of partition . was changed in place after its forward": ("in place", "constant", "changed between"),
+    "parameter .* was changed in place": (
+        "embedding, rescaled", "constant", "parameter in place", "changed between"),
+    "was changed in place before (the partition took it|it was sent)": ("in place",),
+    "two partitions have layers that change the same buffer": ("shared norm",),
+    "cannot defer .*, whose train": ("batch norm, frozen",),
+    "draws random numbers within torch.utils.checkpoint": ("dropout, checkpointed",),
+    "Inference tensor": ("inference",),
+}  # fmt: skip
 
 
 class Refused(Exception):
@@ -69,7 +62,7 @@ def refusing() -> Iterator[None]:
         raise Refused from error
 
 
-class Unmodified(Deferred):
+class Unmodified(Plain):
     """What plain layers compute where PyTorch would refuse to go backward: tensors are saved as they were.
 
     A pipeline copies some of them, so that it may work where plain layers do not.
@@ -150,9 +143,8 @@ def finish(model: nn.Module, step: Step) -> None:
 
 def assert_equals_plain(case: Case) -> None:
     """Run a case as a pipeline and plainly, and compare all that they show; raise `Refused` if the pipeline raises."""
-    module, plain = case.build(), Unmodified(case.build(), chunks=case.chunks)
-    if case.deferred_batch_norm:
-        plain.defer()
+    module = case.build()
+    plain = Unmodified(case.build(), chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm)
     with refusing():
         model = piped(module, case.balance, **case.options())
     model.observer = (lambda _: nullcontext()) if case.observed else None
@@ -195,9 +187,9 @@ def verdict(case: Case) -> str:
     except Refused as refused:
         error = refused.__cause__
         assert error is not None
-        for message, has_reason in REFUSED.items():
-            if re.search(message, str(error)) and has_reason(case):
-                return f"refused{', in place' if case.in_place else ''}: {message}"
+        for message, reasons in REFUSED.items():
+            if re.search(message, str(error)) and case.has(*reasons):
+                return f"refused{', in place' if case.has('in place') else ''}: {message}"
         raise error from None
     return "equal"
 

@@ -27,6 +27,7 @@ from torchgpipe.timeline import record
 from ..parts import Fails
 from ..plain import piped
 from .parts.layers import linear, only_a_skip
+from .row import step
 
 
 class Log:
@@ -129,17 +130,13 @@ def test_copies_between_devices_belong_to_the_sender() -> None:
     assert [task for task in log.ended if task.kind == "copy"] == [Task("copy", i, 0) for i in range(2)]
 
 
-CHUNKS = 3
+CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
     """Return what to call, and what to record."""
     model = piped(nn.Sequential(*(nn.Sequential(linear(), Fails()) for _ in range(n))), [1] * n, CHUNKS, **way)
     return model, model._pipeline if way["engine"] == "ranks" else model
-
-
-def step(model: nn.Module) -> None:
-    model(torch.rand(6, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("ahead", [0, 1000])
@@ -150,10 +147,10 @@ def test_all_partitions_on_one_clock(
     model, recorded = recording_of(n, **way)
     first, clock = getattr(model, "rank", 0), time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * first)
-    step(model)
+    step(model, X)
     with record(recorded, tmp_path / "t.json") as recording:
         for _ in range(2):
-            step(model)
+            step(model, X)
     assert recorded.observer is None and len(recording.steps) == 2
     assert (recording.clock_error > 0) == (way["engine"] == "ranks") and recording.clock_error < 100
     slack = 2 * recording.clock_error
@@ -178,8 +175,8 @@ def test_all_partitions_on_one_clock(
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_failure_leaves_no_file(when: str, way: dict[str, Any], tmp_path: Path) -> None:
     model, recorded = recording_of(2, **way)
-    step(model)
+    step(model, X)
     with pytest.raises(ZeroDivisionError), record(recorded, tmp_path / "t.json"):
         model[1][1].fail(when, ZeroDivisionError())
-        step(model)
+        step(model, X)
     assert recorded.observer is None and not [*tmp_path.iterdir()]

@@ -42,7 +42,7 @@ def test_rows(case: Case) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None:
     layers = random.channels(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()))
-    options = {"deferred_batch_norm": deferred}
+    options = {"deferred_batch_norm": True} if deferred else {}
     row = Row("", lambda: layers().train(training), random.given, chunks=4, options=options)
     check(row, "", "graph", checkpoint, ["meta"])
 

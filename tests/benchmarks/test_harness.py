@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from reproduce.machine.git import Git
 from reproduce.records.record import FREED_MEMORY, Record, Result, load, save
 
 from ..reproduce.made import record
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def begun(path: Path | None, **more: Any) -> Record:

@@ -23,16 +23,10 @@ class Draw(nn.Module):
     """
 
     def __init__(
-        self,
-        draw: Callable[[Tensor], Tensor] = dropout,
-        *,
-        inplace: bool = False,
-        use_reentrant: bool | None = None,
+        self, draw: Callable[[Tensor], Tensor] = dropout, *, inplace: bool = False, use_reentrant: bool | None = None
     ) -> None:
         super().__init__()
-        self.draw = draw
-        self.inplace = inplace
-        self.use_reentrant = use_reentrant
+        self.draw, self.inplace, self.use_reentrant = draw, inplace, use_reentrant
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
         self.recorded: Iterator[Tensor] | None = None

@@ -80,13 +80,6 @@ def shared_parts() -> nn.ModuleList:
     return nn.ModuleList([linear(), norm(nn.BatchNorm1d(2))])
 
 
-def frozen(*names: str) -> nn.Module:
-    layer = linear()
-    for name in names:
-        getattr(layer, name).requires_grad_(False)
-    return layer
-
-
 def freeze(build: Callable[[], nn.Sequential], *numbers: int) -> nn.Sequential:
     """Return layers, some of which are frozen."""
     layers = build()
@@ -193,8 +186,8 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "strided": lambda _: Do(lambda _, x: x.repeat_interleave(2, 1)[:, ::2]),
     "squares": lambda _: Do(lambda self, x: x * x * self.weight + x, weight=weight()),
     "constant": lambda _: Do(lambda self, x: self.weight.expand(len(x), -1), weight=weight()),
-    "frozen": lambda _: frozen("weight", "bias"),
-    "frozen weight": lambda _: frozen("weight"),
+    "frozen": lambda _: linear().requires_grad_(False),
+    "frozen weight": lambda _: tied(linear().requires_grad_(False)),
     "detached": lambda _: Do(lambda _, x: x.detach()),
     "half detached": lambda _: Do(lambda _, x: 0.5 * x + 0.5 * x.detach()),
     "a new leaf": lambda _: Do(lambda _, x: x.detach().requires_grad_(torch.is_grad_enabled())),

@@ -125,12 +125,11 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Whether there is such a kind of layer, or such a step."""
-        return not {*what}.isdisjoint((*self.kinds, *(step.run for step in self.steps)))
-
-    @property
-    def in_place(self) -> bool:
-        return any("in place" in what for what in (*self.kinds, *(skip.pop for skip in self.skips)))
+        """Whether there is such a kind of layer, or such a step, or anything "in place"."""
+        there = {*self.kinds, *(step.run for step in self.steps)}
+        if any("in place" in what for what in (*self.kinds, *(skip.pop for skip in self.skips))):
+            there.add("in place")
+        return not there.isdisjoint(what)
 
     @property
     def reorders(self) -> bool:

@@ -148,14 +148,8 @@ def seen(run: nn.Module) -> list[str]:
 
 
 @contextmanager
-def cached() -> Iterator[None]:
-    with torch.no_grad(), parametrize.cached():
-        yield
-
-
-@contextmanager
-def enabled_again() -> Iterator[None]:
-    with torch.no_grad(), torch.enable_grad():
+def without_grad(and_then: Callable[[], Any]) -> Iterator[None]:
+    with torch.no_grad(), and_then():
         yield
 
 
@@ -188,8 +182,8 @@ def after_inference(run: nn.Module, x: Tensor) -> Any:
 PASSES: dict[str, tuple[Callable[[], Any], ...]] = {
     "no_grad": (torch.no_grad,),
     "inference_mode": (torch.inference_mode,),
-    "enable_grad within no_grad": (enabled_again,),
-    "cached parametrizations": (cached,),
+    "enable_grad within no_grad": (partial(without_grad, torch.enable_grad),),
+    "cached parametrizations": (partial(without_grad, parametrize.cached),),
     "autocast in forward": (BF16, nullcontext),
     "autocast in backward": (nullcontext, BF16),
     "autocast in both": (BF16, FP16),

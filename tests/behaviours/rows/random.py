@@ -119,10 +119,6 @@ QUIET: dict[str, Callable[[], Any]] = {
 }
 
 
-def rising() -> Tensor:
-    return torch.arange(8.0).unsqueeze(1).expand(8, 4).clone()
-
-
 WRONG = "in a later micro-batch, but not in the first one"
 WITHIN = r"within torch\.utils\.checkpoint"
 AUTO: dict[str, Any] = {"options": {"engine": "auto"}, "without": {"ranks": "they are one engine"}}
@@ -205,7 +201,8 @@ ROWS = [
     Row("from evaluation to training, any engine", layers, use=from_evaluation_and_back, **MORE, **AUTO),
     Row("sizes", layers, use=sizes, **MORE),
     Row("sizes, any engine", layers, use=sizes, **MORE, **AUTO),
-    Row("a first draw in a later micro-batch", made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3), rising,
+    Row("a first draw in a later micro-batch", made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3),
+        lambda: torch.arange(8.0).unsqueeze(1).repeat(1, 4),
         refused={"workers always": WRONG, "ranks always": WRONG}, **MORE),
     Row("a generator of a layer's own", alone(draw_from), use=steps, **MORE),
     Row("a generator of two partitions", lambda: nn.Sequential(*map(draw_from, [torch.Generator()] * 2)),

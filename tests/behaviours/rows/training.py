@@ -56,10 +56,6 @@ def between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
     return lambda: mlp(*(layer() for layer in layers))
 
 
-def turned(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
-
-
 def masked() -> nn.Sequential:
     product = layer(lambda x, mask: x * mask)
     return nn.Sequential(nn.Linear(4, 3), layer(lambda x: (x, x > 0)), OnFirst(nn.Linear(3, 3)), product)
@@ -97,6 +93,7 @@ def bad_target() -> tuple[Tensor, Tensor]:
     return batch()[0], torch.zeros(8, 3)
 
 
+turned = partial(torch.transpose, dim0=1, dim1=2)
 sgd = partial(torch.optim.SGD, lr=0.1)
 decayed = partial(torch.optim.SGD, lr=0.01, weight_decay=0.1)  # changes also what has a gradient of zero
 adam = partial(torch.optim.Adam, lr=0.01)

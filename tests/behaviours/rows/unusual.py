@@ -83,20 +83,17 @@ def marks(run: nn.Module, x: Tensor) -> bool:
 
 def threads_of(run: Any, x: Tensor) -> list[Any]:
     """Layers run with as many threads as the caller would, in backward, too."""
-    before, found = torch.get_num_threads(), []
+    found: list[Any] = []
     seen: set[int] = set()
     for layer in run.modules():
         if isinstance(layer, nn.Tanh):
             layer.register_forward_hook(lambda *_: seen.add(torch.get_num_threads()))
             layer.register_full_backward_hook(lambda *_: seen.add(torch.get_num_threads()))
-    try:
-        for threads in (1, 3, 2):
-            torch.set_num_threads(threads)
-            run(x).sum().backward()
-            found.append(sorted(seen))
-            seen.clear()
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 3, 2, 1):
+        torch.set_num_threads(threads)
+        run(x).sum().backward()
+        found.append(sorted(seen))
+        seen.clear()
     return found
 
 
