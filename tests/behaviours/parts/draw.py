@@ -58,5 +58,7 @@ def replay(model: nn.Module, plain: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
+    """Assert that second passes drew what first passes did, and forget both."""
     for layer in drawing(model):
+        assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"
         layer.first, layer.second = [], []

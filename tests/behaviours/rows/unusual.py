@@ -97,17 +97,11 @@ def threads_of(run: Any, x: Tensor) -> list[Any]:
     return found
 
 
-class Penalty(nn.Linear):
+def penalized(self: Any, x: Tensor) -> Tensor:
     """Keep an auxiliary loss, which has a graph of its own."""
-
-    def __init__(self, of_output: bool) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.of_output = of_output
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.penalty = (y if self.of_output else self.weight).square().mean()
-        return y
+    y = x * self.weight
+    self.penalty = (y if self.of_output else self.weight).square().mean()
+    return y
 
 
 def with_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
@@ -170,10 +164,12 @@ ROWS = [
         balance=(1, 1), use=steps, refused={"": REPLACED, "graph never": ""}),
     Row("what a layer writes on a parameter", made(*[lambda: Do(marking, weight=weight())] * 2), balance=(1, 1),
         use=marks),
-    Row("a graph that a layer keeps", made(lambda: Penalty(False), linear), balance=(1, 1),
-        use=partial(with_penalty, observed=False), refused={"graph never": "", "": KEEPS}, without=ALWAYS),
-    Row("a graph that a layer keeps, observed", made(lambda: Penalty(True), linear), balance=(1, 1), chunks=1,
-        use=partial(with_penalty, observed=True), refused={"": "another way than its outputs"}, without=ALWAYS),
+    Row("a graph that a layer keeps", made(lambda: Do(penalized, weight=weight(), of_output=False), linear),
+        balance=(1, 1), use=partial(with_penalty, observed=False),
+        refused={"graph never": "", "": KEEPS}, without=ALWAYS),
+    Row("a graph that a layer keeps, observed", made(lambda: Do(penalized, weight=weight(), of_output=True), linear),
+        balance=(1, 1), chunks=1, use=partial(with_penalty, observed=True),
+        refused={"": "another way than its outputs"}, without=ALWAYS),
     Row("the number of threads", made(nn.Tanh, nn.Tanh, nn.Tanh), use=threads_of),
     *(Row(f"{how} of {what}", made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
           use=partial(copied, duplicate=duplicate, used=what == "a used model"))
