@@ -12,7 +12,7 @@ from reproduce.numbers.significance import Rule
 from reproduce.regression import cases
 from reproduce.regression.cases import CASES, TRAINING, WARM_UP, Case, Timed, prepare
 from reproduce.regression.job import Samples, Settings
-from reproduce.regression.judge import TOGETHER, judge, least_restarts
+from reproduce.regression.main import TOGETHER, judge, least_restarts
 
 
 @pytest.mark.parametrize("model", ["AmoebaNet-D", "U-Net"])
@@ -20,7 +20,7 @@ def test_the_three_configurations_at_equal_batch_size(model: str) -> None:
     three = [case for case in TRAINING if case.model == model]
     micro_batches = three[-1].m
     expected = [(2, 1, "never"), (1, micro_batches, "always"), (2, micro_batches, "except_last")]
-    assert [(case.n, case.m, case.checkpoint) for case in three] == expected and micro_batches > 1
+    assert [(len(case.balance), case.m, case.checkpoint) for case in three] == expected and micro_batches > 1
     assert len({(case.batch, sum(case.balance)) for case in three}) == 1
 
 

@@ -13,7 +13,7 @@ from reproduce.machine.devices import Devices
 from reproduce.records.record import Result, load
 from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress
-from reproduce.run.recorder import new_recorder
+from reproduce.run.recorder import new_recorder, new_run
 from reproduce.run.session import UNITS, Session
 from reproduce.run.training import Balancer
 
@@ -34,9 +34,7 @@ class Runner:
 
     def __call__(self, experiment: Experiment, scale: Scale, seed: int = 0, **options: Any) -> dict[str, Result]:
         devices, stream = Devices("cpu", 2, threads=1), io.StringIO()
-        recorder = new_recorder(
-            self.folder, ["t"], title="t", scale="small", unit=UNITS, devices=devices, seed=seed, command=["c"]
-        )
+        recorder = new_recorder(self.folder, ["t"], "t", "small", UNITS, new_run(devices, seed, ["c"]))
         session = Session(
             experiment=experiment, scale=scale, devices=devices, recorder=recorder, progress=Progress(stream),
             balancer=Balancer(devices), seed=seed, **options,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
-from reproduce.run.live_bytes import LiveBytes
+from reproduce.run.live_bytes import LiveBytes, Watch
 from reproduce.run.peak import measure_peak
 from reproduce.run.training import Balancer, FakeData, Training
 from torchgpipe.plan.count.count import count
@@ -51,7 +51,7 @@ def gradient() -> object:
 )  # fmt: skip
 def test_known_cases(make: Callable[[], object], live: int, peak: int) -> None:
     counter = LiveBytes(1)
-    with counter.watch(0):
+    with Watch(counter, 0):
         kept = make()
     assert (counter.live, counter.peak) == ([live], [peak])
     del kept
@@ -64,7 +64,7 @@ def test_what_a_thread_makes_belongs_to_its_device() -> None:
     kept: list[Tensor] = []
 
     def work(device: int) -> None:
-        with counter.watch(device):
+        with Watch(counter, device):
             for _ in range(300):
                 torch.zeros(7) + 1
             kept.append(torch.zeros(10 * (device + 1)))
@@ -82,11 +82,11 @@ def test_outside_tasks_a_tensor_belongs_where_it_was_made_from() -> None:
     counter = LiveBytes(2)
     parameter = torch.zeros(10)
     counter.add([parameter], 1)
-    with counter.watch():
+    with Watch(counter):
         state = torch.zeros_like(parameter)
         other = torch.zeros(3)
         assert counter.live == [3 * FLOAT, 20 * FLOAT]
-        with counter.watch(0):
+        with Watch(counter, 0):
             made = torch.zeros_like(parameter)
         assert counter.live == [13 * FLOAT, 20 * FLOAT], "what a task makes is its device's, whatever it is made from"
     del state, other, made

@@ -27,7 +27,7 @@ GPIPE = "GPipe n8m4"
 
 def train(runs: Any, seed: int = 0) -> dict[str, Result]:
     scale = EXPERIMENT.scale("small")
-    found: dict[str, Result] = runs(EXPERIMENT, scale, seed, accuracy=prepare(EXPERIMENT, scale, None, seed, None))
+    found: dict[str, Result] = runs(EXPERIMENT, scale, seed, accuracy=prepare(EXPERIMENT.name, scale, None, seed, None))
     return found
 
 
