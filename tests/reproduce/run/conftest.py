@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> Runner:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     """Train nothing."""
-    for module in ("session", "speed"):
+    for module in ("peak", "speed"):
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", fake_peak)

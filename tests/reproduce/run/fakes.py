@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import EmulatedStep, Emulation, Executed
 from reproduce.run.training import FakeData
-from torchgpipe.plan.replay import Costs, Event, Timeline
+from torchgpipe.plan.replay import Event, Timeline
 
 SECONDS = 2.0  # of an emulated step
 
@@ -54,13 +54,15 @@ class Emulated(Fake, Emulation):
     def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int, link: object) -> None:
         Fake.__init__(self, row, devices, data, balancer, seed)
         self.executed, self.link = row.micro_batches or 1, link  # type: ignore[assignment]
+        self.runs = []
 
-    def run(self, *, wall: bool = False) -> Executed:
-        return Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(Fake.step(self)))
+    def run(self) -> Executed:
+        self.runs.append(Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(Fake.step(self))))
+        return self.runs[-1]
 
-    def step(self, runs: Sequence[Executed]) -> EmulatedStep:  # type: ignore[override]
+    def step(self) -> EmulatedStep:  # type: ignore[override]
         timeline = Timeline([Event("forward", 0, 0, 0.0, 1.0)], SECONDS, self.row.devices)
-        return EmulatedStep(SECONDS, 0.5, 0.0, 3.0, Costs([[1.0]], [[0.0]], [[0.0]]), timeline)
+        return EmulatedStep(SECONDS, 0.5, 3.0, timeline)
 
 
 def fake_peak(training: Any, devices: Devices, *, steps: int, before: Callable[[int], None]) -> dict[str, list[int]]:

@@ -63,7 +63,6 @@ class Clocks:
 BARE = next(i for i, layer in enumerate(PLAIN.build()) if not [*layer.parameters()])
 
 
-@pytest.mark.parametrize("wall", [False, True])
 @pytest.mark.parametrize(
     ("row", "updated"),
     [
@@ -72,23 +71,23 @@ BARE = next(i for i, layer in enumerate(PLAIN.build()) if not [*layer.parameters
         (pipeline(3, balance=(BARE, 1, 65 - BARE - 1)), 2),  # without parameters there is nothing to update
     ],
 )
-def test_every_task_is_run_once_and_timed(row: Row, updated: int, wall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_task_is_run_once_and_timed(row: Row, updated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated = emulation(row)
     monkeypatch.setattr("torchgpipe.timeline.stopwatch.time", Clocks())
     with Devices("cpu", 1, threads=2).in_use():
-        run = emulated.run(wall=wall)
+        run = emulated.run()
         assert torch.get_num_threads() == 2
     m = row.chunks or 1
     counts = Counter((task.kind, task.partition) for task in run.tasks)
     for j in range(row.devices):
         assert [counts[kind, j] for kind in KINDS] == [m, again(row, m), m]
     # A mark when the step starts, one of each partition, two of each task, and one before and after each update.
-    taken = [(end**2 - start**2) * (3.0 if wall else 1.0) for start, end in pairwise(range(1, 1000))]
+    taken = [float(end**2 - start**2) for start, end in pairwise(range(1, 1000))]
     first, last = 1 + row.devices, 1 + row.devices + 2 * len(run.tasks)
     assert list(run.tasks.values()) == taken[first:last:2]
     assert run.loss == taken[first - 1 + 2 * m * row.devices], "from the last forward to the first backward"
     assert run.updates == taken[last : last + updated]
-    assert run.work == sum(taken[: last + updated]) and run.wall == run.work * (1 if wall else 3)
+    assert run.work == sum(taken[: last + updated]) and run.wall == run.work * 3 and emulated.runs == [run]
 
 
 def cost(task: Task) -> float:
@@ -140,12 +139,14 @@ def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(
     if link is not None:
         # What the first micro-batch takes in all partitions.
         changes = dict(zip(("copy", "skips"), link.copies(row, 1.0 + 2.0 + 3.0), strict=True)) | changes
-    found, timeline = emulated.step([ran(row)]), replay(costs(row, like, **changes))
+    emulated.runs = [ran(row)]
+    found, timeline = emulated.step(), replay(costs(row, like, **changes))
     assert [each[:3] for each in found.timeline.events] == [each[:3] for each in timeline.events]
     assert [each.end for each in found.timeline.events] == pytest.approx([each.end for each in timeline.events])
-    assert found.update == max(UPDATES[: row.devices]), "partitions are updated at the same time"
-    assert found.seconds == pytest.approx(timeline.seconds + found.update)
-    assert found.here == emulation(row).step([ran(row)]).seconds and (found.seconds != found.here) == linked
+    updated = max(UPDATES[: row.devices])  # partitions are updated at the same time
+    assert found.seconds == pytest.approx(timeline.seconds + updated)
+    emulated.link = None
+    assert found.here == emulated.step().seconds and (found.seconds != found.here) == linked
     assert (emulated.row.batch_size, emulated.row.micro_batches) == (row.batch_size, row.micro_batches)
 
 
@@ -159,9 +160,9 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
         taken[Task("forward", 0, 1)] += disturbed
         return Executed(taken, slow * 0.5, [slow, slow * 0.5], work=slow * 8 + disturbed, wall=9.0, value=slow)
 
-    runs = [run(), run(slow=2), run(disturbed=5.0), run(), run(slow=0.5)]
-    found, samples = emulated.step(runs), emulated.samples(runs)
-    assert (found.work, found.seconds, found.here, found.update) == (8, 1 + 2 + 0.5 + 2 + 1 + 1, 7.5, 1)
+    emulated.runs = runs = [run(), run(slow=2), run(disturbed=5.0), run(), run(slow=0.5)]
+    found, samples = emulated.step(), emulated.samples()
+    assert (found.work, found.seconds, found.here) == (8, 1 + 2 + 0.5 + 2 + 1 + 1, 7.5)
     assert samples["step_time"] == [7.5, 15, 7.5 + 5.0 * 7.5 / 8, 7.5, 3.75], "as slow as all work was"
     assert samples["work_time"] == [each.work for each in runs] and samples["wall_time"] == [9.0] * 5
     assert samples["loss"] == [1, 2, 1, 1, 0.5] and samples["here_time"] == samples["step_time"]
@@ -208,7 +209,7 @@ def test_copies_take_what_the_hardware_says_or_the_same_share_of_a_forward_as_in
 
     link = Link(HARDWARE, papers)
     copies, skips = link.copies(replace(small, name="pb/x"), 3.0)
-    forward = sum(link._predictor(large).layers(2).forward)
+    forward = sum(link._predictor(large.model, large.size, large.input_shape).layers(2).forward)
     assert copies == pytest.approx([copy / forward * 3 for copy in own])
     assert skips == pytest.approx({route: skip / forward * 3 for route, skip in theirs.items()})
     first = link.copies(replace(small, name="first"), 3.0)
