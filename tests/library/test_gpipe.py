@@ -121,13 +121,6 @@ def test_it_has_what_was_given() -> None:
     assert [p.device for p in model.parameters()] == [CPU] * 4 + [META] * 2 + [CPU] * 4
 
 
-def test_the_mode() -> None:
-    model = made(linears(2).eval())
-    for training in (False, True, False):
-        assert {m.training for part in (model, *model.partitions) for m in part.modules()} == {training}
-        assert model.train(not training) is model
-
-
 def test_it_is_a_sequence() -> None:
     module = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.ReLU(), c=nn.Tanh(), d=nn.Linear(2, 3)))
     model = GPipe(module, [1, 2, 1], devices=["cpu"] * 3)
