@@ -1,29 +1,13 @@
-"""Layers that several tests use: a pair with a skip, and one that fails when it is told to."""
+"""A layer that fails when it is told to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from torchgpipe import is_recomputing
-from torchgpipe.skip import pop, skippable, stash
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x.sin())
-        return x.cos()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x * skip.to(x.device)
 
 
 class Fails(nn.Module):
