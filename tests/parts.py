@@ -1,42 +1,13 @@
-"""Layers that several tests use: a pair with a skip, and one that fails when it is told to."""
+"""A layer that fails when it is told to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe import is_recomputing
-from torchgpipe.skip import pop, skippable, stash
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    """Stash what one function makes of the input, and return what another makes of it."""
-
-    def __init__(self, skip: Callable[[Any], Any] = torch.sin, output: Callable[[Any], Any] = torch.cos) -> None:
-        super().__init__()
-        self.skip, self.output = skip, output
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", self.skip(x))
-        return self.output(x)
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    """Return what a function makes of the input and the skip."""
-
-    def __init__(self, join: Callable[[Any, Any], Any] = torch.mul) -> None:
-        super().__init__()
-        self.join = join
-
-    def forward(self, x: Any) -> Any:
-        skip = yield pop("skip")
-        return self.join(x, skip)
 
 
 class Fails(nn.Module):

@@ -16,7 +16,8 @@ from torchgpipe import GPipe
 from .behaviours.compare import REORDERED
 from .behaviours.parts.draw import Draw
 from .behaviours.row import Row, check, steps
-from .parts import Fails, Pop, Stash
+from .library.layers import Pop, Stash
+from .parts import Fails
 from .plain import piped
 
 DEVICES = torch.cuda.device_count()
@@ -64,7 +65,14 @@ def ways(*places: Any) -> pytest.MarkDecorator:
 
 def layers(last: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(16, 32), Stash(), nn.Linear(32, 32), Fails(), nn.LayerNorm(32), Pop(), nn.Linear(32, 32), last()
+        nn.Linear(16, 32),
+        Stash(torch.sin),
+        nn.Linear(32, 32),
+        Fails(),
+        nn.LayerNorm(32),
+        Pop(),
+        nn.Linear(32, 32),
+        last(),
     )
 
 
@@ -139,16 +147,14 @@ class Late(nn.Module):
 
 
 class _Late(torch.autograd.Function):
-    CYCLES = 2_000_000  # about a millisecond
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        torch.cuda._sleep(_Late.CYCLES)
+        torch.cuda._sleep(2_000_000)  # about a millisecond
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        torch.cuda._sleep(_Late.CYCLES)
+        torch.cuda._sleep(2_000_000)
         return grads[0] * 2
 
 
@@ -167,40 +173,6 @@ def test_nothing_is_read_before_it_is_there(engine: str, devices: list[str], che
         assert torch.equal(y.detach().to(devices[0]), x.detach() * 2**n)
         assert x.grad is not None
         assert torch.equal(x.grad, torch.full_like(x, float(2**n * step)))
-
-
-class Noted(nn.Module):
-    """Mark the end of each forward by an event; let the one of micro-batch `slow` take about a second."""
-
-    def __init__(self, slow: int | None = None) -> None:
-        super().__init__()
-        self.slow = slow
-        self.done: list[torch.cuda.Event] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(self.done) == self.slow:
-            torch.cuda._sleep(1000 * _Late.CYCLES)
-        y = x + 1
-        self.done.append(torch.cuda.current_stream(x.device).record_event())
-        return y
-
-
-@needs(2)
-def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch() -> None:
-    first, second = Noted(), Noted()
-    model = GPipe(nn.Sequential(first, second), [1, 1], devices=["cuda:0", "cuda:1"], chunks=2)
-    x = torch.zeros(2, 16, device="cuda:0")
-    for slow in (None, 1):  # what CUDA does once, on first use, may wait for everything
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
-        first.slow = slow
-        first.done.clear()
-        second.done.clear()
-        with torch.no_grad():
-            y = model(x)
-    second.done[0].synchronize()
-    assert not first.done[1].query()
-    assert torch.equal(y.cpu(), torch.full((2, 16), 2.0))
 
 
 @pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])

@@ -60,9 +60,7 @@ SETUPS += [(name, 64, 2, "always") for name in ("momentum", "rmsprop", "adagrad"
 
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=needs(2))])
 @pytest.mark.parametrize(("optimizer", "batch", "chunks", "checkpoint"), SETUPS)
-def test_predicted_memory_is_what_is_allocated(
-    n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any
-) -> None:
+def test_predicted_memory_is_allocated(n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any) -> None:
     """Within 5 %, of gigabytes: the allocator rounds sizes up, and products may take workspaces for a moment."""
 
     def module() -> nn.Sequential:

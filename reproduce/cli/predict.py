@@ -8,12 +8,11 @@ import click
 import torch
 from msgspec.structs import replace
 
-from reproduce.cli.shared import COUNT, PATH, autocast, fp32_precision, hardware, known, numbers, parsed, refuse
+from reproduce.cli.shared import COUNT, PATH, autocast, fp32_precision, hardware, known, numbers, parsed
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.models import MODELS as BUILT
 from reproduce.models import titled
-from reproduce.predict.given import IMAGE, PAPERS_SIZES, find_given
-from reproduce.predict.largest import MODELS, Asked, largest
+from reproduce.predict.asked import IMAGE, MODELS, PAPERS_SIZES, Asked, find_given, largest, parameters
 from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import OUT, find_record
 from reproduce.records.record import load, save
@@ -156,21 +155,20 @@ def plan(
     a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
     """
     sizes_of = f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave"
-    refuse(
-        {
-            "--size": size and model not in PAPERS_SIZES and f"{sizes_of} --size out",
-            "--largest": grows and model not in PAPERS_SIZES and f"{sizes_of} --largest out",
-            "--input": shape and model in MODELS and f"{model} has samples of its own; leave --input out",
-            "--autocast": grows and autocast and IN_FLOAT32,
-            "--master-weights": grows and master_weights and IN_FLOAT32,
-            "--profile": profiled
-            and hardware
-            and f"nothing is timed with a description; leave it out, or say --hardware {HERE}",
-            f"--hardware {HERE}": grows
-            and hardware is None
-            and "the largest model is a question of memory alone, nothing is timed for it: name a description",
-        }
-    )
+    timed = f"nothing is timed with a description; leave it out, or say --hardware {HERE}"
+    alone = "the largest model is a question of memory alone, nothing is timed for it: name a description"
+    against = {
+        "--size": size and model not in PAPERS_SIZES and f"{sizes_of} --size out",
+        "--largest": grows and model not in PAPERS_SIZES and f"{sizes_of} --largest out",
+        "--input": shape and model in MODELS and f"{model} has samples of its own; leave --input out",
+        "--autocast": grows and autocast and IN_FLOAT32,
+        "--master-weights": grows and master_weights and IN_FLOAT32,
+        "--profile": profiled and hardware and timed,
+        f"--hardware {HERE}": grows and hardware is None and alone,
+    }
+    for option, reason in against.items():
+        if reason:
+            raise click.BadParameter(str(reason), param_hint=option)
     try:
         given = find_given(model, size or (), shape or ())
         batch_size, optimizer = batch_size or given.batch_size, optimizer or given.optimizer
@@ -209,12 +207,12 @@ def _tell_largest(name: str, asked: Asked, axis: int) -> None:
         f"{asked.batch_size}, {asked.optimizer}:"
     )
     for how in ("naive", "pipelined"):
-        found = largest(asked, how, axis, lambda sizes: click.echo(f"  trying {titled(name, sizes)}", err=True))
-        if found.sizes is None:
-            click.echo(f"  {how:10} none: not even {titled(name, found.beyond or ())} fits")
+        found, beyond = largest(asked, how, axis, lambda sizes: click.echo(f"  trying {titled(name, sizes)}", err=True))
+        if found is None:
+            click.echo(f"  {how:10} none: not even {titled(name, beyond or ())} fits")
             continue
-        at_least = "" if found.beyond is not None else "at least "
-        click.echo(f"  {how:10} {at_least}{titled(name, found.sizes)}: {found.parameters / 1e6:,.1f} M parameters")
+        count = f"{parameters(asked.model, found) / 1e6:,.1f} M parameters"
+        click.echo(f"  {how:10} {'at least ' if beyond is None else ''}{titled(name, found)}: {count}")
     click.echo(
         f"Only {BUILT[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
         "pipelined: micro-batches of one, all but the last recomputed.\n"

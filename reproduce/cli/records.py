@@ -129,11 +129,12 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
     It shows published, predicted, emulated and measured numbers beside each other.
     """
     from reproduce.report.page import page
-    from reproduce.report.subjects import FOLDERS, load_folders
+    from reproduce.report.subjects import FOLDERS
     from reproduce.report.trace import read_trace
 
     folder = results or RESULTS
-    records = load_folders(*(folder / name for name in FOLDERS), *([] if results else [RUNS]))
+    folders = [*(folder / name for name in FOLDERS), *([] if results else [RUNS])]
+    records = [load(path) for folder in folders for path in sorted(folder.glob("*.json"))]
     if not records:
         raise click.UsageError(f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}")
     path = out or (results or OUT) / "report.html"

@@ -71,13 +71,13 @@ def regression(
             culprit = bisected(*bisect, settings, rule, done, progress.say)
         else:
             assert base is not None
-            found = answer(base, head, settings, rule, done)
+            text, complaint = answer(base, head, settings, rule, done)
     finally:
         progress.clear()
     if bisect is not None:
         return click.echo(f"the first commit that is slower than {bisect[0]}: {culprit}")
-    click.echo(found.text(style), nl=False)
+    click.echo(text(style), nl=False)
     if markdown is not None:
-        write_atomically(markdown, found.text("markdown"))
-    if found.complaint is not None:
-        raise click.ClickException(found.complaint)
+        write_atomically(markdown, text("markdown"))
+    if complaint is not None:
+        raise click.ClickException(complaint)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -19,12 +21,12 @@ from reproduce.machine.devices import MOST_DEVICES, find_devices
 from reproduce.records.places import RUNS
 from reproduce.records.published import published
 from reproduce.records.record import FREED_MEMORY, SUCCESS, write_atomically
-from reproduce.report.trace import Tracer, matplotlib_problem
+from reproduce.report.trace import Tracer
 from reproduce.run.accuracy.datasets import prepare
 from reproduce.run.engines.engines import OFFERED
 from reproduce.run.experiment import plan, run_experiment
 from reproduce.run.progress import Progress
-from reproduce.run.recorder import new_recorder, prepare_folder
+from reproduce.run.recorder import new_recorder, new_run, prepare_folder
 from reproduce.run.session import UNITS, Session
 from reproduce.run.training import Balancer
 from reproduce.tables.all import document, tables
@@ -34,14 +36,12 @@ from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_har
 
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 
-Chosen = list[tuple[Experiment, Scale]]
-
 
 @click.command()
 @click.argument("experiments", nargs=-1, required=True, callback=known("experiment", lambda: EXPERIMENTS))
 @click.option("--scale", type=click.Choice(["paper", "small"]), help="Default: the largest that this machine holds.")
 @click.option("--row", "rows", multiple=True, metavar="NAME", help="Run only this row. May be given more than once.")
-@on("cpu", "cuda", "meta")
+@on
 @devices
 @click.option("--steps", type=COUNT, metavar="K", help="Timed steps of each row. Default: as many as the scale says, "
               "within its time limit.")  # fmt: skip
@@ -106,34 +106,23 @@ def run(
     prepare_folder(out)
     emulate = 0 if no_emulate else emulate
     tracer = None if trace is None else make_tracer(trace, chosen, several=emulate > 0 or len(engines) > 1)
-    accuracy = {
-        experiment.name: prepare(experiment, at, data, seed, seeds)
-        for experiment, at in chosen
-        if isinstance(at, AccuracyScale)
-    }
+    accuracy = {x.name: prepare(x.name, at, data, seed, seeds) for x, at in chosen if isinstance(at, AccuracyScale)}
 
-    recorder = new_recorder(
-        out,
-        experiments,
-        title="; ".join(experiment.title for experiment in asked),
-        scale=scale,
-        unit=UNITS,
-        devices=found,
-        seed=seed,
-        command=["python", "-m", "reproduce", *sys.argv[1:]],
-        settings={
-            "steps": steps,
-            "seeds": seeds,
-            "emulate": emulate,
-            FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
-            **({"rows": list(rows)} if rows else {}),
-            **({"engines": list(engines)} if engines != ("threads",) else {}),
-            **{experiment.name: at.settings() for experiment, at in chosen},
-        },
-    )
+    settings = {
+        "steps": steps,
+        "seeds": seeds,
+        "emulate": emulate,
+        FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
+        **({"rows": list(rows)} if rows else {}),
+        **({"engines": list(engines)} if engines != ("threads",) else {}),
+        **{experiment.name: at.settings() for experiment, at in chosen},
+    }
+    title = "; ".join(experiment.title for experiment in asked)
+    started = new_run(found, seed, ["python", "-m", "reproduce", *sys.argv[1:]], settings)
+    recorder = new_recorder(out, experiments, title, scale, UNITS, started)
     progress, balancer = Progress(), Balancer(found)
-    if tracer and (problem := matplotlib_problem()) is not None:
-        progress.say(problem)
+    if tracer and not tracer.draw:
+        progress.say("--trace: no picture, only JSON, for matplotlib is not installed: 'pip install matplotlib'")
     progress.say(f"scale {scale} on {found}; what is finished is kept in\n{shown(recorder.path)}")
     state: Literal["finished", "interrupted"] = "interrupted"
     try:
@@ -187,7 +176,7 @@ def run(
         raise click.ClickException(f"--trace: {tracer.problems[0]}")
 
 
-def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Tracer:
+def make_tracer(trace: Path, chosen: Sequence[tuple[Experiment, Scale]], *, several: bool) -> Tracer:
     """Return what writes timelines; refuse now what could not be written later. A row may have `several`."""
     timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
     if not timed:
@@ -195,4 +184,4 @@ def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Tracer:
         raise click.UsageError(f"--trace: {measures} experiments time no step; name a speed experiment")
     prepare_folder(trace.absolute().parent, "--trace")
     several = several or sum(len(at.rows) for at in timed) > 1
-    return Tracer(trace, several=several, experiments=len(timed) > 1, draw=matplotlib_problem() is None)
+    return Tracer(trace, several=several, experiments=len(timed) > 1, draw=find_spec("matplotlib") is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,9 @@ PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
+on = click.option("--on", type=click.Choice(["cpu", "cuda", "meta"]), help="Kind of devices. Default: cuda if there is "
+                  "any, else cpu. meta: devices that hold no data; memory experiments count on them what the published "
+                  "sizes take.")  # fmt: skip
 devices = click.option(
     "--devices", type=COUNT, metavar="N", help="How many devices. Default: all. A CPU device is a share of the cores."
 )
@@ -32,13 +35,6 @@ autocast = click.option("--autocast", type=click.Choice(["bfloat16", "float16"])
 fp32_precision = click.option("--fp32-precision", type=click.Choice(["ieee", "tf32"]), help="How GPUs compute "
                               "convolutions and products of float32. Default: as PyTorch does, tf32 for convolutions "
                               "alone. Hardware without TF32 computes all in float32.")  # fmt: skip
-
-
-def on(*kinds: str) -> Option:
-    """Return the option `--on`."""
-    meta = " meta: devices that hold no data; memory experiments count on them what the published sizes take."
-    text = "Kind of devices. Default: cuda if there is any, else cpu." + meta * ("meta" in kinds)
-    return click.option("--on", type=click.Choice(kinds), help=text)
 
 
 def threshold(default: float) -> Option:
@@ -60,13 +56,6 @@ def hardware(here: str) -> Option:
                         callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
                         help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), {here} "
                         "on a device of this machine.")  # fmt: skip
-
-
-def refuse(reasons: Mapping[str, object]) -> None:
-    """Raise the first reason there is against an option; the reasons are named by their options."""
-    for option, reason in reasons.items():
-        if reason:
-            raise click.BadParameter(str(reason), param_hint=option)
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:

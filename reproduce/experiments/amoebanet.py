@@ -7,15 +7,8 @@ from dataclasses import replace
 from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment
 from reproduce.experiments.row import Optimizer, Row
 
-BASE = Row(
-    model="AmoebaNet-D",
-    size=(18, 256),
-    input_shape=(3, 224, 224),
-    batch_size=64,  # of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it
-    optimizer=Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0),
-    loss="cross_entropy",
-    num_classes=1000,
-)
+# The batch size is of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it.
+BASE = Row(model="AmoebaNet-D", size=(18, 256), batch_size=64)
 
 # --- speed -----------------------------------------------------------------------------------------------------
 

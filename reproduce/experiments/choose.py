@@ -32,9 +32,7 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list
 
     chosen = []
     for each in experiments:
-        scales = tuple(
-            replace(scale, rows=tuple(row for row in scale.rows if row.name in names)) for scale in each.scales
-        )
+        scales = tuple(replace(at, rows=tuple(row for row in at.rows if row.name in names)) for at in each.scales)
         if not any(scale.rows for scale in scales):
             raise Error(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out", USAGE)
         chosen.append(replace(each, scales=tuple(scale for scale in scales if scale.rows)))

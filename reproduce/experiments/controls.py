@@ -120,17 +120,15 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
     return replace(row, partitions=len(balance), chunks=chunks, checkpoint=checkpoint, balance=balance)
 
 
-def controls(
-    base: Row, micro_batch: int, chunks: Sequence[int], balances: Mapping[int, Balance] | None
-) -> tuple[Row, ...]:
+def controls(base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None) -> tuple[Row, ...]:
     """List the controls, first at `base`'s batch size, then in micro-batches of `micro_batch`; those end in `/mb`.
 
     Where `balances` is None they are profiled.
     """
     made: list[tuple[str, int, int, Checkpoint, str, int]] = [
         *(("naive", n, 1, "never", f"naive n{n}", n) for n in PARTITIONS),
-        *(("checkpoint-only", 1, m, "always", f"checkpoint-only m{m}", PARTITIONS[0]) for m in chunks),
-        *(("GPipe", n, m, "except_last", f"GPipe n{n}m{m}", n) for n in PARTITIONS for m in chunks),
+        *(("checkpoint-only", 1, m, "always", f"checkpoint-only m{m}", PARTITIONS[0]) for m in ms),
+        *(("GPipe", n, m, "except_last", f"GPipe n{n}m{m}", n) for n in PARTITIONS for m in ms),
     ]
     equal = [
         replace(base, configuration=configuration, partitions=n, chunks=m, checkpoint=checkpoint, name=name,

@@ -57,7 +57,7 @@ class AccuracyRow(Row):
     how the data are read, under the names of the published table.
     """
 
-    num_classes: int
+    num_classes: int = 1000
     recipe: Recipe
     gpus: int = 1
     data: tuple[tuple[str, Json], ...] = ()

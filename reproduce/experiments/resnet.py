@@ -8,15 +8,8 @@ from reproduce.experiments.controls import Published, published_rows, speed_expe
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Recipe
 from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB, Optimizer, Row
 
-BASE = Row(
-    model="ResNet-101",
-    size=(),
-    input_shape=(3, 224, 224),
-    batch_size=192,  # of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it
-    optimizer=Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0),
-    loss="cross_entropy",
-    num_classes=1000,
-)
+# The batch size is of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it.
+BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
 
 # --- speed -------------------------------------------------------------------------------------------------------
@@ -45,17 +38,13 @@ SPEED = speed_experiment(
 
 # --- accuracy: trained by pipelines and data-parallel, to the end ------------------------------------------------
 
-SGD = Optimizer(name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1)
+NESTEROV = Optimizer(name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1)
 
 TRAINING = AccuracyRow(
     configuration=AS_PUBLISHED,
     model="ResNet-101",
-    size=(),
-    input_shape=(3, 224, 224),
     batch_size=256,
-    optimizer=SGD,
-    loss="cross_entropy",
-    num_classes=1000,
+    optimizer=NESTEROV,
     recipe=Recipe(epochs=90, base_lr=0.1, warmup_epochs=4, lr_decay_epochs=(30, 60, 80), lr_decay=0.1),
     data=(
         ("dataset", "ImageNet"),

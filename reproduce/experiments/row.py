@@ -36,6 +36,9 @@ class Optimizer:
     state: int
 
 
+SGD = Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """Configure one training run, whole.
@@ -53,16 +56,16 @@ class Row:
     name: str = ""
     configuration: str = ""
     model: str
-    size: tuple[int, ...]
-    input_shape: tuple[int, ...]
+    size: tuple[int, ...] = ()
+    input_shape: tuple[int, ...] = (3, 224, 224)
     batch_size: int
     partitions: int | None = None
     chunks: int | None = None
     checkpoint: Checkpoint | None = None
     balance: tuple[int, ...] | None = None
-    optimizer: Optimizer
-    loss: str
-    num_classes: int | None = None
+    optimizer: Optimizer = SGD
+    loss: str = "cross_entropy"
+    num_classes: int | None = 1000
     options: Mapping[str, Json] = field(default_factory=dict)
     components: tuple[Component, ...] = COMPONENTS
     deferred_batch_norm: bool = False
@@ -93,11 +96,6 @@ class Row:
         """Count the micro-batches that exist: fewer than `chunks` where the batch does not yield so many."""
         size = self.micro_batch_size
         return None if size is None else math.ceil(self.batch_size / size)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Count the steps of the epochs that come before the timed ones, as in the publication."""
-        return self.skip_epochs * self.steps_per_epoch
 
     def work(self) -> float:
         """Guess the cost of a step, to no unit: good for telling the time left, and for nothing else."""

@@ -13,7 +13,6 @@ from reproduce.experiments.row import (
     PUBLISHED_NODE,
     SMALL_SCALE,
     Experiment,
-    Optimizer,
     Row,
 )
 
@@ -23,8 +22,8 @@ BASE = Row(
     input_shape=(3, 192, 192),
     options={"depth": 5, "output_channels": 1},
     batch_size=64,  # of the rows at equal batch size: naive on two P40s has room for it
-    optimizer=Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0),
     loss="binary_cross_entropy_with_logits",
+    num_classes=None,
 )
 SMALL = replace(BASE, size=(5, 16), input_shape=(3, 96, 96), batch_size=32)
 

@@ -18,11 +18,8 @@ BASE = Row(
     configuration="plain",
     model="",
     size=(224,),
-    input_shape=(3, 224, 224),
     batch_size=128,
     optimizer=Optimizer(name="SGD", options={"lr": 0.01, "momentum": 0.0}, state=0),
-    loss="cross_entropy",
-    num_classes=1000,
     equal="model",
 )
 SMALL = replace(BASE, size=(64,), input_shape=(3, 64, 64), batch_size=32)

@@ -37,7 +37,8 @@ class Devices:
         if self.kind == "meta":
             return None
         if self.kind == "cpu":
-            return free_memory()
+            free = info(MEMORY, "MemAvailable")
+            return None if free is None else int(free.removesuffix("kB")) * 1024
         return min(torch.cuda.get_device_properties(device).total_memory for device in self.first(self.count))
 
     def synchronize(self) -> None:
@@ -106,12 +107,6 @@ def cores() -> int:
         return max(1, min(have, int(limit) // int(period)))
     except (OSError, ValueError):  # no container, or one without a limit, which says "max"
         return have
-
-
-def free_memory() -> int | None:
-    """Return the free bytes of main memory; None where they are unknown."""
-    kibibytes = info(MEMORY, "MemAvailable")
-    return None if kibibytes is None else int(kibibytes.removesuffix("kB")) * 1024
 
 
 def info(file: Path, name: str) -> str | None:

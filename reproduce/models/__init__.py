@@ -37,16 +37,16 @@ def titled(name: str, sizes: tuple[int, ...]) -> str:
     return f"{name} ({', '.join(map(str, sizes))})" if sizes else name
 
 
-def _resnet(blocks: int, *sizes: int, **classes: int) -> nn.Sequential:
-    return resnet((blocks,) * 4, *sizes, **classes)
-
-
 MODELS = {
     "AmoebaNet-D": Model(amoebanetd, ("L", "D"), (3, 224, 224)),
     "U-Net": Model(partial(unet, 5), ("B", "C"), (3, 192, 192)),
     "ResNet-101": Model(resnet101, (), (3, 224, 224)),
     "thin ResNet-101": Model(partial(resnet, RESNET101), ("width", "expansion"), (3, 224, 224)),
-    "ResNet": Model(_resnet, ("blocks", "width", "expansion"), (3, 64, 64)),
+    "ResNet": Model(
+        lambda blocks, *sizes, **classes: resnet((blocks,) * 4, *sizes, **classes),
+        ("blocks", "width", "expansion"),
+        (3, 64, 64),
+    ),
     **{f"torchvision:{name}": Model(partial(layers_of, name), ("pixels",), (3, 224, 224)) for name in ZOO},
 }
 """Every model that an experiment may name.

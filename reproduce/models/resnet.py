@@ -4,7 +4,8 @@ The layers are torchvision's own, in its order, under its names joined by `_` (`
 weights and eval-mode outputs are the same to the bit. Two things change: an in-place ReLU becomes a plain
 one, and what a bottleneck adds at its end is stashed at its start.
 
-Ten other well-known models are sequences of their own layers, as `torchgpipe.sequential` cuts them.
+Ten other well-known models are sequences of their own layers, as `torchgpipe.sequential` cuts them. Whatever builds a
+model raises `Error` where torchvision is missing or broken.
 
 Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
 """
@@ -52,31 +53,22 @@ class AddIdentity(nn.Module):
         return total
 
 
-Layers = Iterator[tuple[str, nn.Module]]
-
-
-def bottleneck_layers(block: Bottleneck) -> Layers:
-    """Yield a bottleneck's eleven layers with their names."""
-    identity = Namespace()
-    yield "identity", Stash().isolate(identity)
-    for i in (1, 2, 3):
-        yield f"conv{i}", block.get_submodule(f"conv{i}")
-        yield f"bn{i}", block.get_submodule(f"bn{i}")
-        if i == 3:
-            yield "add", AddIdentity(block.downsample).isolate(identity)
-        yield f"relu{i}", nn.ReLU()
-
-
-def layers(model: ResNet) -> Layers:
-    """Yield every layer of the flat model with its name, in order."""
+def layers(model: ResNet) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every layer of the flat model with its name, in order; a bottleneck has eleven."""
     yield "conv1", model.conv1
     yield "bn1", model.bn1
     yield "relu", nn.ReLU()
     yield "maxpool", model.maxpool
     for stage in ("layer1", "layer2", "layer3", "layer4"):
         for index, block in model.get_submodule(stage).named_children():
-            for name, layer in bottleneck_layers(cast("Bottleneck", block)):
-                yield f"{stage}_{index}_{name}", layer
+            name, identity = f"{stage}_{index}", Namespace()
+            yield f"{name}_identity", Stash().isolate(identity)
+            for i in (1, 2, 3):
+                yield f"{name}_conv{i}", block.get_submodule(f"conv{i}")
+                yield f"{name}_bn{i}", block.get_submodule(f"bn{i}")
+                if i == 3:
+                    yield f"{name}_add", AddIdentity(cast("Bottleneck", block).downsample).isolate(identity)
+                yield f"{name}_relu{i}", nn.ReLU()
     yield "avgpool", model.avgpool
     yield "flatten", nn.Flatten()
     yield "fc", model.fc
@@ -98,31 +90,8 @@ def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-1
         ) from error
 
 
-def from_torchvision(model: ResNet) -> nn.Sequential:
-    """Regroup a torchvision ResNet of bottlenecks (50, 101, 152, wide, ResNeXt) as a flat sequence.
-
-    The layers are shared with `model`, not copied: training one trains the other.
-    Shapes: those of `model`, (N, 3, H, W) to (N, num_classes).
-
-    Raises:
-        Error: torchvision is missing or broken.
-        TypeError: not a torchvision ResNet, or one of basic blocks (18, 34).
-    """
-    resnet = import_torchvision()
-    if not isinstance(model, resnet.ResNet):
-        raise TypeError(f"model must be a torchvision ResNet, got {type(model).__name__}: see resnet101()")
-    if not isinstance(model.layer1[0], resnet.Bottleneck):
-        raise TypeError(
-            f"model must be a ResNet of Bottleneck blocks, got one of {type(model.layer1[0]).__name__}: "
-            "use resnet50, resnet101 or resnet152"
-        )
-    return nn.Sequential(OrderedDict(layers(model)))
-
-
-def resnet(
-    blocks: Sequence[int] = RESNET101, width: int = 64, expansion: int = 4, num_classes: int = 1000
-) -> nn.Sequential:
-    """Build a ResNet of bottlenecks with random weights, by torchvision; by default ResNet-101.
+def resnet(blocks: Sequence[int], width: int = 64, expansion: int = 4, num_classes: int = 1000) -> nn.Sequential:
+    """Build a ResNet of bottlenecks with random weights, by torchvision.
 
     Args:
         blocks: bottlenecks in each of the four stages.
@@ -133,11 +102,8 @@ def resnet(
     Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes).
 
     Raises:
-        Error: torchvision is missing or broken.
-        TypeError, ValueError: a size is not an int, or below 1; there are not four stages.
+        TypeError, ValueError: a size is not an int, or below 1.
     """
-    if len(blocks) != 4:
-        raise ValueError(f"blocks must be four numbers, one for each stage, got {len(blocks)}: use {RESNET101}")
     for count in blocks:
         check_size("blocks", count)
     check_size("width", width)
@@ -145,19 +111,13 @@ def resnet(
     check_size("num_classes", num_classes)
     module = import_torchvision()
     bottleneck = type("Bottleneck", (module.Bottleneck,), {"expansion": expansion})
-    return from_torchvision(module.ResNet(bottleneck, list(blocks), num_classes=num_classes, width_per_group=width))
+    model = module.ResNet(bottleneck, list(blocks), num_classes=num_classes, width_per_group=width)
+    return nn.Sequential(OrderedDict(layers(model)))
 
 
 def resnet101(num_classes: int = 1000) -> nn.Sequential:
-    """Build ResNet-101 with random weights, the same as torchvision's after the same seed.
-
-    Shapes: (N, 3, 224, 224), or any other height and width of at least 32, to (N, num_classes).
-
-    Raises:
-        Error: torchvision is missing or broken.
-        TypeError, ValueError: `num_classes` is not an int, or below 1.
-    """
-    return resnet(num_classes=num_classes)
+    """Build ResNet-101 with random weights, the same as torchvision's after the same seed, as `resnet` does."""
+    return resnet(RESNET101, num_classes=num_classes)
 
 
 def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -185,8 +145,7 @@ def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
     """Build the model of that name with random weights, for square images of so many pixels a side.
 
     Raises:
-        Error: torchvision is missing or broken.
-        ValueError: it has no such model.
+        ValueError: torchvision has no such model.
     """
     builder = import_torchvision("models", f"torchvision:{name}").get_model_builder(name)
     # Without weights nothing is downloaded.
@@ -204,9 +163,6 @@ def layers_of(name: str, pixels: int, num_classes: int = 1000) -> nn.Sequential:
     """Build the model of that name as `torchgpipe.sequential` cuts it; after one seed, with the same weights.
 
     Shapes: (N, 3, pixels, pixels) to (N, num_classes).
-
-    Raises:
-        Error: torchvision is missing or broken.
     """
     return copy.deepcopy(_traced(name, pixels, num_classes, torch.get_default_device(), torch.initial_seed()))
 

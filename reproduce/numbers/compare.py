@@ -60,11 +60,6 @@ class Comparison:
             return None
         return geometric_mean(ratios) if self.together is None else self.together.ratio, len(ratios)
 
-    def verdicts(self) -> Iterator[tuple[ComparedRow, Verdict]]:
-        """Yield every verdict in the table, with its row."""
-        for row in self.rows:
-            yield from ((row, verdict(decision, self.metric)) for decision in row.decisions if decision is not None)
-
 
 def verdict(decision: Decision, metric: str) -> Verdict:
     """Say what a decision means where the metric has a better side."""
@@ -101,8 +96,7 @@ def compare(
 
 
 def _readings(line: Line, metric: str) -> Readings:
-    readings = {side: read(entry, metric) for side, entry in line.entries.items()}
-    return {side: reading for side, reading in readings.items() if reading is not None}
+    return {side: found for side, entry in line.entries.items() if (found := read(entry, metric)) is not None}
 
 
 def _compare(
@@ -121,9 +115,7 @@ def _compare(
             is_base = base is line
             own = {side: over(reading, theirs[side]) for side, reading in own.items() if side in theirs}
         values = [own.get(side) for side in range(len(sides))]
-        decisions = [
-            None if is_base or not side else _decision(values[0], values[side], rule) for side in range(len(sides))
-        ]
+        decisions = [None if is_base or not i else _decision(values[0], values[i], rule) for i in range(len(sides))]
         rows.append(ComparedRow(line, values, decisions, is_base))
     notes = []
     if relative:

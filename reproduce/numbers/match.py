@@ -128,12 +128,8 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
         same = [getattr(other.result, name) == getattr(entry.result, name) for name in ("row", "scale", "device")]
         return sum([*same, other.hardware == entry.hardware])
 
-    fitting = [
-        line
-        for line in lines
-        if line.experiment == experiment and number not in line.entries and _same(line.first, entry)
-    ]
-    if fitting:
+    free = [line for line in lines if line.experiment == experiment and number not in line.entries]
+    if fitting := [line for line in free if _same(line.first, entry)]:
         max(fitting, key=likeness).entries[number] = entry
     else:
         lines.append(Line(experiment, {number: entry}))

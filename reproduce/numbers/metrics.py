@@ -195,10 +195,10 @@ def read(entry: Entry, metric: str) -> Reading | None:
     run = f"{entry.record.name} {entry.record.run.started}" if entry.record.run is not None else entry.record.name
     if metric in ("throughput", "speedup"):
         return throughput(result, run)
-    if metric == "memory":
-        return _exact(_sum(result.values.get("peak_allocated")), "bytes")
-    if metric == "reserved":
-        return _exact(_sum(result.values.get("peak_reserved")) or _published_memory(result, unit), "bytes")
+    if metric in ("memory", "reserved"):
+        peaks = result.values.get("peak_allocated" if metric == "memory" else "peak_reserved")
+        published = None if metric == "memory" else _published_memory(result, unit)
+        return _exact(sum(peaks) if peaks else published, "bytes")
     if metric == "top1_error" and "epoch" in result.samples:
         errors = final_errors(result)
         return Reading(errors, "%", mean=True) if errors else None
@@ -233,11 +233,6 @@ def _exact(value: Json, unit: str) -> Reading | None:
 
 def _is_number(value: Json) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _sum(value: Json) -> float | None:
-    """Return the sum over devices; None where nothing is known of them."""
-    return sum(value) if value else None
 
 
 def _published_memory(result: Result, unit: Mapping[str, str]) -> float | None:

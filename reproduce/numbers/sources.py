@@ -35,11 +35,6 @@ class _File(Struct):
     version: str | None = None
 
 
-def is_pytest_benchmark(data: Json) -> bool:
-    """Say whether a parsed file is one of pytest-benchmark's."""
-    return isinstance(data, dict) and "benchmarks" in data and "machine_info" in data
-
-
 def from_pytest_benchmark(data: Json, where: str) -> Record:
     """Turn the parsed file called `where` into a record: an experiment for each test file, a row for each test.
 
@@ -145,7 +140,8 @@ def side_of(letter: str, name: str, records: Sequence[Record]) -> Side:
 
 
 def _read(data: Json, where: str) -> Record:
-    return from_pytest_benchmark(data, where) if is_pytest_benchmark(data) else parse(data, where)
+    of_pytest = isinstance(data, dict) and "benchmarks" in data and "machine_info" in data
+    return from_pytest_benchmark(data, where) if of_pytest else parse(data, where)
 
 
 def _from_git(name: str) -> Iterator[Record]:

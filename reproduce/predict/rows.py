@@ -66,12 +66,7 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     for row in rows:
         key = _model(row.config)
         largest[key] = max(largest.get(key, 0), row.config["micro_batch_size"] or row.config["batch_size"])
-    predictors = {
-        key: Predictor(counted(*key, memory=False), hardware)
-        if isinstance(hardware, Hardware)
-        else _profiled(key, size, hardware)
-        for key, size in largest.items()
-    }
+    predictors = {key: _predictor(key, size, hardware) for key, size in largest.items()}
     results = [
         Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over,
                values=rounded(_speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS))
@@ -98,7 +93,9 @@ def _model(config: dict[str, Json]) -> Model:
     return config["model"], sizes, tuple(config["input_shape"])
 
 
-def _profiled(key: Model, rows: int, on: torch.device) -> Predictor:
+def _predictor(key: Model, rows: int, on: Hardware | torch.device) -> Predictor:
+    if isinstance(on, Hardware):
+        return Predictor(counted(*key, memory=False), on)
     model, sizes, input_shape = key
     with torch.device("meta"):
         module = MODELS[model].build(*sizes)

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from reproduce.records.places import RESULTS, Json, decode, read_json
 from reproduce.records.record import Record, Result, load, save
@@ -71,23 +72,10 @@ def import_tables(source: Path, to: Path) -> list[Path]:
     discrepancies = [result for table in tables if table.id == DISCREPANCIES for result in table.results()]
     paths = []
     for table in tables:
-        record = Record(
-            name=table.id,
-            title=table.title,
-            kind="published",
-            unit=table.unit,
-            results=table.results(),
-            source=table.source,
-            hardware=table.hardware,
-            software=table.software,
-            columns=table.columns,
-            notes=table.notes,
-            discrepancies=[result for result in discrepancies if _concerns(result.row, table.id)],
-        )
+        subjects = tuple(subject for subject, ids in CONCERNS if table.id.startswith(ids))
+        concern = [result for result in discrepancies if result.row.startswith(subjects)]
+        given = {name: value for name, value in asdict(table).items() if name not in ("id", "rows")}
+        record = Record(table.id, kind="published", results=table.results(), discrepancies=concern, **given)
         paths.append(to / f"{record.name}.json")
         save(record, paths[-1])
     return paths
-
-
-def _concerns(discrepancy: str, table: str) -> bool:
-    return any(discrepancy.startswith(subject) and table.startswith(tables) for subject, tables in CONCERNS)

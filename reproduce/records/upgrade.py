@@ -25,14 +25,9 @@ def upgrade(data: dict[str, Json], version: int) -> dict[str, Json]:
 
 def _from_1(data: dict[str, Json]) -> dict[str, Json]:
     match data:
-        case {
-            "run": {
-                "machine": {"gpus": [dict() as first, *_] as gpus} as machine,
-                "versions": dict() as versions,
-            } as run
-        }:
-            machine = {**machine, "gpus": [_gpu_from_1(gpu) for gpu in gpus]}
-            versions = {**versions, "driver": first.get("driver")}
+        case {"run": {"machine": {"gpus": [dict() as first, *_] as gpus} as host, "versions": dict() as old} as run}:
+            machine = {**host, "gpus": [_gpu_from_1(gpu) for gpu in gpus]}
+            versions = {**old, "driver": first.get("driver")}
             return {**data, "run": {**run, "machine": machine, "versions": versions}}
     return data
 

@@ -25,7 +25,7 @@ WARM_UP = 2  # samples: the first one compiles and allocates, and takes several 
 
 @dataclass(frozen=True)
 class Case:
-    """Name a step: a model in `n` partitions of `balance`, a batch in `m` micro-batches, a checkpoint mode.
+    """Name a step: a model in partitions of `balance`, a batch in `m` micro-batches, a checkpoint mode.
 
     A sample of the case is the mean of `steps` steps in a row, several where one is too short for the clock.
     """
@@ -37,11 +37,6 @@ class Case:
     checkpoint: str
     batch: int
     steps: int = 1
-
-    @property
-    def n(self) -> int:
-        """Count the partitions."""
-        return len(self.balance)
 
 
 def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:
@@ -61,16 +56,12 @@ CASES = (*MACHINERY, *TRAINING)
 
 
 def prepare(case: Case) -> Step:
-    """Return a function that runs a whole step (forward, loss, backward, optimizer) and returns the loss.
-
-    Raises:
-        whatever a torchgpipe raises that cannot do it.
-    """
+    """Return a function that runs a whole step (forward, loss, backward, optimizer) and returns the loss."""
     from torchgpipe import GPipe
 
     torch.manual_seed(0)
     layers, x, loss = _build(case)
-    devices = ["cpu"] * case.n
+    devices = ["cpu"] * len(case.balance)
     model = GPipe(layers, case.balance, devices=devices, chunks=case.m, checkpoint=case.checkpoint)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -87,7 +78,7 @@ def prepare(case: Case) -> Step:
 def _build(case: Case) -> tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor]]:
     """Return the layers, an input, and the loss of the output."""
     if case.model == "linear":  # does next to nothing, so that nearly all of the step is the pipeline's own
-        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(case.n))), torch.randn(case.batch, 8), Tensor.sum
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in case.balance)), torch.randn(case.batch, 8), Tensor.sum
     from reproduce.models import amoebanetd, unet
 
     if case.model == "AmoebaNet-D":  # (3, 8), the smallest there is, on images of the papers' size

@@ -17,17 +17,16 @@ JSON that holds the samples of each way; the i-th of all of them were taken next
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 
 from reproduce.error import Error
+from reproduce.run.engines.launch import Launched
 from reproduce.run.turns import turns
 
 Way = tuple[int, Sequence[Any]]
@@ -81,9 +81,7 @@ def interleave(
                     if len(running[case]) < least:
                         del running[case]
             for case, ways in running.items():
-                steps = {
-                    way: functools.partial(_ask, sides[side], asked, case, way) for way, (side, asked) in ways.items()
-                }
+                steps = {way: partial(_ask, sides[side], asked, case, way) for way, (side, asked) in ways.items()}
                 *_, samples[case] = turns(steps, rounds, draw)
         for case, found in samples.items():
             yield {"case": case, "restart": restart, "samples": found}
@@ -108,26 +106,19 @@ def fork(folder: Path, maker: str) -> Iterator[Connection]:
     Sent arguments, it calls `maker`, such as "package.module:function", with them, and answers with None; sent them
     once more, with what comes of calling what was made. Instead it answers with a text where that cannot be: why.
     """
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(ours, theirs, folder, maker), daemon=True)
-    process.start()
-    theirs.close()
+    process = Launched("fork", 1, _serve, folder, maker)
     try:
-        yield ours
+        yield process.links[0]
     except (EOFError, OSError) as error:
         traceback.clear_frames(error.__traceback__)  # one has a buffer open, with what could not be sent
         error.__traceback__ = None  # or this frame would refer to its caller's, and that to the error
         raise Error("a measuring process ended by itself") from None
     finally:
-        process.kill()
-        process.join()
-        ours.close()
+        process.close()
 
 
-def _serve(ours: Connection, theirs: Connection, folder: Path, maker: str) -> None:
+def _serve(_: int, link: Connection, folder: Path, maker: str) -> None:
     """Answer until there is nobody left to ask."""
-    ours.close()
     os.dup2(2, 1)  # what a version of torchgpipe prints is no line of the job
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)
@@ -135,7 +126,7 @@ def _serve(ours: Connection, theirs: Connection, folder: Path, maker: str) -> No
     made: dict[str, Callable[[], Any]] = {}
     while True:
         try:
-            asked = theirs.recv()
+            asked = link.recv()
         except EOFError:
             return
         answer = None
@@ -149,7 +140,7 @@ def _serve(ours: Connection, theirs: Connection, folder: Path, maker: str) -> No
                 made[str(asked)] = getattr(importlib.import_module(module), name)(*asked)
         except Exception as error:  # an older torchgpipe may lack what is asked for
             answer = f"{type(error).__name__}: {error}".splitlines()[0]
-        theirs.send(answer)
+        link.send(answer)
 
 
 def main(job: dict[str, Any]) -> None:

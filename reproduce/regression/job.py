@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,10 +54,8 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
     Raises:
         Error: it ended before it was done.
     """
-    cases = {
-        case: {"base": (0, (case, settings.clock, 0.0)), "head": (1, (case, settings.clock, settings.slow_down))}
-        for case in settings.cases
-    }
+    clock, delay = settings.clock, settings.slow_down
+    cases = {case: {"base": (0, (case, clock, 0.0)), "head": (1, (case, clock, delay))} for case in settings.cases}
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
         if not cases:
             return
@@ -69,7 +67,7 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
             "rounds": settings.rounds,
             "seed": settings.seed,
             "first": first,
-            "one_core": settings.clock == "cpu",
+            "one_core": clock == "cpu",
         }
         with contextlib.closing(in_turn(job, KEEP_FREED)) as lines:
             for line in lines:
@@ -116,19 +114,3 @@ def _end(process: subprocess.Popen[str]) -> None:
     while os.read(process.stdout.fileno(), 65536):  # its end is reached when the last fork is gone
         pass
     process.stdout.close()
-
-
-def collect(
-    lines: Iterable[dict[str, Any]], cases: Sequence[str], progress: Callable[[int], None]
-) -> dict[str, Samples]:
-    """Return the samples of each case; `progress` is told how many restarts are done."""
-    found = {case: Samples() for case in cases}
-    for line in lines:
-        samples = found[line["case"]]
-        if "unable" in line:
-            samples.unable = line["unable"]
-            continue
-        samples.base.append(line["samples"]["base"])
-        samples.head.append(line["samples"]["head"])
-        progress(line["restart"] + 1)
-    return found

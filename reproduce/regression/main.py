@@ -1,39 +1,77 @@
-"""Answer what `python -m reproduce regression` was asked: copy both sides, measure, judge, render."""
+"""Answer what `python -m reproduce regression` was asked: was a case, or all together, slowed down for real?
+
+Samples of one process are no independent evidence: whatever makes this process quicker than that one is in all of
+them, and more of them only make it more certain. So a restart gives one number, the median over its pairs of head
+by base, and the rank test is over the restarts. Their geometric mean over the cases is judged likewise: it is less
+noisy than any of them, and shows what slows all down. The risk of a false alarm is one for all of these tests: each has
+an equal share of alpha (Bonferroni).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from msgspec.structs import replace
+from scipy import stats
 
 from reproduce.error import USAGE, Error
 from reproduce.machine.devices import Devices
 from reproduce.machine.git import Git
-from reproduce.numbers.compare import ComparedRow, Comparison
+from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.match import Line
-from reproduce.numbers.metrics import Reading
-from reproduce.numbers.significance import Decision, Rule
+from reproduce.numbers.metrics import Reading, median_ratio
+from reproduce.numbers.significance import Decision, Rule, compare_samples, needed
 from reproduce.numbers.sources import Side
 from reproduce.records.record import Record
 from reproduce.regression.cases import CASES
-from reproduce.regression.job import Samples, Settings, collect, interleaved
-from reproduce.regression.judge import METRIC, TOGETHER, Judgement, judge, least_restarts
+from reproduce.regression.job import Samples, Settings, interleaved
 from reproduce.regression.trees import Tree, trees
 from reproduce.run.recorder import new_run, now
 from reproduce.tables.comparison import write_comparisons
 from reproduce.tables.layout import many
 
+METRIC = "time"
+TOGETHER = "all together"
+
 Progress = Callable[[int], None]
 
 
-class Answer(NamedTuple):
-    """Hold what writes the table as 'text', 'markdown', 'csv' or 'json', and why it does not pass, or None."""
+Answer = tuple[Callable[[str], str], str | None]
+"""What writes the table as 'text', 'markdown', 'csv' or 'json', and why it does not pass, or None."""
 
-    text: Callable[[str], str]
-    complaint: str | None
+
+@dataclass(frozen=True)
+class Judgement:
+    """Hold the samples of every case, and how the head compares under the rule for each test.
+
+    `decisions` has the cases that both sides ran, and, where these are several, all of them `TOGETHER`.
+    """
+
+    samples: Mapping[str, Samples]
+    decisions: Mapping[str, Decision]
+    rule: Rule
+
+    @property
+    def worse(self) -> list[str]:
+        """Name what the head made slower for real."""
+        return [name for name, decision in self.decisions.items() if verdict(decision, METRIC) == "worse"]
+
+
+def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
+    """Return how the head compares in every case, and in all of them; `rule.alpha` is the risk of all tests."""
+    of_cases = {
+        case: [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
+        for case, samples in found.items()
+        if not samples.unable
+    }
+    if len(of_cases) > 1:
+        of_cases[TOGETHER] = stats.gmean(list(of_cases.values()), axis=0).tolist()
+    rule = _share(rule, len(of_cases))
+    decisions = {case: compare_samples([1.0] * len(own), own, rule, paired=True) for case, own in of_cases.items()}
+    return Judgement(found, decisions, rule)
 
 
 def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress: Progress) -> Answer:
@@ -54,10 +92,8 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress
         # As `compare` has it; its times are in the comparison.
         sides.append(Side(letter, tree.name, [], [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)]))
     comparison = _comparison(judged, settings, rule.alpha)
-    return Answer(
-        lambda style: write_comparisons([comparison], sides, judged.rule, [], style),
-        _complaint(judged, both[0].name, both[1].name),
-    )
+    complaint = _complaint(judged, both[0].name, both[1].name)
+    return lambda style: write_comparisons([comparison], sides, judged.rule, [], style), complaint
 
 
 def check_restarts(settings: Settings, rule: Rule) -> None:
@@ -71,10 +107,28 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
         )
 
 
+def least_restarts(rule: Rule, cases: int) -> int:
+    """Return with how many restarts anything can be significant at all."""
+    return needed(_share(rule, cases + (cases > 1)).alpha, paired=True)
+
+
+def _share(rule: Rule, tests: int) -> Rule:
+    return Rule(rule.alpha / max(1, tests), rule.threshold)
+
+
 def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Progress) -> Judgement:
     """Run the job on two trees and judge every case; `progress` is told how many restarts are done."""
+    found = {case: Samples() for case in settings.cases}
     with contextlib.closing(interleaved(base, head, settings)) as lines:
-        return judge(collect(lines, settings.cases, progress), rule)
+        for line in lines:
+            samples = found[line["case"]]
+            if "unable" in line:
+                samples.unable = line["unable"]
+                continue
+            samples.base.append(line["samples"]["base"])
+            samples.head.append(line["samples"]["head"])
+            progress(line["restart"] + 1)
+    return judge(found, rule)
 
 
 def choose_cases(wanted: Sequence[str]) -> list[str]:

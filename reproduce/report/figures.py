@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
@@ -59,7 +59,8 @@ def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) 
         axes.plot([at[place] for place in own], [points[place] for place in own], LOOKS[source.kind],
                   color=COLORS[source.kind], label=source.label)  # fmt: skip
         described.append(f"{source.label} {', '.join(f'n={place[0]} {points[place]:.2f}' for place in own)}")
-    axes.set_xticks(list(at.values()), [_tick(*place, fixed) for place in places])
+    ticks = [str(n) if fixed else "plain" if n == m == 1 else f"n={n}\nm={m}" for n, m in places]
+    axes.set_xticks(list(at.values()), ticks)
     axes.set_xlabel("n, partitions" if fixed else "")
     axes.set_title(title if fixed else "speed-up")
     axes.set_ylim(bottom=0)
@@ -69,18 +70,10 @@ def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) 
     return svg(figure, name, f"Speed-up over n for {title}: {'; '.join(described)}"), caption
 
 
-def _tick(n: int, m: int, fixed: bool) -> str:
-    if fixed:
-        return str(n)
-    return "plain" if n == m == 1 else f"n={n}\nm={m}"
-
-
 KINDS = {"peak_reserved": "reserved", "peak_allocated": "allocated"}
 PARTS = {"model_memory": "model", "peak_activation_memory": "activations", "memory": "all devices"}
-PALETTE = {
-    **{f"device {i}": color for i, color in enumerate(DEVICES * 16)},
-    **dict(zip(PARTS.values(), SERIES[4:], strict=False)),
-}
+PALETTE = {f"device {i}": color for i, color in enumerate(DEVICES * 16)}
+PALETTE |= zip(PARTS.values(), SERIES[4:], strict=False)
 ABLATED = {
     "throughput": "throughput over the first row's",
     "utilization": "utilization",
@@ -178,16 +171,11 @@ def _grouped(name: str, subject: Subject, values: Mapping[Source, Mapping[str, f
             for source, own in values.items()
         ]
     figure = _bars(bars, meaning, {source.label: COLORS[source.kind] for source in values}, columns=2)
-    described = (
-        f"{source.label} {', '.join(f'{row} {value:.2f}' for row, value in own.items())}"
-        for source, own in values.items()
-    )
+    described = (f"{x.label} {', '.join(f'{row} {v:.2f}' for row, v in own.items())}" for x, own in values.items())
     return svg(figure, name, f"{meaning}: {'; '.join(described)}")
 
 
-def _bars(
-    rows: Mapping[str, Sequence[Bar]], axis: str, labels: Mapping[str, str], columns: int, title: str = ""
-) -> Figure:
+def _bars(rows: Mapping[str, list[Bar]], axis: str, labels: Mapping[str, str], columns: int, title: str = "") -> Figure:
     """Draw as many bars on each row, and a legend of colours by their labels."""
     per_row = max(map(len, rows.values()))
     height = 0.8 / per_row

@@ -37,11 +37,10 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
     """Return the page of everything that the records hold, and of the timelines of measured steps, with titles."""
     subjects = find_subjects(records)
     # What has neither an experiment nor anything to compare it with comes last, folded away.
-    others = [
-        subject
-        for subject in subjects
-        if subject.name not in EXPERIMENTS and all(source.kind == "published" for source in subject.sources)
-    ]
+    others = [x for x in subjects if x.name not in EXPERIMENTS and all(y.kind == "published" for y in x.sources)]
+    # By what is known of their making, so that everything is said once.
+    shown = {source.record.name: source.record for each in subjects for source in each.sources}
+    made = sorted(shown.values(), key=lambda record: list(reversed(KINDS)).index(record.kind))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
@@ -61,7 +60,7 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
         sections=[_section(subject) for subject in subjects if subject not in others],
         traces=list(trace_figures(traces)),
         schedules=list(schedule_figures()),
-        machines=_machines({source.record.name: source.record for each in subjects for source in each.sources}),
+        machines=grouped(made, lambda record: tuple(provenance(record).items())),
         others=[_other(subject) for subject in others],
     )
     return text.lstrip()
@@ -75,12 +74,6 @@ def _section(subject: Subject) -> dict[str, Any]:
         "figures": [*speed_up_figures(subject), *memory_figures(subject), *ablation_figures(subject)],
         "tables": [table for run in runs if subject.name in EXPERIMENTS for table in tables(run, subject.name)],
     }
-
-
-def _machines(records: Mapping[str, Record]) -> dict[tuple[tuple[str, str], ...], list[Record]]:
-    """Group records by what is known of their making, so that everything is said once."""
-    ordered = sorted(records.values(), key=lambda record: list(reversed(KINDS)).index(record.kind))
-    return grouped(ordered, lambda record: tuple(provenance(record).items()))
 
 
 def _other(subject: Subject) -> Table:

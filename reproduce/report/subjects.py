@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from reproduce.experiments import EXPERIMENTS
@@ -16,7 +15,7 @@ from reproduce.numbers.match import CHOSEN, differing, grouped
 from reproduce.numbers.metrics import BYTES, Reading, final_error, outcome, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
-from reproduce.records.record import SUCCESS, Record, Result, hardware_name, load
+from reproduce.records.record import SUCCESS, Record, Result, hardware_name
 from reproduce.tables.layout import number, ratio, reading_text, with_quartiles
 
 FOLDERS = ("paper", "predicted", "measured")
@@ -77,15 +76,6 @@ class Subject:
         else:
             readings = {row: read(entry, metric) for row, entry in entries.items()}
         return {row: reading for row, reading in readings.items() if reading is not None}
-
-
-def load_folders(*folders: Path) -> list[Record]:
-    """Load all records of the folders; any may be missing.
-
-    Raises:
-        Error: a file is broken, or no record.
-    """
-    return [load(path) for folder in folders for path in sorted(folder.glob("*.json"))]
 
 
 def find_subjects(records: Sequence[Record]) -> list[Subject]:
@@ -193,12 +183,9 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
 
 def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
     if "speed-up" in metrics:
-        first = (
-            "plain training of the same model,"
-            if subject.several_models
-            else f"the first row, {next(iter(subject.rows))},"
-        )
-        yield f"Speed-up: throughput over that of {first} within each source. In brackets: quartiles."
+        first = f"the first row, {next(iter(subject.rows))},"
+        base = "plain training of the same model," if subject.several_models else first
+        yield f"Speed-up: throughput over that of {base} within each source. In brackets: quartiles."
     if METRICS["top1_error"] in metrics:
         yield "Top-1 error: after the last epoch, mean +- standard deviation over the seeds."
     if "allocated memory" in metrics or "reserved memory" in metrics:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -118,10 +117,3 @@ class Tracer:
             self.problems.append(str(error))
         else:
             self.written.append(path)
-
-
-def matplotlib_problem() -> str | None:
-    """Say why no picture can be drawn, and what to do; None where one can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "--trace: no picture, only JSON, for matplotlib is not installed: 'pip install matplotlib'"
-    return None

@@ -97,9 +97,6 @@ class Emulation:
 
         With a `link`, copies between devices take the time that it says, and devices work at the same time, as GPUs do.
         Without one, devices are as here: CPU devices copy nothing, and one thread runs a lone micro-batch.
-
-        Raises:
-            whatever the model, the balancer or the device raise, out of memory included.
         """
         self.training = Training(executed(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)

@@ -31,10 +31,6 @@ class LiveBytes:
         self._lock = threading.RLock()  # a storage may die while this very thread notes another
         self.inner = threading.local()  # its `device` is that of the innermost watch that has one of its own
 
-    def watch(self, device: int | None = None) -> Watch:
-        """Return a context that counts what this thread makes, as the device's own, or by what it is made from."""
-        return Watch(self, device)
-
     def device_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the device of the first tensor that is known; the first device where none is."""
         known = (self._known.get(id(tensor.untyped_storage())) for tensor in tensors)
@@ -59,12 +55,12 @@ class LiveBytes:
 
 
 class Watch(TorchDispatchMode):
-    """Show a `LiveBytes` every tensor that an operator returns, as `device`'s own. Not to be shared by threads.
+    """Show a `LiveBytes` what operators of this thread return, as the device's own, or that of what it is made from.
 
     Of two watches, the outer one sees an operator's result first; to which device it belongs, the inner one has said.
     """
 
-    def __init__(self, counter: LiveBytes, device: int | None) -> None:
+    def __init__(self, counter: LiveBytes, device: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
         self.device = device

@@ -45,26 +45,11 @@ class Recorder:
         self.empty = replace(self.empty, run=replace(self.empty.run, state=state, ended=now()))
 
 
-def new_recorder(
-    folder: Path,
-    experiments: Sequence[str],
-    *,
-    title: str,
-    scale: str,
-    unit: dict[str, str],
-    devices: Devices,
-    seed: int,
-    command: Sequence[str],
-    settings: dict[str, Json] | None = None,
-) -> Recorder:
-    """Start a record in `folder` that knows the machine, and whose name no other file has."""
-    run = new_run(devices, seed, command, settings)
-    name = f"{'_'.join(experiments)}-{scale}-{run.started.replace(':', '').replace('-', '')}"
-    path = folder / f"{name}.json"
-    for again in range(2, 1000):
-        if not path.exists():
-            break
-        path = folder / f"{name}-{again}.json"
+def new_recorder(out: Path, names: Sequence[str], title: str, scale: str, unit: dict[str, str], run: Run) -> Recorder:
+    """Start a record of a run of experiments of these names in the folder `out`, whose name no other file has."""
+    name = f"{'_'.join(names)}-{scale}-{run.started.replace(':', '').replace('-', '')}"
+    paths = (out / f"{name}{again}.json" for again in ("", *(f"-{k}" for k in range(2, 1000))))
+    path = next(path for path in paths if not path.exists())
     return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
 
 

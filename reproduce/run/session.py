@@ -16,7 +16,6 @@ from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.datasets import AccuracyNeeds
 from reproduce.run.emulation import Link, own_links
-from reproduce.run.engines.engines import why_not
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer
@@ -76,19 +75,12 @@ class Session:
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None
     links: dict[str, Link] = field(default_factory=dict)
-    reasons: dict[tuple[str, Engine], str | None] = field(default_factory=dict)
 
     def expected(self) -> Sequence[Row]:
         """Return all rows, none of which was run yet: where no clock is involved, a device may play several."""
         for row in self.scale.rows:
             self.put(row, status="not run")
         return self.scale.rows
-
-    def why_not(self, row: Row, engine: Engine) -> str | None:
-        """Return why the engine cannot run the row, in words; None where it can."""
-        if (row.name, engine) not in self.reasons:
-            self.reasons[row.name, engine] = why_not(engine, row, self.devices)
-        return self.reasons[row.name, engine]
 
     def link(self, row: Row) -> Link | None:
         """Return what says how long the row's copies take in an emulation; None where they take no time.

@@ -22,7 +22,7 @@ import torch
 from reproduce.experiments import PUBLISHED_BALANCE, Row
 from reproduce.records.record import Engine
 from reproduce.run.emulation import Emulation, executed, memory_needed
-from reproduce.run.engines.engines import check_same
+from reproduce.run.engines.engines import check_same, why_not
 from reproduce.run.engines.processes import Processes
 from reproduce.run.failure import Failure, explain
 from reproduce.run.progress import duration
@@ -70,7 +70,8 @@ def plan_speed(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
     for group in _groups(session):
         for task in group.tasks:
-            session.progress.plan(_job(session, task), _warmup(session, task) + _rounds(session), task.work)
+            rounds = session.steps or session.scale.steps
+            session.progress.plan(_job(session, task), _warmup(session, task) + rounds, task.work)
         if group.limit is not None:
             session.progress.limit(f"{session.experiment.name} {group.name} ", group.limit)
 
@@ -85,7 +86,7 @@ def run_speed(session: Session) -> Iterator[str]:
         status = "needs devices" if lacking else "not run"
         for engine in session.engines:
             if engine != "threads" or row.devices > session.emulate:
-                why = f"needs {row.devices} devices" if lacking else session.why_not(row, engine)
+                why = f"needs {row.devices} devices" if lacking else why_not(engine, row, session.devices)
                 session.put(row, engine=engine, status=status, reason=why)
     for group in _groups(session):
         for task in group.tasks:
@@ -103,7 +104,7 @@ def _groups(session: Session) -> list[Group]:
     for row in session.scale.rows:
         tasks = groups.setdefault(row.group, [])
         if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
-            engines = [engine for engine in session.engines if session.why_not(row, engine) is None]
+            engines = [engine for engine in session.engines if why_not(engine, row, session.devices) is None]
             tasks.extend(Task(row, emulated=False, engine=engine) for engine in engines)
         if row.devices <= session.emulate:
             tasks.append(Task(row, emulated=True))
@@ -118,12 +119,9 @@ def _groups(session: Session) -> list[Group]:
     ]
 
 
-def _rounds(session: Session) -> int:
-    return session.steps or session.scale.steps
-
-
 def _warmup(session: Session, task: Task) -> int:
-    return session.scale.warmup if task.emulated else max(session.scale.warmup, task.row.skipped_steps)
+    skipped = task.row.skip_epochs * task.row.steps_per_epoch  # the epochs before the timed ones, as in the publication
+    return session.scale.warmup if task.emulated else max(session.scale.warmup, skipped)
 
 
 def _job(session: Session, task: Task) -> str:
@@ -170,7 +168,7 @@ class _Timing:
             if isinstance(made, MeasuredSteps):
                 self.losses.setdefault(task.row.name, made.losses)
             for _ in range(_warmup(session, task)):
-                self.start("warming up", task)
+                session.start(f"warming up {task}", _job(session, task))
                 self.run_one(task, made)
             if task.emulated and made.runs:
                 self.seconds[task.row.name] = median(made.samples()["step_time"])
@@ -224,7 +222,7 @@ class _Timing:
 
     def run(self) -> None:
         """Run all rows, round after round, until the group's time is over where it has a limit."""
-        session, rounds = self.session, _rounds(self.session)
+        session, rounds = self.session, self.session.steps or self.session.scale.steps
         session.progress.begin(f"{session.experiment.name} {self.group.name} ")
         started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
         try:
@@ -241,7 +239,8 @@ class _Timing:
         """Run one step of a row; a row that fails is left out from then on."""
         if task not in self.running:
             return
-        self.start(f"round {len(self.rounds[task]) + 1} of {rounds},", task)
+        number = len(self.rounds[task]) + 1
+        self.session.start(f"round {number} of {rounds}, {task}", _job(self.session, task))
         try:
             self.run_one(task, self.running[task])
         except Exception as error:
@@ -253,17 +252,13 @@ class _Timing:
     def watch(self) -> None:
         """See how busy each device is."""
         for task, steps in self.running.items():
-            self.start("watching", task)
+            self.session.start(f"watching {task}", _job(self.session, task))
             values, timeline = steps.watch()
             self.session.add_values(task.row, values, **task.kind)
             if timeline is not None and self.session.trace is not None:
                 how = "emulated" if task.emulated else "" if task.engine == "threads" else task.engine
                 self.session.trace(self.session.experiment.name, f"{task.row.name} {how}".rstrip(), timeline)
         self.session.progress.stop()
-
-    def start(self, what: str, task: Task) -> None:
-        """Show that a step starts."""
-        self.session.start(f"{what} {task}", _job(self.session, task))
 
     def fail(self, task: Task, failure: Failure) -> None:
         """Record a row's failure, and remember it where more room might help."""
@@ -285,6 +280,6 @@ class _Timing:
                     samples["round"] = list(self.rounds[task])
                 if not all(map(math.isfinite, samples["loss"])):
                     del samples["loss"]
-                result = self.session.result(task.row, **task.kind, config=made.config, samples=samples)
-                self.session.recorder.put(result)
+                config = made.config if isinstance(made, Emulation) else made.row.config()
+                self.session.recorder.put(self.session.result(task.row, **task.kind, config=config, samples=samples))
         self.session.recorder.save()

@@ -21,6 +21,7 @@ from torchgpipe.plan.replay import Timeline
 
 Samples = dict[str, list[float]]
 Values = dict[str, Json]
+Watched = tuple[Values, "Timeline | None"]
 T = TypeVar("T")
 
 
@@ -35,19 +36,11 @@ class MeasuredSteps:
     """
 
     def __init__(
-        self,
-        row: Row,
-        timed: Callable[[], tuple[float, float]],
-        watch: Callable[[], tuple[Values, Timeline | None]] = lambda: ({}, None),
+        self, row: Row, timed: Callable[[], tuple[float, float]], watch: Callable[[], Watched] = lambda: ({}, None)
     ) -> None:
         self.row, self.watch, self._timed = row, watch, timed
         self.runs: list[tuple[float, float]] = []  # seconds and loss
         self.losses: list[float] = []
-
-    @property
-    def config(self) -> dict[str, Json]:
-        """Give the row's configuration as it was run."""
-        return self.row.config()
 
     def run(self) -> None:
         """Run one more step."""
@@ -83,7 +76,7 @@ def record_step(training: Training, devices: Devices) -> Timeline:
     return Timeline(events, seconds, len(training.devices))
 
 
-def watch(training: Training, devices: Devices) -> tuple[Values, Timeline | None]:
+def watch(training: Training, devices: Devices) -> Watched:
     """Return utilization and bubble of a row, or why there are none, and the timeline of one of its steps."""
 
     def step() -> None:
@@ -94,9 +87,7 @@ def watch(training: Training, devices: Devices) -> tuple[Values, Timeline | None
     return watched(lambda: record_step(training, devices), driver)
 
 
-def watched(
-    run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
-) -> tuple[Values, Timeline | None]:
+def watched(run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None) -> Watched:
     """Return what `watch` does, of the step that `run` runs; `driver` says how busy devices are, if tasks do not."""
     values: Values = {}
     timeline = None

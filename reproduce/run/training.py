@@ -28,22 +28,6 @@ PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
 NO_LIMIT = 2.0**60  # bytes: a row that does not fit says so when it runs
 
 
-def class_labels(row: Row, generator: torch.Generator) -> Tensor:
-    """Draw a class for each sample."""
-    assert row.num_classes is not None
-    return torch.randint(row.num_classes, (row.batch_size,), generator=generator)
-
-
-def masks(row: Row, generator: torch.Generator) -> Tensor:
-    """Draw foreground, 1, or background, 0, for each pixel of each output channel."""
-    shape = (row.batch_size, row.options["output_channels"], *row.input_shape[1:])
-    return torch.randint(2, shape, generator=generator).float()
-
-
-# function of torch.nn.functional -> what draws targets for it
-LOSSES = {"cross_entropy": class_labels, "binary_cross_entropy_with_logits": masks}
-
-
 class FakeData:
     """Draw inputs once and hand out their first samples, so that rows share them whatever their batch sizes."""
 
@@ -61,9 +45,12 @@ class FakeData:
         return self.inputs[key][: row.batch_size]
 
     def target(self, row: Row, device: torch.device) -> Tensor:
-        """Return targets that suit the row's loss, on `device`."""
+        """Return targets that suit the row's loss, on `device`: a class of each sample, or masks of 0 and 1."""
         generator = torch.Generator().manual_seed(self.seed)
-        return LOSSES[row.loss](row, generator).to(device)
+        if row.num_classes is not None:
+            return torch.randint(row.num_classes, (row.batch_size,), generator=generator).to(device)
+        shape = (row.batch_size, row.options["output_channels"], *row.input_shape[1:])
+        return torch.randint(2, shape, generator=generator).float().to(device)
 
 
 class Balancer:
@@ -150,10 +137,8 @@ def work_of(row: Row, seed: int) -> Work:
 
 def make_optimizer(row: Row, model: nn.Module, **options: float) -> torch.optim.Optimizer:
     """Make the row's optimizer, with further options."""
-    made: torch.optim.Optimizer = getattr(torch.optim, row.optimizer.name)(
-        model.parameters(), **row.optimizer.options, **options
-    )
-    return made
+    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, row.optimizer.name)
+    return kind(model.parameters(), **row.optimizer.options, **options)
 
 
 class Training:
@@ -166,9 +151,6 @@ class Training:
 
         Where `row` are the first micro-batches of one that it `emulates`, the balance is that one's, all partitions are
         on the first device, and one thread issues their tasks one after another.
-
-        Raises:
-            whatever the model, the balancer or the devices raise, out of memory included.
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from reproduce.experiments import EXPERIMENTS, Experiment
-from reproduce.numbers.measured_rows import measured_rows
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run
 from reproduce.tables.accuracy import accuracy_tables
 from reproduce.tables.engines import engines_tables
 from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.memory import memory_tables
-from reproduce.tables.predicted import predicted_tables
+from reproduce.tables.predicted import measured_rows, predicted_tables
 from reproduce.tables.speed import ablation_tables, speed_tables
 
 MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {

@@ -81,14 +81,16 @@ def write_comparisons(
 def _complaint(comparisons: Sequence[Comparison]) -> str | None:
     """Say which rows are worse, or that nothing is certain: a gate that compares nothing must not stand open."""
     verdicts = [
-        (f"{row.line.label} ({comparison.experiment})", verdict)
+        (f"{row.line.label} ({comparison.experiment})", verdict(decision, comparison.metric))
         for comparison in comparisons
-        for row, verdict in comparison.verdicts()
+        for row in comparison.rows
+        for decision in row.decisions
+        if decision is not None
     ]
-    worse = dict.fromkeys(row for row, verdict in verdicts if verdict == "worse")
+    worse = dict.fromkeys(row for row, found in verdicts if found == "worse")
     if worse:
         return f"{many(len(worse), 'row')} worse than in A: {', '.join(worse)}"
-    if all(verdict in ("too few", "untested") for _, verdict in verdicts):
+    if all(found in ("too few", "untested") for _, found in verdicts):
         return "no row could be decided, so nothing shows that there is no regression"
     return None
 
@@ -159,9 +161,7 @@ def _as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rul
         {
             **{name: getattr(comparison, name) for name in ("experiment", "metric", "unit", "relative")},
             "rows": _flat(comparison, sides),
-            "geometric_mean": {
-                side.letter: m[0] for i, side in enumerate(sides) if (m := comparison.mean(i)) is not None
-            },
+            "geometric_mean": {x.letter: m[0] for i, x in enumerate(sides) if (m := comparison.mean(i)) is not None},
             "notes": comparison.notes,
         }
         for comparison in comparisons

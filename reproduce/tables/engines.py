@@ -26,9 +26,7 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
     """Return the table, where there are devices for any row of another engine than `threads`."""
     measured = [result for result in results if not result.emulated]
     engines = sorted({result.engine for result in measured}, key=get_args(Engine).index)
-    rows = {
-        row: {each.engine: each for each in found} for row, found in grouped(measured, lambda each: each.row).items()
-    }
+    rows = {row: {each.engine: each for each in found} for row, found in grouped(measured, lambda x: x.row).items()}
     run = [found for found in rows.values() if any(each.status != "needs devices" for each in found.values())]
     if engines == ["threads"] or not run:
         return []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Generic, TypeVar
 
 import tabulate
@@ -52,6 +52,7 @@ WHOLE = {"publ.": "published", "-\n": "-", "/\n": "/"}  # where there is room fo
 tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
 Row = TypeVar("Row")
 Other = TypeVar("Other")
+Form = str | Callable[[Any], str]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Column(Generic[Row]):
 
     heading: str
     value: Callable[[Row], object]
-    form: str | Callable[[Any], str] = "{}"
+    form: Form = "{}"
     nothing: str = ""
     left: bool = False
 
@@ -98,26 +99,21 @@ class Table:
     def text(self) -> str:
         """Return the table for a terminal."""
         notes = ["", bullets(self.notes)] if self.notes else []
-        return "\n".join(
-            [textwrap.fill(self.title, WIDTH), "", grid(self.headings, self.rows, "simple", self.left), *notes]
-        )
+        cells = grid(self.headings, self.rows, "simple", self.left)
+        return "\n".join([textwrap.fill(self.title, WIDTH), "", cells, *notes])
 
     def markdown(self, level: int = 2) -> str:
         """Return the table as Markdown, under a heading of that level."""
-        headings = [
-            functools.reduce(lambda text, word: text.replace(*word), WHOLE.items(), each) for each in self.headings
-        ]
+        headings = [reduce(lambda text, word: text.replace(*word), WHOLE.items(), each) for each in self.headings]
         flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
         body = grid(flat[0], flat[1:], "pipe", self.left)
         return "\n".join([f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)])
 
 
-def grid(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: int | None = None) -> str:
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: int | None = None) -> str:
     """Lay rows out in one of tabulate's styles; all columns but the first `left` ones stand on the right."""
-    align = ["left"] * len(headings) if left is None else ["left"] * left + ["right"] * (len(headings) - left)
-    text = tabulate.tabulate(
-        rows, headings, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
-    )
+    align = ["left"] * len(head) if left is None else ["left"] * left + ["right"] * (len(head) - left)
+    text = tabulate.tabulate(rows, head, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 

@@ -28,20 +28,14 @@ KINDS = {  # device and values of a result -> what a table of them is called, an
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return the table of the published models, and one of measured peaks for each kind of bytes."""
     counted = [result for result in results if result.device == "meta" and "parameters" in result.values]
-    run = [result for result in results if result.device != "meta" or not _only_counted(result)]
-    kinds = [
-        (value, *words)
-        for (device, value), words in KINDS.items()
-        if any(result.device == device and result.values.get(value) for result in run)
-    ]
+    # A row on meta that has no peak was only counted.
+    run = [x for x in results if x.device != "meta" or x.status != "measured" or "peak_allocated" in x.values]
+    known = {(result.device, name) for result in run for name, value in result.values.items() if value}
+    kinds = [(kind[1], *words) for kind, words in KINDS.items() if kind in known]
     if run and not kinds:
         kinds = [("peak_allocated", "nothing", "of no row, see above")]
     models = [_published_models(Rows(experiment, counted))] if counted else []
     return models + [_peaks(Rows(experiment, run), *kind) for kind in kinds]
-
-
-def _only_counted(result: Result) -> bool:
-    return result.status == "measured" and "peak_allocated" not in result.values
 
 
 def _published_models(rows: Rows) -> Table:
@@ -70,9 +64,8 @@ def _published_models(rows: Rows) -> Table:
 
 def _peaks(rows: Rows, value: str, name: str, meaning: str) -> Table:
     most = max((max(result.values.get(value) or [0]) for result in rows), default=0)
-    unit, form, word = (
-        (MiB, "{:.0f}", "MiB") if most < 10 * GiB else (GiB, "{:.1f}" if most >= 100 * GiB else "{:.2f}", "GiB")
-    )
+    large = (GiB, "{:.1f}" if most >= 100 * GiB else "{:.2f}", "GiB")
+    unit, form, word = (MiB, "{:.0f}", "MiB") if most < 10 * GiB else large
 
     def each_device(result: Result) -> str:
         return in_lines([peak / unit for peak in result.values.get(value) or []], form) or outcome(result)

@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
-from reproduce.numbers.measured_rows import MeasuredRow
+from reproduce.error import Error
+from reproduce.experiments import AS_PUBLISHED
 from reproduce.numbers.metrics import errors, read, speed_ups, throughput
 from reproduce.numbers.sources import Entry
 from reproduce.predict.rows import SPEED_TABLES
+from reproduce.records.places import MEASURED
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result
+from reproduce.records.record import Record, Result, Run, load
 from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, number, ratio, table
 from reproduce.tables.rows import ROW, by_row
 from torchgpipe.plan.planner import HERE
 
 NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
-Measured = Mapping[str, MeasuredRow]  # by the published row
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A published row as measured: samples per second of a median step, and bytes allocated on all devices."""
+
+    machine: str
+    throughput: float | None = None
+    allocated: float | None = None
+
+
+Measured = dict[str, MeasuredRow]  # by the published row
+
+
+def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
+    """Return each published row of the experiment that was measured, by the newest run that did."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(Error):  # `show` says what is wrong with it
+            records.append(load(path))
+    found: Measured = {}
+    for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
+        for result in record.results:
+            if result.experiment == experiment and record.run and (row := _measured(result, record.run)) is not None:
+                found[(result.published or "").rpartition("/")[2]] = row
+    return found
+
+
+def _measured(result: Result, run: Run) -> MeasuredRow | None:
+    as_there = (result.status, result.scale, result.engine) == ("measured", "paper", "threads")
+    if not as_there or not result.published or result.device == "meta":
+        return None
+    speed, peaks = throughput(result), result.values.get("peak_allocated")
+    other = speed and result.config.get("configuration") != AS_PUBLISHED
+    if other or not (speed or peaks):
+        return None
+    names = dict.fromkeys(gpu.name for gpu in run.machine.gpus[: run.devices])
+    machine = f"{run.devices} x {', '.join(names)}" if run.device == "cuda" else run.machine.cpu
+    return MeasuredRow(machine, speed.middle if speed else None, sum(peaks) if peaks else None)
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
@@ -32,15 +75,12 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
     """Return a table for each experiment of a run: its emulated rows beside the same rows predicted."""
     name = _hardware(predicted)
-    how = (
-        "from the layers' times on this machine"
-        if name == HERE
-        else f"nothing run, from the hardware description {name}"
-    )
+    timed = "from the layers' times on this machine"
+    how = timed if name == HERE else f"nothing run, from the hardware description {name}"
     made = []
     for experiment in dict.fromkeys(row.experiment for row in emulated.results if row.status == "emulated"):
         rows = [row for row in emulated.results if row.status == "emulated" and row.experiment == experiment]
-        speeds = {row.row: speed.middle for row in rows if (speed := throughput(row)) is not None}
+        speeds = _throughputs(rows)
         foreseen = {each.row: each.values["throughput"] for each in predicted.results if each.experiment == experiment}
         ratios = {row: foreseen[row] / speed for row, speed in speeds.items()}
         columns = [
@@ -60,11 +100,7 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
 
 def throughput_errors(record: Record) -> dict[str, float]:
     """Return by how much each predicted throughput differs from the published one, as a share of that."""
-    ours, theirs = (
-        {result.row: speed.middle for result in results if (speed := throughput(result)) is not None}
-        for results in (_predicted(record), _papers(record))
-    )
-    return errors(ours, theirs)
+    return errors(_throughputs(_predicted(record)), _throughputs(_published(record).results))
 
 
 def speed_up_errors(record: Record) -> dict[str, float]:
@@ -79,10 +115,8 @@ def speed_up_errors(record: Record) -> dict[str, float]:
 def errors_table(records: Sequence[Record]) -> Table:
     """Return how far predictions of speed are from what was published of the same hardware."""
     chosen = [each for each in records if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)]
-    speeds, ratios = (
-        [abs(error) for record in chosen for error in off(record).values()]
-        for off in (throughput_errors, speed_up_errors)
-    )
+    speeds = [abs(error) for record in chosen for error in throughput_errors(record).values()]
+    ratios = [abs(error) for record in chosen for error in speed_up_errors(record).values()]
     columns: list[Column[str]] = [
         Column("rows of", str, left=True),
         Column("number", lambda _: len(speeds)),
@@ -96,7 +130,7 @@ def errors_table(records: Sequence[Record]) -> Table:
 
 
 def _speed(record: Record, measured: Measured) -> Table:
-    papers, same = {paper.row: paper for paper in _papers(record)}, _same_hardware(record)
+    papers, same = {paper.row: paper for paper in _published(record).results}, _same_hardware(record)
     first, *_ = predicted = _predicted(record)
     theirs = _published_speed_ups(record, first.row)
     off, off_speed_up = throughput_errors(record), speed_up_errors(record)
@@ -172,6 +206,10 @@ def _memory(record: Record, measured: Measured) -> Table:
     return table(f"{record.title}: memory", columns, record.results, notes)
 
 
+def _throughputs(results: Sequence[Result]) -> dict[str, float]:
+    return {result.row: speed.middle for result in results if (speed := throughput(result)) is not None}
+
+
 def _gib(size: float) -> str:
     return f"{size / GiB:.1f}"
 
@@ -181,7 +219,7 @@ def _within(errors: Sequence[float]) -> str:
 
 
 def _published_speed_ups(record: Record, first: str) -> dict[str, float]:
-    papers = _papers(record)
+    papers = _published(record).results
     return speed_ups(papers, next(paper for paper in papers if paper.row == first))
 
 
@@ -201,10 +239,6 @@ def _same_hardware(record: Record) -> bool:
 
 def _published(record: Record) -> Record:
     return published((record.results[0].published or "").partition("/")[0])
-
-
-def _papers(record: Record) -> list[Result]:
-    return _published(record).results
 
 
 def _hardware(record: Record) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment
 from reproduce.models import MODELS
@@ -13,7 +12,7 @@ from reproduce.numbers.metrics import Reading, outcome, over_measured, speed_up,
 from reproduce.records.places import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
-from reproduce.tables.layout import Column, Table, by_value, many, number, ratio, span, table, with_quartiles
+from reproduce.tables.layout import Column, Form, Table, by_value, many, number, ratio, span, table, with_quartiles
 
 WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device was in a task",
@@ -43,9 +42,7 @@ def config(heading: str, name: str) -> Column[Result]:
     return Column(heading, lambda result: result.config[name], nothing="-")
 
 
-def by_row(
-    heading: str, values: Mapping[str, object], form: str | Callable[[Any], str], nothing: str = ""
-) -> Column[Result]:
+def by_row(heading: str, values: Mapping[str, object], form: Form, nothing: str = "") -> Column[Result]:
     """Return the column of values that are known by the names of rows."""
     return Column(heading, lambda result: values.get(result.row), form, nothing)
 

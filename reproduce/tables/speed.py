@@ -147,9 +147,7 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
 def _utilization(rows: Rows) -> Table:
     columns = [
         ROW,
-        Column(
-            "each device", lambda each: each.values.get("utilization") or None, partial(in_lines, form="{:.0%}"), "-"
-        ),
+        Column("each device", lambda x: x.values.get("utilization") or None, partial(in_lines, form="{:.0%}"), "-"),
         replace(BUSY, heading="mean", nothing="-"),
         Column("bubble", lambda each: each.values["bubble"], "{:.0%}"),
     ]
@@ -176,9 +174,7 @@ def zoo_table(experiment: Experiment, results: Sequence[Result]) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    found = {
-        (each.config["model"], each.config["configuration"]): each for each in rows if each.config["partitions"] == n
-    }
+    found = {(x.config["model"], x.config["configuration"]): x for x in rows if x.config["partitions"] == n}
 
     def row(configuration: str) -> Callable[[Result], Result | None]:
         return lambda plain: found.get((plain.config["model"], configuration))

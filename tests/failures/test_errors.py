@@ -26,8 +26,9 @@ from torchgpipe.engine.relay import Relay
 from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Kind, Task
 
+from ..library.layers import Pop, Stash
 from ..library.ledger import Ledger, assert_eventually, assert_no_thread_more
-from ..parts import Fails, Pop, Stash, explode
+from ..parts import Fails, explode
 from ..plain import piped
 
 M, N = 4, 3
@@ -103,7 +104,7 @@ def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
     for j, layer in enumerate(fails):
         layer.reach = partial(journal.reached, j)  # type: ignore[method-assign]
     layers = (layer for each in fails for layer in (nn.Linear(3, 3), each))
-    model: GPipe = piped(nn.Sequential(Stash(), *layers, Pop()), [3, 2, 3], M, **way)
+    model: GPipe = piped(nn.Sequential(Stash(torch.sin), *layers, Pop()), [3, 2, 3], M, **way)
     return model
 
 

@@ -13,9 +13,7 @@ from .simulated import CLOCK, Clock, Streams
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Let `cpu:0`, `cpu:1`, … have streams, and these a clock."""
-    streams = Streams()
-    streams.install(monkeypatch)
-    return streams
+    return Streams(monkeypatch)
 
 
 @pytest.fixture

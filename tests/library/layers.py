@@ -1,4 +1,4 @@
-"""Layers made of functions, and partitions with skips from one to another."""
+"""Layers made of functions, with and without a skip."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchgpipe.skip import Namespace
-
-from ..parts import Pop, Stash
+from torchgpipe.skip import Namespace, pop, skippable, stash
 
 
 def same(x: Any) -> Any:
@@ -26,6 +24,32 @@ class Lambda(nn.Module):
         return self.function(x)
 
 
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Stash what one function makes of the input, and return what another makes of it."""
+
+    def __init__(self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same) -> None:
+        super().__init__()
+        self.skip, self.output = skip, output
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", self.skip(x))
+        return self.output(x)
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Return what a function makes of the input and the skip."""
+
+    def __init__(self, join: Callable[[Any, Any], Any] = torch.add) -> None:
+        super().__init__()
+        self.join = join
+
+    def forward(self, x: Any) -> Any:
+        skip = yield pop("skip")
+        return self.join(x, skip)
+
+
 def partitions(
     layers: Sequence[nn.Module], skips: Iterable[tuple[int, int]], stashed: Callable[[Any], Any] = same
 ) -> tuple[nn.Sequential, list[int]]:
@@ -33,6 +57,6 @@ def partitions(
     found = [[layer] for layer in layers]
     for source, target in skips:
         namespace = Namespace()
-        found[source].append(Stash(stashed, same).isolate(namespace))  # type: ignore[operator]
-        found[target].insert(0, Pop(torch.add).isolate(namespace))  # type: ignore[operator]
+        found[source].append(Stash(stashed).isolate(namespace))  # type: ignore[operator]
+        found[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
     return nn.Sequential(*(layer for partition in found for layer in partition)), [*map(len, found)]

@@ -104,13 +104,14 @@ class Stream:
 class Streams:
     """All streams by device, and how long a copy takes by the devices' indices, the lower one first."""
 
+    patch: pytest.MonkeyPatch
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     compute: dict[torch.device, Stream] = field(default_factory=dict)
     others: list[Stream] = field(default_factory=list)
     thread: threading.local = field(default_factory=threading.local)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __post_init__(self) -> None:
         """Replace streams; nothing that happens with them is real but the copies of tensors."""
         to, modules = Tensor.to, (torchgpipe.tensors.copy, torchgpipe.engine.graph, torchgpipe.distributed.wires.cuda)
 
@@ -121,10 +122,10 @@ class Streams:
 
         for name, ours in (("new_stream", self.new), ("current_stream", self.of), ("using", self.using)):
             for module in modules:
-                monkeypatch.setattr(module, name, ours, raising=False)
-        monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
-        monkeypatch.setattr(Tensor, "to", copied)
-        monkeypatch.setattr(Tensor, "record_stream", lambda x, s: self.log.append(f"memory is used by {s.name}"))
+                self.patch.setattr(module, name, ours, raising=False)
+        self.patch.setattr(torch.cuda, "Event", lambda **_: None)
+        self.patch.setattr(Tensor, "to", copied)
+        self.patch.setattr(Tensor, "record_stream", lambda x, s: self.log.append(f"memory is used by {s.name}"))
 
     @property
     def current(self) -> list[Stream]:
@@ -166,9 +167,7 @@ class Streams:
             stream.clock = end
 
 
-def backward_by_threads(
-    streams: Streams, n: int, turns: Callable[[list[int]], int], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Tensor], None]:
+def backward_by_threads(streams: Streams, n: int, turns: Callable[[list[int]], int]) -> Callable[[Tensor], None]:
     """Return a backward as on CUDA, after what PyTorch documents, for a pipeline of `n` partitions.
 
     On the CPU autograd has one thread, on CUDA one for each device, and one may be ahead of another with what it gives
@@ -195,8 +194,8 @@ def backward_by_threads(
                 made[y.grad_fn] = (None if cls.__name__ == "_Recomputation" else stream, tensors)
         return result
 
-    monkeypatch.setattr(torchgpipe.engine.graph._MiniBatch, "task", noted_task)
-    monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(noted_apply))
+    streams.patch.setattr(torchgpipe.engine.graph._MiniBatch, "task", noted_task)
+    streams.patch.setattr(torch.autograd.Function, "apply", classmethod(noted_apply))
 
     @torch.no_grad()
     def backward(loss: Tensor) -> None:

@@ -121,13 +121,6 @@ def test_it_has_what_was_given() -> None:
     assert [p.device for p in model.parameters()] == [CPU] * 4 + [META] * 2 + [CPU] * 4
 
 
-def test_the_mode() -> None:
-    model = made(linears(2).eval())
-    for training in (False, True, False):
-        assert {m.training for part in (model, *model.partitions) for m in part.modules()} == {training}
-        assert model.train(not training) is model
-
-
 def test_it_is_a_sequence() -> None:
     module = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.ReLU(), c=nn.Tanh(), d=nn.Linear(2, 3)))
     model = GPipe(module, [1, 2, 1], devices=["cpu"] * 3)
@@ -161,43 +154,28 @@ def test_the_input_may_be_on_another_device() -> None:
 
 
 # A context that is never left, since Ctrl-C comes just before its exit; and whether this thread is still in it.
-LEFT: dict[str, tuple[type, Callable[[], bool], str]] = {
-    "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled(), "forward"),
-    **{
-        f"{name} in {when}": (kind, within, when)
-        for when in ("forward", "backward")
-        for name, kind, within in [
-            ("a pass", Passing, lambda: is_checkpointing() or is_recomputing()),
-            ("a private generator", PrivateGenerator, lambda: PrivateGenerator.in_use() or present_mode() is not None),
-        ]
-    },
+LEFT: dict[str, tuple[Any, Callable[[], bool]]] = {
+    "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled()),
+    "a pass": (Passing, lambda: is_checkpointing() or is_recomputing()),
+    "a generator": (PrivateGenerator, lambda: PrivateGenerator.in_use() or present_mode() is not None),
 }
 
 
-@pytest.mark.parametrize("kind, within, when", LEFT.values(), ids=LEFT)
-def test_an_interrupt_before_a_context_is_left(
-    kind: Any, within: Callable[[], bool], when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name, backward", [*((name, False) for name in LEFT), ("a pass", True), ("a generator", True)])
+def test_an_interrupt_before_a_context_is_left(name: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this thread, which runs the last partition."""
+    kind, within = LEFT[name]
     model = made(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), chunks=2, checkpoint="always", engine="workers")
-    here, leave = threading.get_ident(), kind.__exit__
-    interrupted: list[None] = []
+    here, leave, left = threading.get_ident(), kind.__exit__, iter([1])
 
     def exit(context: Any, *error: Any) -> Any:
-        if threading.get_ident() == here and not interrupted:
-            interrupted.append(None)
+        if threading.get_ident() == here and next(left, 0):
             raise KeyboardInterrupt
         return leave(context, *error)
 
-    def step() -> None:
-        if when == "forward":
-            monkeypatch.setattr(kind, "__exit__", exit)
-        loss = model(torch.rand(4, 2)).sum()
-        monkeypatch.setattr(kind, "__exit__", exit)
-        loss.backward()
-
-    with pytest.raises(KeyboardInterrupt):
-        step()
-    monkeypatch.undo()
+    loss = model(torch.rand(4, 2)).sum()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(kind, "__exit__", exit)
+        loss.backward() if backward else model(torch.rand(4, 2))
     assert not within()
     model(torch.rand(4, 2)).sum().backward()

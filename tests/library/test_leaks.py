@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchgpipe import GPipe
 from torchgpipe.tensors.checkpoint import checkpointed
 
-from ..parts import Pop, Stash
 from ..plain import piped
+from .layers import Pop, Stash
 from .ledger import Ledger, assert_eventually, assert_no_thread_more
 
 WIDTH, CHUNKS = 8, 4
@@ -81,7 +81,7 @@ def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("portals", [True, False])
 def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None:
-    module = nn.Sequential(Stash(), linear(), nn.Tanh(), Pop())
+    module = nn.Sequential(Stash(torch.sin, torch.cos), linear(), nn.Tanh(), Pop())
     model = piped(module, [1, 1, 1, 1], CHUNKS, portals=portals, checkpoint="always", engine=engine)
     ledger = watched(model)
     y = model(batch().requires_grad_())
@@ -96,7 +96,7 @@ def count_tensors() -> int:
 
 
 def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, Any]) -> None:
-    module = nn.Sequential(linear(), Stash(), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop(), linear())
+    module = nn.Sequential(linear(), Stash(torch.sin), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop(), linear())
     model = piped(module, [2, 2, 2], CHUNKS, deferred_batch_norm=True, **way)
     ledger = watched(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -120,11 +120,6 @@ def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, An
         gc.enable()
 
 
-def backward_of_the_input(model: GPipe) -> None:
-    x = batch().requires_grad_()
-    torch.autograd.grad(model(x).sum(), x)
-
-
 def backward_refused(model: GPipe) -> None:
     with pytest.raises(RuntimeError, match="create_graph=True"):
         model(batch()).sum().backward(create_graph=True)
@@ -136,7 +131,7 @@ USES: dict[str, Callable[[GPipe], object]] = {
     "without gradients": torch.no_grad()(lambda model: model(batch())),
     "backward too": lambda model: [model(batch()).sum().backward() for _ in range(2)],
     "backward retained": lambda model: model(batch()).sum().backward(retain_graph=True),
-    "backward of the input": backward_of_the_input,
+    "backward of the input": lambda model: torch.autograd.grad(model(x := batch().requires_grad_()).sum(), x),
     "backward refused": backward_refused,
 }
 

@@ -102,23 +102,21 @@ def cost(n: int, m: int, mode: Mode, times: str, copies: str) -> Costs:
 
 @pytest.mark.parametrize(("engine", "n", "m", "times", "copies", "mode"), CASES)
 def test_every_task_starts_when_the_replay_says(
-    engine: str, n: int, m: int, times: str, copies: str, mode: Mode, streams: Any, monkeypatch: pytest.MonkeyPatch
+    engine: str, n: int, m: int, times: str, copies: str, mode: Mode, streams: Any
 ) -> None:
     costs = cost(n, m, mode, times, copies)
     if engine == "ranks":
-        found = step(costs, mode, streams, over=play(monkeypatch, streams, GPUS[:n]))
+        found = step(costs, mode, streams, over=play(streams, GPUS[:n]))
     else:
         turns = ENGINES[engine]
-        backward = Tensor.backward if turns is None else backward_by_threads(streams, n, turns, monkeypatch)
+        backward = Tensor.backward if turns is None else backward_by_threads(streams, n, turns)
         found = step(costs, mode, streams, backward)
     assert sorted(found) == sorted(replay(costs).events)
 
 
-def test_without_dependency_threads_may_go_backward_in_another_order(
-    streams: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_dependency_threads_may_go_backward_in_another_order(streams: Any) -> None:
     costs = cost(4, 5, "always", "any", "some time")
-    found = step(costs, "always", streams, backward_by_threads(streams, 4, max, monkeypatch), dependency=False)
+    found = step(costs, "always", streams, backward_by_threads(streams, 4, max), dependency=False)
     assert sorted(found) != sorted(replay(costs).events)
 
 
@@ -144,9 +142,9 @@ LAYOUTS: dict[str, list[tuple[int, int]]] = {
 @pytest.mark.parametrize("skips", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("m", [2, 3, 6])
 def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
-    m: int, skips: list[tuple[int, int]], checkpoint: Any, streams: Any, monkeypatch: pytest.MonkeyPatch
+    m: int, skips: list[tuple[int, int]], checkpoint: Any, streams: Any
 ) -> None:
-    world = play(monkeypatch, streams, GPUS)
+    world = play(streams, GPUS)
     step(cost(4, m, checkpoint, "equal", "no time"), checkpoint, streams, over=world, skips=skips)
 
     # Of every wire: for each tensor, how many tasks were issued before.
@@ -191,9 +189,8 @@ def step(
             over.issued[j].append((kind, i))
 
     def layers() -> tuple[nn.Sequential, list[int]]:
-        return partitions(
-            [Working(j, work) for j in range(n)], costs.skips if skips is None else skips, lambda x: x * 0
-        )
+        given = costs.skips if skips is None else skips
+        return partitions([Working(j, work) for j in range(n)], given, lambda x: x * 0)
 
     assert not isinstance(costs.copy, float)
     streams.seconds = {**{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)}, **costs.skips}

@@ -73,9 +73,7 @@ class Tokens(Net):
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
         x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.positions
-        q, k, v = (
-            f(x).view(n, 4, 2, WIDTH // 2).transpose(1, 2).reshape(n * 2, 4, -1) for f in (self.a, self.b, self.c)
-        )
+        q, k, v = (f(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1) for f in (self.a, self.b, self.c))
         y = torch.bmm(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(3), -1), v)
         return (y.view(n, 2, 4, -1).transpose(1, 2).flatten(2) * self.inner.scale)[:, 0]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from reproduce.error import USAGE, Error
-from reproduce.experiments import AccuracyScale, Experiment
+from reproduce.experiments import AccuracyScale
 from reproduce.models.resnet import import_torchvision
 
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
@@ -33,10 +33,8 @@ class AccuracyNeeds(NamedTuple):
     seeds: range
 
 
-def prepare(
-    experiment: Experiment, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
-) -> AccuracyNeeds:
-    """Find the experiment's data in `folder`, or make them from the seed where the scale says how.
+def prepare(name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None) -> AccuracyNeeds:
+    """Find the data of the experiment of that name in `folder`, or make them from the seed where the scale says how.
 
     Raises:
         Error: there are none, or they are not as they should be.
@@ -48,7 +46,7 @@ def prepare(
         return AccuracyNeeds(Gratings(**scale.made, seed=seed), trained)
     if folder is None:
         raise Error(
-            f"{experiment.name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
+            f"{name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
             f"which must have {LAYOUT}; or use --scale small",
             USAGE,
         )
@@ -64,9 +62,7 @@ class Gratings:
     images are cut out at a random place, images to evaluate on from the middle.
     """
 
-    def __init__(
-        self, *, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int
-    ) -> None:
+    def __init__(self, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int) -> None:
         """Draw all images. `noise` is the standard deviation of each value's noise; the waves' amplitude is 1."""
         self.train_size, self.val_size, self.image_size, self.margin = train_size, val_size, image_size, image_size // 8
         generator = torch.Generator().manual_seed(seed)

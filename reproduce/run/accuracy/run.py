@@ -167,11 +167,7 @@ class AccuracyTraining:
     """Train a row's model, on its devices, from a seed: rows of one seed start from the same parameters."""
 
     def __init__(self, row: AccuracyRow, devices: Devices, seed: int, steps_per_epoch: int) -> None:
-        """Build everything.
-
-        Raises:
-            whatever the model or the devices raise, out of memory included.
-        """
+        """Build everything."""
         torch.manual_seed(seed)
         self.row, self.steps_per_epoch, self.steps = row, steps_per_epoch, 0
         self.devices = devices.first(row.devices)

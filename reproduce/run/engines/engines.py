@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from reproduce.error import Error
 from reproduce.experiments import Row
 from reproduce.experiments.row import COMPONENTS
 from reproduce.machine.devices import Devices
+from reproduce.models import MODELS
 from reproduce.records.record import Engine
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
@@ -61,8 +63,8 @@ class Engaged:
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
-        make = {"threads": _threads, "ranks": _ranks}.get(engine)
-        module, self._forward_and_backward = make(work) if make else _scheduled(engine, work)
+        make = _scheduled if engine in SCHEDULES else _pipeline
+        module, self._forward_and_backward = make(engine, work)
         self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
         # An optimizer refuses to have no parameters.
@@ -82,22 +84,15 @@ Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
 """What an optimizer updates, and what runs forward and backward and returns the loss."""
 
 
-def _threads(work: Work) -> Made:
-    devices = ["cpu"] * len(work.balance)
-    return _called(GPipe(work.layers, work.balance, devices=devices, **_settings(work)), work)
-
-
-def _ranks(work: Work) -> Made:
-    model = DistributedGPipe(work.layers, work.balance, **_settings(work))
-    return _called(model, work if model.rank == 0 else replace(work, input=None))
-
-
-def _settings(work: Work) -> dict[str, Any]:
-    return {name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")}
-
-
-def _called(model: GPipe | DistributedGPipe, work: Work) -> Made:
+def _pipeline(engine: Engine, work: Work) -> Made:
+    settings: dict[str, Any] = {name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")}
     loss, x, target = work.loss, work.input, work.target  # the work's layers are not kept: a rank needs its own only
+    model: GPipe | DistributedGPipe
+    if engine == "threads":
+        model = GPipe(work.layers, work.balance, devices=["cpu"] * len(work.balance), **settings)
+    else:
+        model = DistributedGPipe(work.layers, work.balance, **settings)
+        x = x if model.rank == 0 else None
 
     def run() -> Tensor:
         value = model.loss(loss, x, target)
@@ -161,6 +156,10 @@ def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
         return "PyTorch's schedules need micro-batches of equal size"
     if engine == "Schedule1F1B" and (row.chunks or 1) < row.partitions:
         return FEW
+    return "PyTorch's schedules know no skips" if _has_skips(row.model, row.size) else None
+
+
+@functools.cache
+def _has_skips(model: str, sizes: tuple[int, ...]) -> bool:
     with torch.device("meta"):
-        skips = skip_layout(row.build())
-    return "PyTorch's schedules know no skips" if skips else None
+        return bool(skip_layout(MODELS[model].build(*sizes)))

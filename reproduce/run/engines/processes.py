@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,40 +25,30 @@ GRACE = 2.0  # seconds in which other ranks may say how they fail, when one has 
 class Processes:
     """As many processes as a pipeline has partitions, with as many threads each as this one has.
 
-    They end by `close()`, with this process, or when one of them fails.
+    They end by `close()`, with this process, or when one of them fails: then what was asked of them raises `Error`, or
+    `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._folder = TemporaryDirectory()
-        store = str(Path(self._folder.name, "store"))
+        store = f"file://{self._folder.name}/store"
         self._ranks = Launched("spawn", count, serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
         """Make on every rank what `work` returns, a function that another process can import, and run it by `engine`.
 
         What was made before is given up.
-
-        Raises:
-            Error, torch.OutOfMemoryError: a rank has failed.
         """
         self._ask(engine, work)
 
     def step(self) -> tuple[float, float]:
-        """Run a training step; return the seconds from when all ranks were ready until all were done, and the loss.
-
-        Raises:
-            Error, torch.OutOfMemoryError: a rank has failed.
-        """
+        """Run a training step; return the seconds from when all ranks were ready until all were done, and the loss."""
         seconds, loss, _ = self._step("step")
         return seconds, loss
 
     def record(self) -> Timeline:
-        """Run a training step of ranks, and return its timeline.
-
-        Raises:
-            Error, torch.OutOfMemoryError: a rank has failed.
-        """
+        """Run a training step of ranks, and return its timeline."""
         seconds, _, (events,) = self._step("record")
         return Timeline([Event(*each) for each in events], seconds, self._count)
 

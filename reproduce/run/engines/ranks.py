@@ -8,6 +8,7 @@ asks.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -31,7 +32,7 @@ PATIENCE = timedelta(days=365)  # others may take their turns for as long as the
 
 
 def serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
-    """Answer requests until there are no more, with so many threads; ranks meet by a file, `store`."""
+    """Answer requests until there are no more, with so many threads; ranks meet at an address, `store`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     for output in (1, 2):  # what ranks print would be in the middle of a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
@@ -40,14 +41,12 @@ def serve(rank: int, link: Connection, count: int, threads: int, store: str) -> 
     engaged: Engaged | None = None
     try:
         with waiting_for("other ranks", lambda line: link.send(("waits", line))):
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=PATIENCE
-            )
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=PATIENCE)
         while True:
             what, given = pickle.loads(requests.get())
             if what in ("step", "record"):
                 assert engaged is not None
-                answer = _recorded(engaged, given) if what == "record" else (*_step(engaged, given), None)
+                answer = _step(engaged, given, recorded=what == "record")
             else:
                 engaged = answer = None  # or two of them would need memory at once, and threads
                 gc.collect()
@@ -58,23 +57,19 @@ def serve(rank: int, link: Connection, count: int, threads: int, store: str) -> 
         os._exit(1)  # whatever else this process waits for
 
 
-def _recorded(engaged: Engaged, start: float) -> tuple[float, float | None, Any]:
-    assert engaged.pipeline is not None
-    with record(engaged.pipeline) as recording:
-        end, loss = _step(engaged, start)
-    return end, loss, [each.events for each in recording.steps]
-
-
-def _step(engaged: Engaged, start: float) -> tuple[float, float | None]:
+def _step(engaged: Engaged, start: float, *, recorded: bool) -> tuple[float, float | None, Any]:
     """Run a step that begins on all ranks at once, at a time of the clock that all processes of a machine share.
 
-    Return when it is over, and its loss.
+    Return when it is over, its loss, and the events of its timeline where it is recorded.
     """
     torch.manual_seed(engaged.steps)  # as `MeasuredSteps` does, so that random layers do the same
-    while time.perf_counter() < start:
-        pass  # awake, as ranks are that have just done another step
-    loss = engaged.step()
-    return time.perf_counter(), loss
+    recording: Any = record(engaged.pipeline) if recorded and engaged.pipeline else contextlib.nullcontext()
+    with recording as found:
+        while time.perf_counter() < start:
+            pass  # awake, as ranks are that have just done another step
+        loss = engaged.step()
+        end = time.perf_counter()
+    return end, loss, None if found is None else [each.events for each in found.steps]
 
 
 def _listen(link: Connection) -> SimpleQueue[bytes]:

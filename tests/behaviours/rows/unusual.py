@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchgpipe.skip import Namespace
 
-from ...parts import Pop, Stash
+from ...library.layers import Pop, Stash
 from ..parts.layers import WIDTH, Do, five, linear, made, weight
 from ..row import Row, step, steps
 

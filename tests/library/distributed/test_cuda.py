@@ -48,13 +48,11 @@ def train(model: Any, x: Tensor, target: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("skips", [(), ((0, 2), (0, 2), (1, 3)), ((0, 3), (1, 2))], ids=["no", "crossing", "nested"])
-def test_results_are_those_of_one_process(
-    way: str, skips: Any, checkpoint: Any, streams: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_those_of_one_process(way: str, skips: Any, checkpoint: Any, streams: Any) -> None:
     x, target = torch.rand(7, 3), torch.rand(7, 3)
     expected = train(GPipe(*layers(*skips), devices=["cpu"] * 4, chunks=4, checkpoint=checkpoint), x, target)
     copies = [layers(*skips) for _ in range(4)]
-    world = play(monkeypatch, streams, WAYS[way])
+    world = play(streams, WAYS[way])
 
     def program(rank: int) -> Any:
         model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", chunks=4, checkpoint=checkpoint)
@@ -79,11 +77,9 @@ TASKS = {  # the third
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", TASKS)
 @pytest.mark.parametrize("victim", range(4))
-def test_a_failure_ends_all_that_streams_wait_for(
-    way: str, phase: str, victim: int, streams: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: int, streams: Any) -> None:
     copies = [layers((0, 2)) for _ in range(4)]
-    world = play(monkeypatch, streams, WAYS[way])
+    world = play(streams, WAYS[way])
     ready = threading.Barrier(4, timeout=20)
     batch = torch.rand(8, 3), torch.rand(8, 3)
     lost: list[weakref.ref[Any]] = []
@@ -91,9 +87,8 @@ def test_a_failure_ends_all_that_streams_wait_for(
     def program(rank: int) -> None:
         model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", chunks=4, checkpoint="always")
         if rank == victim:
-            next(layer for layer in model.partition.modules() if isinstance(layer, Fails)).fail(
-                phase, ValueError("on purpose"), calls_before=2
-            )
+            (fails,) = (layer for layer in model.partition.modules() if isinstance(layer, Fails))
+            fails.fail(phase, ValueError("on purpose"), calls_before=2)
         with pytest.raises((ValueError, RankFailed)) as caught:
             for _ in range(2):  # the last rank may have ended its backward by then
                 train(model, *batch)
@@ -132,9 +127,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("way", ["NCCL", "staging"])
 @pytest.mark.parametrize("x", TENSORS.values(), ids=TENSORS)
-def test_any_tensor_travels(x: Tensor, way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, back = ends(way, streams, monkeypatch)
-    monkeypatch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is one device in truth
+def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
+    there, back = ends(way, streams)
+    streams.patch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is one device in truth
     sent = there.depart((x, None, x)).tensors
     assert [y is not None and y.is_meta for y in sent] == [way == "NCCL", False, way == "NCCL"]
     y, nothing, again = back.arrive(sent)
@@ -145,9 +140,9 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any, monkeypatch: pyte
         assert not each.is_meta
 
 
-def ends(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, Transfer]:
+def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
     """Return both ends of a wire from rank 0 to rank 1."""
-    world = play(monkeypatch, streams, GPUS[:2])
+    world = play(streams, GPUS[:2])
     pairs: list[Any] = [Pair(world, "forward 0 1") if way == "NCCL" else None for _ in (0, 1)]
     return Transfer(torch.device("cpu", 0), pairs[0], 1), Transfer(torch.device("cpu", 1), pairs[1], 0)
 
@@ -161,8 +156,8 @@ WAITS = {
 
 
 @pytest.mark.parametrize("way", WAITS)
-def test_waits(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, back = ends(way, streams, monkeypatch)
+def test_waits(way: str, streams: Any) -> None:
+    there, back = ends(way, streams)
     real = Tensor.copy_
 
     def noted(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
@@ -170,7 +165,7 @@ def test_waits(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             streams.log.append(f"copy to host on {streams.current[-1].name}")
         return real(x, y)
 
-    monkeypatch.setattr(Tensor, "copy_", noted)
+    streams.patch.setattr(Tensor, "copy_", noted)
     streams.log.clear()
     departure = there.depart((X,))
     # Memory of the host must be filled before it is sent. NCCL has begun, and keeps the memory until it has ended.
@@ -180,8 +175,8 @@ def test_waits(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", ["NCCL", "staging"])
-def test_nothing_is_done_where_nothing_is_to_move(way: str, streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, back = ends(way, streams, monkeypatch)
+def test_nothing_is_done_where_nothing_is_to_move(way: str, streams: Any) -> None:
+    there, back = ends(way, streams)
     on_host = torch.rand(3, device="meta")  # another kind of device than the GPUs here
     streams.log.clear()
     assert there.depart((None, on_host)) == Departure((None, on_host))
@@ -207,9 +202,9 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
     assert others == ["before.synchronize", "send", "send().wait", "after.synchronize"]
 
 
-def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any) -> None:
     for broken, error in ((True, RuntimeError), (False, Stopped)):
-        transfer, _ = ends("NCCL", streams, monkeypatch)
+        transfer, _ = ends("NCCL", streams)
         pair: Any = transfer._group
         if broken:
             pair.abort()

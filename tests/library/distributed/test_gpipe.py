@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 
-from ...parts import Fails, Pop, Stash
-from ..layers import Lambda
+from ...parts import Fails
+from ..layers import Lambda, Pop, Stash
 from ..ledger import assert_eventually
 from .test_calls import WORLD, loss_of, small
 from .training import adam, assert_same, trained
@@ -38,7 +38,7 @@ def layers(times: int = 1) -> nn.Sequential:
     torch.manual_seed(3)
     width = 6 * times
     return nn.Sequential(
-        nn.Linear(5, 6), Lambda(lambda x: x.repeat(1, times)), Stash(), nn.Dropout(0.3),
+        nn.Linear(5, 6), Lambda(lambda x: x.repeat(1, times)), Stash(torch.sin), nn.Dropout(0.3),
         nn.BatchNorm1d(width), nn.Tanh(), Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
         Lambda(lambda halves: torch.cat(halves, 1)), Pop(), nn.Linear(width, 4),
     )  # fmt: skip
@@ -114,9 +114,8 @@ def test_the_last_ranks_end_first() -> None:
     """They need nothing from those before them, which go on. Nothing is left of connections that were closed."""
     rank = dist.get_rank()
     layer = Fails()
-    ours = DistributedGPipe(
-        nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Linear(4, 4)), [2, 1, 1], chunks=2, checkpoint="never"
-    )
+    each = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Linear(4, 4))
+    ours = DistributedGPipe(each, [2, 1, 1], chunks=2, checkpoint="never")
     layer.at("backward", dist.barrier)  # until all other ranks have closed their connections
     loss_of(ours).backward()
     wires: weakref.ref[Any] = weakref.ref(ours._wires)

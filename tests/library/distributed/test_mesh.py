@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +21,14 @@ CHUNKS = 3  # of 3, 3 and 2 samples
 
 
 # Each is given the model, its layers on this rank, and the mesh.
-def sharded(model: nn.Module, layers: nn.Module, mesh: DeviceMesh) -> None:
-    fully_shard(layers, mesh=mesh)
+SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
+    "sharded": lambda model, layers, mesh: fully_shard(layers, mesh=mesh),
+    "replicated": lambda model, layers, mesh: replicate(model, device_mesh=mesh),
+}
 
 
-def replicated(model: nn.Module, layers: nn.Module, mesh: DeviceMesh) -> None:
-    replicate(model, device_mesh=mesh)
-
-
-@pytest.mark.parametrize("spread", [sharded, replicated])
-def test_equals_plain_layers_that_are_spread_in_the_same_way(spread: Any) -> None:
+@pytest.mark.parametrize("how", SPREAD)
+def test_equals_plain_layers_that_are_spread_in_the_same_way(how: str) -> None:
     """They run forward on each micro-batch, and backward in the opposite order.
 
     FSDP adds up replicas' gradients after the backward of each micro-batch, and so the plain backward is one for each.
@@ -37,15 +36,15 @@ def test_equals_plain_layers_that_are_spread_in_the_same_way(spread: Any) -> Non
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh["dp"].get_local_rank()
-    plain = layers()
+    plain, spread = layers(), SPREAD[how]
     spread(plain, plain, mesh["dp"])
 
     def plainly(x: Tensor, target: Tensor) -> Tensor:
         outputs = [plain(part) for part in x.chunk(CHUNKS)]
-        ends = outputs if spread is replicated else [y.detach().requires_grad_() for y in outputs]
+        ends = outputs if how == "replicated" else [y.detach().requires_grad_() for y in outputs]
         loss = nn.functional.cross_entropy(torch.cat(ends), target)
         loss.backward()
-        if spread is sharded:
+        if how == "sharded":
             for y, end in reversed([*zip(outputs, ends, strict=True)]):
                 y.backward(end.grad)
         return loss

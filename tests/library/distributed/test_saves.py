@@ -41,9 +41,8 @@ def test_going_on() -> None:
         saves, expected = Saves(shared_folder()), dict[str, Any]()
         for run in ("undisturbed", "first", "second"):
             torch.manual_seed(1 if run != "second" else 2)
-            model = DistributedGPipe(
-                layers(3 + (run == "second"), draws=True), [2, 2, 2, 2], chunks=chunks, deferred_batch_norm=True
-            )
+            given = layers(3 + (run == "second"), draws=True)
+            model = DistributedGPipe(given, [2, 2, 2, 2], chunks=chunks, deferred_batch_norm=True)
             optimizer = adam(model)
             if run == "second":
                 found = Saves(saves.folder).load(model, optimizer)

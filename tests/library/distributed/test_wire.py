@@ -83,9 +83,8 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
         for about in ("short", "long" * SLOT):
             assert_arrives(*wire, about, MESSAGES[name])
     assert sender.described == 2
-    assert sender.sent == 6 * (
-        4 * PLACED[name][1] if name in PLACED else sum(x.nbytes for x in MESSAGES[name] if x is not None)
-    )
+    dense = sum(x.nbytes for x in MESSAGES[name] if x is not None)
+    assert sender.sent == 6 * (4 * PLACED[name][1] if name in PLACED else dense)
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
@@ -108,9 +107,7 @@ def test_any_messages_arrive_in_any_order(wire: Wire) -> None:
                 assert_arrives(*wire, draw.choice(["a", "b"]), MESSAGES[draw.choice(kinds)])
 
 
-def test_a_large_tensor_is_expected_where_one_was_in_the_mini_batch_before(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_tensor_is_expected_where_one_was_before(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     receive, sizes, posted = Group.recv, [SLOT], list[Any]()
 
     def noted(group: Group, tensors: list[Tensor], *given: Any) -> Any:
@@ -164,7 +161,5 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
 
 def test_what_is_not_dense_is_refused(wire: Wire) -> None:
     sender, _ = wire
-    with pytest.raises(
-        TypeError, match="only dense tensors travel between ranks, but a partition returned a tensor of"
-    ):
+    with pytest.raises(TypeError, match=r"only dense tensors travel .*, but a partition returned a tensor of"):
         sender.give(Message(1, "", (torch.eye(3).to_sparse(),)))

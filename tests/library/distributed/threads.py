@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import pytest
 import torch.distributed as dist
 from torch import Tensor
 
@@ -221,9 +220,9 @@ class OfEach(threading.local, UserDict[Any, int]):
         return 0
 
 
-def play(monkeypatch: pytest.MonkeyPatch, streams: Any, gpus: Sequence[str]) -> World:
+def play(streams: Any, gpus: Sequence[str]) -> World:
     """Let threads be ranks, whose GPUs have these names."""
-    world = World(len(gpus), streams)
+    world, patch = World(len(gpus), streams), streams.patch
     for name, value in {
         "is_initialized": lambda: True,
         "get_rank": lambda: world.here.rank,
@@ -231,13 +230,13 @@ def play(monkeypatch: pytest.MonkeyPatch, streams: Any, gpus: Sequence[str]) -> 
         "ProcessGroupGloo": lambda store, own, *_: Group(world, store, own),
         "ProcessGroupNCCL": world.pair,
     }.items():
-        monkeypatch.setattr(dist, name, value, raising=False)
+        patch.setattr(dist, name, value, raising=False)
     for module in (wires, cuda):
-        monkeypatch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
-    monkeypatch.setattr(wires, "_get_default_store", lambda: "")
-    monkeypatch.setattr(wires.Wires, "_gather", lambda self: None)
-    monkeypatch.setattr(wires, "_made", OfEach())
+        patch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
+    patch.setattr(wires, "_get_default_store", lambda: "")
+    patch.setattr(wires.Wires, "_gather", lambda self: None)
+    patch.setattr(wires, "_made", OfEach())
     # These ranks have one default generator.
-    monkeypatch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
-    monkeypatch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
+    patch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
+    patch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
     return world

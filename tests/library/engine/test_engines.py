@@ -1,4 +1,4 @@
-"""Which engine runs a pipeline, its clock cycles, and how the graph engine goes by them.
+"""Which engine runs a pipeline, its clock cycles, and what a backward of the graph engine leaves.
 
 What `engine=` refuses is in test_gpipe.py, the graph engine on CUDA in test_simulated.py.
 """
@@ -6,8 +6,6 @@ What `engine=` refuses is in test_gpipe.py, the graph engine on CUDA in test_sim
 from __future__ import annotations
 
 import pickle
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.engines import EngineName
 from torchgpipe.engine.schedule import clock_cycles, overlaps
-from torchgpipe.tensors.checkpoint import checkpointed
-from torchgpipe.tensors.observe import Task
 
 from ...parts import Fails
 from ...plain import piped
@@ -54,22 +50,6 @@ def test_clock_cycles(m: int, n: int) -> None:
     cycles = [[task for task in tasks if sum(task) == k] for k in range(m + n - 1)]
     assert list(clock_cycles(m, n)) == cycles
     assert overlaps(m, n) == any(len(cycle) > 1 for cycle in cycles)
-
-
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (4, 1), (3, 2), (3, 4)])
-def test_order_of_all_tasks(m: int, n: int, checkpoint: Any) -> None:
-    """Forward goes by clock cycles; backward through them in reverse, each recomputation just before its task."""
-    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
-    model = piped(layers, [1] * n, m, checkpoint=checkpoint, engine="graph")
-    log: list[Task] = []
-    model.observer = lambda task: nullcontext(log.append(task))  # type: ignore[func-returns-value]
-    model(torch.rand(m, 2)).sum().backward()
-
-    forward = [task for cycle in clock_cycles(m, n) for task in cycle]
-    expected = [Task("forward", i, j) for i, j in forward]
-    for i, j in reversed(forward):
-        expected += [Task("recompute", i, j)] * (i < checkpointed(checkpoint, m)) + [Task("backward", i, j)]
-    assert log == expected
 
 
 class Apart(nn.Linear):

@@ -113,11 +113,6 @@ def test_layers_without_memory_are_timed_all_the_same() -> None:
     assert all(p.is_meta and p.grad is None for p in model.parameters())
 
 
-def test_a_frozen_layer_has_no_backward() -> None:
-    model = nn.Sequential(Layer(1, 0).requires_grad_(False), Layer(1, 0))
-    assert [line.at(4) for line in profile_layers(model, torch.rand(4, 4)).backward] == [0, 2]
-
-
 def test_a_plan_from_a_profile() -> None:
     layers = nn.Sequential(*(Layer(0, each) for each in (1, 1, 1, 1, 2, 2)))
     x = torch.rand(4, 4)

@@ -27,26 +27,6 @@ def test_equal_partitions_without_checkpointing_speed_up_by_nm_over_n_plus_m_min
     assert [timeline.busy(j) for j in range(n)] == [3 * m] * n
 
 
-def test_one_partition_two_chunks_except_last_costs_a_seventh_more() -> None:
-    # Backward twice as long as forward: 3 of 3.5 units; published: 0.858 for U-Net, 0.853 for ResNet-101.
-    plain = Costs(forward=[[1.0]], backward=[[2.0]], recompute=[[0.0]])
-    halves = Costs(forward=table(2, 1, 0.5), backward=table(2, 1, 1.0), recompute=[[0.5], [0.0]])
-    assert replay(plain).seconds / replay(halves).seconds == pytest.approx(3 / 3.5)
-
-
-@pytest.mark.parametrize(("ahead", "seconds"), [(True, 2 + 1 + 2 + 2), (False, 2 + 1 + 2 + 1 + 2)])
-def test_recomputation_hides_while_the_gradient_is_on_its_way_unless_it_waits(ahead: bool, seconds: float) -> None:
-    # Two partitions, one micro-batch, recomputed: partition 0 recomputes while partition 1 does, or after it.
-    timeline = replay(Costs(forward=[[1.0, 1.0]], backward=[[2.0, 2.0]], recompute=[[1.0, 1.0]], ahead=ahead))
-    assert timeline.seconds == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(("copy", "loss", "seconds"), [(0.0, 0.0, 6.0), (0.5, 0.0, 7.0), (0.0, 0.25, 6.25)])
-def test_copies_and_loss_delay(copy: float, loss: float, seconds: float) -> None:
-    costs = Costs(forward=[[1.0, 1.0]], backward=[[2.0, 2.0]], recompute=[[0.0, 0.0]], copy=copy, loss=loss)
-    assert replay(costs).seconds == pytest.approx(seconds)
-
-
 @st.composite
 def any_costs(draw: st.DrawFn) -> Costs:
     m, n = draw(st.integers(1, 6)), draw(st.integers(1, 5))

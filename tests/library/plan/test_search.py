@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parts import Pop, Stash
+from tests.library.layers import Pop, Stash
+from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan import load_hardware, plan
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
@@ -47,6 +48,13 @@ def every(predictor: Predictor, name: str) -> Iterator[Candidate]:
                     yield assess(predictor, Setup(BATCH_SIZE, balance, m, mode, optimizer_named(name, foreach=True)))
 
 
+def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
+    """Return the balance that evens out the seconds of forward and backward."""
+    seconds = predictor.layers(setup.sizes[0])
+    costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
+    return tuple(minimise_heaviest(costs, len(setup.balance)))
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("hardware", ["p40x8", "h100x8"])
@@ -62,6 +70,7 @@ def test_against_every_setup(
         assert work.bound(n) <= work.bound_of(x.setup.balance) <= x.seconds
         assert work.has_room(n, x.peak)
     peaks = sorted(each.peak for each in setups)
+    evened: dict[tuple[int, int], tuple[int, ...]] = {}
     for memory, near in ((peaks[-1], 1.01), (peaks[len(peaks) // 2], 1.02), (peaks[len(peaks) // 20], 1.1)):
         found = search(predictor, batch_size=BATCH_SIZE, memory=memory, partitions=NUMBERS, chunks=CHUNKS,
                        optimizer=optimizer_named(optimizer, foreach=True))  # fmt: skip
@@ -71,7 +80,11 @@ def test_against_every_setup(
             if each.best is not None:
                 assert each.best.peak <= memory
         fastest = min(x.seconds for x in setups if x.peak <= memory)
-        assert fastest <= min(each.limit for each in found.values()) <= fastest * near
+        least = min(each.limit for each in found.values())
+        assert fastest <= least <= fastest * near
+        for x in setups:  # it is never slower than a balance that evens out seconds, with any m and mode
+            plain = evened.setdefault((len(x.setup.balance), x.setup.chunks), even(predictor, x.setup))
+            assert x.peak > memory or x.setup.balance != plain or least <= x.seconds * (1 + 1e-9)
 
 
 def test_moves_layers_until_there_is_room() -> None:

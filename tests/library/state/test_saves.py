@@ -133,34 +133,48 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert same(state["model"], model.state_dict())
 
 
-REFUSED: dict[str, tuple[Callable[[], GPipe], Optimizers, str]] = {
-    "shape": (lambda: piped(1, width=5), adam, r"model.0.weight \(float32 \[4, 3\], here float32 \[5, 3\]\)"),
-    "type": (lambda: piped(1, dtype=torch.float64), adam, r"model.0.weight \(float32 .*, here float64 .*\) .* more"),
-    "fewer": (
-        lambda: GPipe(nn.Sequential(nn.Linear(3, 4)), [1], devices=["cpu"]),
-        adam,
-        "it has besides model.1.weight",
-    ),
-    "frozen": (
-        lambda: piped(1),
-        lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad]),
-        "it has besides optimizer of 5.weight, optimizer of 5.bias",
-    ),
-    "optimizer": (lambda: piped(1), in_groups, "is of the optimizer Adam, not of SGD"),
-    "foreign": (
-        lambda: piped(1),
-        lambda model: torch.optim.Adam([*model.parameters(), nn.Parameter(torch.zeros(2))]),
-        "the optimizer has a parameter that the model does not have",
-    ),
-}
+class Slow(torch.optim.SGD):
+    """Keeps something of its own beside the states of parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": 1}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path: Path) -> None:
+def counting(model: GPipe) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["steps"] = 3  # type: ignore[index]
+    return optimizer
+
+
+def of_trained(model: GPipe) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+
+
+def of_more(model: GPipe) -> torch.optim.Optimizer:
+    return torch.optim.Adam([*model.parameters(), nn.Parameter(torch.zeros(2))])
+
+
+# Of a state that was saved with an optimizer: the model and the optimizer that would load it, and what is said.
+REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
+    (adam, lambda: piped(1, width=5), adam, r"model.0.weight \(float32 \[4, 3\], here float32 \[5, 3\]\)"),
+    (adam, lambda: piped(1, dtype=torch.float64), adam, r"model.0.weight \(float32 .*, here float64 .*\) .* more"),
+    (adam, lambda: GPipe(nn.Sequential(nn.Linear(3, 4)), [1], devices=["cpu"]), adam, "it has besides model.1.weight"),
+    (adam, lambda: piped(1), of_trained, "it has besides optimizer of 5.weight, optimizer of 5.bias"),
+    (of_trained, lambda: piped(-1), adam, "it lacks optimizer of 5.weight, optimizer of 5.bias"),
+    (adam, lambda: piped(1), in_groups, "is of the optimizer Adam, not of SGD"),
+    (adam, lambda: piped(1), of_more, "the optimizer has a parameter that the model does not have"),
+    (in_groups, lambda: piped(1), lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+     r"'0.weight' and '0.bias' in one group, .* differ: lr is 0.1.* and 0.01"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved_with", "make", "optimizers", "message"), REFUSED)
+def test_refused(
+    saved_with: Optimizers, make: Callable[[], GPipe], optimizers: Any, message: str, tmp_path: Path
+) -> None:
     """In one line, and before anything is changed."""
     saved = piped(0)
-    Saves(tmp_path).save(0, saved, adam(saved))
-    make, optimizers, message = REFUSED[case]
+    Saves(tmp_path).save(0, saved, saved_with(saved))
     model = make()
     optimizer = optimizers(model)
     before, random = [x.clone() for x in model.state_dict().values()], torch.get_rng_state()
@@ -179,36 +193,6 @@ def test_gradients_of_a_mini_batch_that_failed_are_let_go_of(tmp_path: Path) -> 
     assert all(p.grad is None for p in model.parameters())
 
 
-class Slow(torch.optim.SGD):
-    """Keeps something of its own beside the states of parameters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"slow": 1}
-
-
-def counting(model: GPipe) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters())
-    optimizer.state["steps"] = 3  # type: ignore[index]
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("optimizers", "held"), [(lambda model: Slow(model.parameters()), "slow"), (counting, "steps")]
-)
-def test_what_is_not_a_parameters_is_refused(optimizers: Optimizers, held: str, tmp_path: Path) -> None:
-    model = piped(0)
-    with pytest.raises(ValueError, match=f"the optimizer holds '{held}' beside the states"):
-        Saves(tmp_path).save(0, model, optimizers(model))
-    assert not [*tmp_path.glob("*-step-*")]
-
-
-def test_options_that_differ_within_a_group_are_refused(tmp_path: Path) -> None:
-    model = piped(0)
-    Saves(tmp_path).save(0, model, in_groups(model))
-    with pytest.raises(ValueError, match=r"'0.weight' and '0.bias' in one group, .* differ: lr is 0.1.* and 0.01"):
-        Saves(tmp_path).load(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 @pytest.mark.parametrize("part", [".metadata", "__0_0.distcp"])
 def test_a_damaged_state_is_named(part: str, tmp_path: Path) -> None:
     model = piped(0)
@@ -219,19 +203,26 @@ def test_a_damaged_state_is_named(part: str, tmp_path: Path) -> None:
         Saves(tmp_path).load(model, None)
 
 
-def test_a_folder_that_cannot_be_is_known_before_the_training(tmp_path: Path) -> None:
+def saving(step: Any, make: Any = lambda model: None) -> Callable[[Path], object]:
+    return lambda folder: Saves(folder).save(step, model := piped(0), make(model))
+
+
+STEP, KEEP = "step must be a whole number", "keep must be a whole number of at least 1"
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        *((saving(step), TypeError, STEP) for step in (None, True, 1.5)),
+        *((lambda folder, keep=keep: Saves(folder, keep), ValueError, KEEP) for keep in (0, True, 1.0)),
+        (saving(0, lambda model: Slow(model.parameters())), ValueError, "the optimizer holds 'slow' beside the states"),
+        (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
+        # Known before the training.
+        (lambda folder: Saves(folder / "file").load(piped(0), None), OSError, r"states cannot be saved in .*file"),
+    ],
+)
+def test_misuse(act: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"states cannot be saved in .*file"):
-        Saves(tmp_path / "file").load(piped(0), None)
-
-
-@pytest.mark.parametrize("step", [None, True, 1.5])
-def test_step_is_checked(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="step must be a whole number"):
-        Saves(tmp_path).save(step, piped(0), None)
-
-
-@pytest.mark.parametrize("keep", [0, True, 1.0])
-def test_keep_is_checked(keep: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be a whole number of at least 1"):
-        Saves(tmp_path, keep)
+    with pytest.raises(error, match=message):
+        act(tmp_path)
+    assert not [*tmp_path.glob("*-step-*")]

@@ -6,13 +6,11 @@ This file imports from torchgpipe within tests only, so that it says so even whe
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 LIBRARY = Path(__file__).parents[3] / "torchgpipe"
 
@@ -71,11 +69,6 @@ def test_still_there(name: str) -> None:
         owner = getattr(owner, part)
 
 
-@pytest.mark.parametrize("name", ["_parameters", "_buffers", "_modules", "training"])
-def test_a_module_still_keeps(name: str) -> None:
-    assert name in vars(torch.nn.Module())
-
-
 def private_names(source: str) -> set[str]:
     """Return the dotted names of torch, with a part that begins with one underscore, in a module's source."""
     found = set()
@@ -102,26 +95,3 @@ def test_no_other_private_name_is_used() -> None:
         for name in private_names(path.read_text())
     }
     assert used and used == set(PRIVATE), "list what is new, or keep it behind torchgpipe/tensors/_autograd.py"
-
-
-ASK: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
-    "backward": lambda y, x, keep: y.backward(retain_graph=keep),
-    "autograd.grad": lambda y, x, keep: torch.autograd.grad(y, x, retain_graph=keep),
-}
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
-def test_what_a_backward_says_of_itself(ask: Callable[[Tensor, Tensor, bool], object], keep: bool) -> None:
-    from torchgpipe.tensors._autograd import backward_id, keeps_graph
-
-    x, answers = torch.tensor(1.0, requires_grad=True), []
-    for _ in range(2):
-        between = x.sin()
-        y = between.exp()
-        for tensor in (y, between):
-            tensor.register_hook(lambda _: answers.append((keeps_graph(), backward_id())))
-        ask(y, x, keep)
-    assert [keeping for keeping, _ in answers] == [keep] * 4
-    one, same, other, same_again = [number for _, number in answers]
-    assert 0 <= one == same < other == same_again

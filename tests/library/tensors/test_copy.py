@@ -19,7 +19,7 @@ from torchgpipe.tensors.copy import CopyStreams, Dock, Route
 
 from ...behaviours.row import Row, check, steps
 from ...behaviours.rows.passed import PATTERN, paired
-from ...parts import Pop, Stash
+from ..layers import Pop, Stash
 
 SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
@@ -113,12 +113,6 @@ def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
         "memory is used by cpu:0 copies",
         "memory is used by cpu:0 compute",
     ]
-
-
-def test_every_way_has_streams_of_its_own_that_are_kept(streams: Any) -> None:
-    copies = CopyStreams([torch.device("cpu", j) for j in range(3)])
-    made = [copies.between(*way) for way in [(0, 1), (1, 2), (0, 2)] * 2]
-    assert len({stream for ends in made for stream in ends}) == 6
 
 
 def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_one(streams: Any) -> None:

@@ -17,72 +17,40 @@ from .. import traced
 from ..traced import BATCH, WIDTH, Net, rows
 
 
-class Branching(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.a(x).sum() > 0:  # branches
-            return self.b(x)
-        return x
+class Does(Net):
+    """Its forward is a function, which may use a buffer, and a layer that is not registered."""
 
-
-class Item(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(x) * self.a(x).mean().item()  # item
-
-
-class Loop(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.a(row) for row in x])  # loop
-
-
-class Mean(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        return y * (1 / len(y))  # mean
-
-
-class Loss(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).mean()  # loss
-
-
-class Transposed(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).t()
-
-
-class Own(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a.weight
-
-
-class Hidden(Net):
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
-        self.more = [nn.Linear(WIDTH, WIDTH)]
+        self.function, self.hidden = function, [nn.Linear(WIDTH, WIDTH)]
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.more[0](self.a(x))  # hidden
+        return self.last(self.inner(x))
 
 
-class Casting(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):  # casting
-            return self.a(x)
-
-
-class Extra(Net):
+class Extra(traced.Residual):
     def get_extra_state(self) -> Any:
         return torch.ones(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))
+
+def within_autocast(net: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net.a(x)
 
 
-class Hooking(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        y.register_hook(lambda grad: 2 * grad)  # hooking
-        return self.b(y)
+def replacing(net: Any, x: Tensor) -> Any:
+    net.count = net.count + 1
+    return net.b(x) * net.count
 
 
 def hooked() -> nn.Module:
@@ -97,133 +65,117 @@ def compiled() -> nn.Module:
     return module
 
 
-def compiled_around() -> Any:
-    return torch.compile(traced.Residual())
-
-
-def scripted() -> nn.Module:
-    return nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)))
-
-
-class Outer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.last = inner, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(x))
-
-
-# A module, and what the message says.
-REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "a branch": (Branching, ["# branches", "depends on what is in a tensor", "put that part into a submodule"]),
-    "a branch in a submodule": (lambda: Outer(Branching()), ["# branches", "whole=[Branching]"]),
-    "a number": (Item, ["# item"]),
-    "a loop over the batch": (Loop, ["# loop", "2, 3, 5 samples"]),
-    "a factor of the batch size": (Mean, ["# mean", "it passes 0.5, 0.33"]),
-    "a loss": (Loss, ["# loss", "shape () for 2 samples", "such as a loss, belongs after the pipeline"]),
-    "samples in another dimension": (Transposed, ["shape (6, 2) for 2 samples"]),
-    "a parameter": (Own, ["returns a tensor that no call has made"]),
-    "a module in a list": (Hidden, ["# hidden", "not registered"]),
-    "autocast": (Casting, ["# casting", "autocast"]),
-    "a hook on a tensor": (Hooking, ["# hooking", "register_hook would not be called for every micro-batch"]),
-    "a hook on all of it": (hooked, ["Residual has hooks of its own"]),
-    "compiled": (compiled, ["Residual is compiled"]),
-    "compiled, around it": (compiled_around, ["OptimizedModule is compiled"]),
-    "scripted": (scripted, ["Sequential has a scripted part, '0'"]),
-    "a state of its own": (Extra, ["_extra_state"]),
+# A message names the line here, if it names one. What it says is below, since a line would quote what is beside it.
+FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
+    "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
+    "a loop over the batch": lambda net, x: torch.stack([net.a(row) for row in x]),
+    "a factor of the batch size": lambda net, x: net.a(x) * (1 / len(x)),
+    "a loss": lambda net, x: net.a(x).mean(),
+    "samples in another dimension": lambda net, x: net.a(x).t(),
+    "a parameter": lambda net, x: net.a.weight,
+    "a hidden module": lambda net, x: net.hidden[0](net.a(x)),
+    "autocast": within_autocast,
+    "a hook on a tensor": lambda net, x: (y := net.a(x)).register_hook(lambda grad: 2 * grad) and net.b(y),
+    "a buffer that is replaced": replacing,
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "a branch, in a submodule": lambda: Outer(Does(FORWARDS["a branch"])),
+    "a buffer that is replaced, in a submodule": lambda: Outer(Does(FORWARDS["a buffer that is replaced"])),
+    "a hook on all of it": hooked,
+    "compiled": compiled,
+    "compiled, around it": lambda: torch.compile(traced.Residual()),
+    "scripted": lambda: nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH))),
+    "a state of its own": Extra,
+}
+REPLACES = [
+    "`net.count = net.count + 1`",
+    "a forward replaces the buffer 'count' of Does; change it in place: self.count.copy_(…)",
+]
+# What the message says of each, and whether it names the line.
+SAID: dict[str, tuple[bool, list[str]]] = {
+    "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
+    "a branch, in a submodule": (True, ["whole=[Does]"]),
+    "a number": (True, []),
+    "a loop over the batch": (True, ["2, 3, 5 samples"]),
+    "a factor of the batch size": (True, ["it passes 0.5, 0.33"]),
+    "a loss": (True, ["shape () for 2 samples", "such as a loss, belongs after the pipeline"]),
+    "samples in another dimension": (True, ["shape (6, 2) for 2 samples"]),
+    "a parameter": (False, ["returns a tensor that no call has made"]),
+    "a hidden module": (True, ["not registered"]),
+    "autocast": (False, ["`with torch.autocast(", "it sets or asks for autocast"]),
+    "a hook on a tensor": (True, ["register_hook would not be called for every micro-batch"]),
+    "a hook on all of it": (False, ["Residual has hooks of its own"]),
+    "a buffer that is replaced": (False, REPLACES),
+    "a buffer that is replaced, in a submodule": (False, REPLACES),
+    "compiled": (False, ["Residual is compiled"]),
+    "compiled, around it": (False, ["OptimizedModule is compiled"]),
+    "scripted": (False, ["Sequential has a scripted part, '0'"]),
+    "a state of its own": (False, ["_extra_state"]),
 }
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("make, said", REFUSED.values(), ids=REFUSED)
-def test_refused(make: Callable[[], nn.Module], said: list[str]) -> None:
-    module = make()
+@pytest.mark.parametrize("name", SAID)
+def test_refused(name: str) -> None:
+    module = Does(FORWARDS[name]) if name in FORWARDS else OTHERS[name]()
     with pytest.raises(Untraceable) as caught:
         sequential(module, rows())
-    for part in said:
-        assert part in str(caught.value)
+    message, (with_line, said) = str(caught.value), SAID[name]
+    assert (f'`"{name.partition(",")[0]}": lambda' in message) == with_line
+    assert [part for part in said if part not in message] == []
     freed = weakref.ref(module)
     del module, caught
-    assert freed() is None or make is compiled  # a module that refers to itself
+    assert freed() is None or name == "compiled"  # a module that refers to itself
 
 
-def test_a_sample_that_does_not_fit_raises_what_the_module_does() -> None:
-    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(5x7 and 6x6\)"):
-        sequential(traced.Residual(), rows(7))
+def masked(**given: Any) -> dict[str, Any]:
+    return {"x": rows(), "mask": torch.arange(WIDTH) > 2, "double": True, **given}
 
 
-def masked() -> Any:
-    return sequential(traced.Masked(), {"x": rows(), "mask": torch.arange(WIDTH) > 2, "double": True})
-
-
-# What the layers are called with, and what the message says.
-MASK = torch.arange(WIDTH) > 2
+# In what a call differs from the sample, and what the message says.
 CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"x": rows(), "mask": MASK, "double": False}, "double is False, but was True in the sample"),
-    ({"x": rows(), "double": True}, "mask is None, but was Tensor in the sample"),
-    ({"x": rows(7), "mask": MASK, "double": True}, "x has shape (5, 7)"),
-    ({"x": rows(), "mask": MASK[:1], "double": True}, "mask has shape (1,)"),
-    ({"x": rows().double(), "mask": MASK, "double": True}, "x has shape (5, 6) and type torch.float64"),
+    ({"double": False}, "double is False, but was True in the sample"),
+    ({"mask": None}, "mask is None, but was Tensor in the sample"),
+    ({"x": rows(7)}, "x has shape (5, 7)"),
+    ({"mask": torch.ones(1, dtype=torch.bool)}, "mask has shape (1,)"),
+    ({"x": rows().double()}, "x has shape (5, 6) and type torch.float64"),
 ]
 
 
 @pytest.mark.parametrize("given, message", CALLS)
 @pytest.mark.parametrize("pipeline", [True, False])
 def test_called_otherwise(pipeline: bool, given: dict[str, Any], message: str) -> None:
-    layers = masked()
+    layers = sequential(traced.Masked(), masked())
     model = GPipe(layers, [len(layers)], devices=["cpu"]) if pipeline else layers
     with pytest.raises(ValueError) as caught:
-        model(**given)
+        model(**masked(**given))
     assert message in str(caught.value)
 
 
-class Auxiliary(Net):
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x)
-        return (self.b(y), self.c(y)) if self.training else self.b(y)
-
-
-def test_the_other_mode() -> None:
-    layers = sequential(Auxiliary(), rows())
+def of_the_other_mode() -> None:
+    layers = sequential(Does(lambda net, x: (net.b(x), net.c(x)) if net.training else net.b(x)), rows())
     assert len(layers(rows())) == 2
-    with pytest.raises(RuntimeError, match=r"traced in training mode, and in the other it does something else, at .*:"):
-        layers.eval()(rows())
+    layers.eval()(rows())
 
 
-def test_tied_weights_on_two_devices() -> None:
+def on_two_devices() -> None:
     layers = sequential(traced.Tied(), torch.randint(9, (BATCH, 4)))
-    with pytest.raises(ValueError, match=r"'embedding.weight' and 'head.weight' are one parameter"):
-        GPipe(layers, [1, len(layers) - 1], devices=["cpu", "meta"])
+    GPipe(layers, [1, len(layers) - 1], devices=["cpu", "meta"])
 
 
-def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match=r"shared names \['y'\], but the tensors are in \['x'\]"):
-        sequential(traced.Residual(), rows(), shared=["y"])
-    with pytest.raises(ValueError, match=r"Residual has no submodule <class"):
-        sequential(traced.Residual(), rows(), whole=[nn.Conv2d])
-
-
-class Counts(nn.Module):
-    """Replace a buffer in forward, which a recording of calls would not do again."""
-
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count = self.count + 1
-        return self.linear(x) * self.count
-
-
-@pytest.mark.parametrize("build", [Counts, lambda: nn.Sequential(Counts(), nn.ReLU())], ids=["itself", "a submodule"])
-def test_a_buffer_that_is_replaced(build: Any) -> None:
-    with pytest.raises(Untraceable) as caught:
-        sequential(build(), torch.rand(BATCH, 4))
-    assert "self.count = self.count + 1" in str(caught.value)
-    assert "a forward replaces the buffer 'count' of Counts; change it in place: self.count.copy_(…)" in str(
-        caught.value
-    )
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda: sequential(traced.Residual(), rows(7)), RuntimeError, r"cannot be multiplied \(5x7 and 6x6\)"),
+        (of_the_other_mode, RuntimeError, "traced in training mode, and in the other it does something else, at .*:"),
+        (on_two_devices, ValueError, "'embedding.weight' and 'head.weight' are one parameter"),
+        (lambda: sequential(traced.Residual(), rows(), shared=["y"]), ValueError,
+         r"shared names \['y'\], but the tensors are in \['x'\]"),
+        (lambda: sequential(traced.Residual(), rows(), whole=[nn.Conv2d]), ValueError,
+         "Residual has no submodule <class"),
+    ],
+)  # fmt: skip
+def test_misuse(act: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        act()

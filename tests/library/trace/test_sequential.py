@@ -1,4 +1,4 @@
-"""`sequential`: where it cuts, what stays the module's own, and what it leaves as it was.
+"""`sequential`: where it cuts, and what it leaves as it was. `pipeline`: a module in, a planned pipeline out.
 
 That the layers do what the module does is in tests/behaviours/test_any_model.py.
 """
@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import GPipe, sequential
+from torchgpipe import GPipe, pipeline, sequential
 from torchgpipe.balance import balance_by_size
 from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.trace.parts import tensors_in
 
+from ...behaviours.test_any_model import called
 from .. import traced
 from ..traced import CASES, Case, rows
 
@@ -42,24 +44,6 @@ def test_cuts(case: Case, expected: list[str]) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_state_is_the_module_s_own(case: Case) -> None:
-    module = case.make()
-    layers = sequential(module, case.sample(), **case.options)
-    balance = [1, len(layers) - 1] if len(layers) > 1 else [1]
-    model = GPipe(layers, balance, devices=["cpu"] * len(balance))
-    ours = module.state_dict(keep_vars=True)
-    for each in (layers, model):
-        state = each.state_dict(keep_vars=True)
-        assert state.keys() == ours.keys()
-        assert all(state[name] is x for name, x in ours.items())
-        parameters = dict(module.named_parameters())
-        assert {name: id(p) for name, p in each.named_parameters()} == {name: id(p) for name, p in parameters.items()}
-        assert dict(each.named_buffers()).keys() == dict(module.named_buffers()).keys() | {
-            name for name, _ in each.named_buffers() if name.startswith("traced constants")
-        }
-
-
 @pytest.mark.parametrize("make", [lambda layers: layers, lambda layers: GPipe(layers, [len(layers)], devices=["cpu"])])
 def test_loading(make: Callable[[Any], nn.Module]) -> None:
     module = traced.Tied()
@@ -79,31 +63,27 @@ def test_loading(make: Callable[[Any], nn.Module]) -> None:
         model.load_state_dict(wrong)
 
 
-def test_the_module_is_left_as_it_was() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_module_is_left_as_it_was(frozen: bool) -> None:
     module = traced.Counting()
+    module.norm.train(not frozen)
     module.seen.fill_(3)
     nn.init.constant_(module.norm.get_buffer("running_mean"), 2)
     before = copy.deepcopy({**vars(module), "state": module.state_dict()})
     sample, random = rows(), torch.get_rng_state()
     sequential(module, sample)
     assert torch.equal(random, torch.get_rng_state())
+    assert (module.training, module.norm.training) == (True, not frozen)
     assert torch.equal(module.seen, before["_buffers"]["seen"])
     assert vars(module).keys() | {"state"} == before.keys()
     for name, x in module.state_dict().items():
         assert torch.equal(x, before["state"][name])
 
 
-class Adding(traced.Net):
-    """Which changes its input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x.add_(1)))
-
-
 def test_the_sample_is_left_as_it_was() -> None:
     sample = torch.zeros(5, traced.WIDTH)
-    assert len(sequential(Adding(), sample)) == 2
-    assert not sample.any()
+    sequential(nn.Sequential(nn.ReLU(inplace=True), Mixed()), sample.sub_(1))
+    assert (sample == -1).all()
 
 
 def around() -> nn.Module:
@@ -146,13 +126,6 @@ def test_training_and_evaluation() -> None:
         expected = module(x)
         torch.manual_seed(1)
         assert torch.equal(layers(x), expected)
-
-
-def test_parts_that_are_frozen_stay_so() -> None:
-    module = traced.Counting()
-    module.norm.eval()
-    assert not sequential(module, rows()).state_dict()["norm.num_batches_tracked"]
-    assert module.training and not module.norm.training
 
 
 def test_deferred_batch_norm() -> None:
@@ -208,3 +181,13 @@ def test_parameters_are_in_the_order_of_use() -> None:
     """An optimizer's state goes by it, so that it has to be the same in every process."""
     layers = sequential(Mixed(), rows())
     assert "".join(name for name, _ in layers.named_parameters()) == Mixed.ORDER
+
+
+@pytest.mark.parametrize("hardware", ["p40x8", "here"])
+@pytest.mark.parametrize("name", ["in place, with views", "by keyword, a mask of one sample", "dictionaries"])
+def test_a_planned_pipeline(name: str, hardware: str) -> None:
+    module, sample = CASES[name].make().eval(), CASES[name].sample()
+    model: Any = pipeline(module, sample, devices=["cpu"] * 3, batch_size=6, chunks=2, memory="1GiB", hardware=hardware)
+    assert 1 <= len(model.partitions) <= 3 and model.chunks == 2
+    outputs = [called(run, sample) for run in (model, module)]
+    torch.testing.assert_close(*([*tensors_in(each)] for each in outputs))

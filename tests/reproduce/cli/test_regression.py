@@ -160,13 +160,15 @@ def test_for_real(
     for package in ("reproduce", "torchgpipe"):
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com"]
-    for made in ("init --quiet", "add .", "commit --quiet -m 1", "commit --quiet -m 2 --allow-empty"):
-        subprocess.run([*git, *made.split()], cwd=root, check=True)
-    with (root / "torchgpipe" / "__init__.py").open("a") as file:
-        file.write("# changed\n")
+    subprocess.run([*git, "init", "--quiet"], cwd=root, check=True)
+    for made in ("add .", "commit --quiet -m 1"), ("commit --quiet -a -m 2",), ():
+        with (root / "torchgpipe" / "__init__.py").open("a") as file:
+            file.write("# changed\n")
+        for command in made:
+            subprocess.run([*git, *command.split()], cwd=root, check=True)
     # No difference is larger than this threshold, so that the machine's noise is no part of the test.
-    command = ["regression", "--case", "machinery never", "--threshold", "1000", *asked.split()]
-    process = start("-m", "reproduce", *command, root=root, TMPDIR=str(copies))
+    options = ["--case", "machinery never", "--threshold", "1000", *asked.split()]
+    process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
     if ends is not None:
         assert process.stderr.readline(), "a restart is done"
         process.send_signal(ends)

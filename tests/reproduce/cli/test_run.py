@@ -110,7 +110,7 @@ def test_rows_and_their_traces(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -
 def test_a_trace_that_cannot_be_written_ends_no_run(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reproduce.cli.run.matplotlib_problem", lambda: "no picture")
+    monkeypatch.setattr("reproduce.cli.run.find_spec", lambda name: None)
     Path("t-naive-n2.json").mkdir()
     row = ("--row", "naive n2", "--steps", "1")
     assert main(["run", "tiny-speed", *SMALL, *row, "--out", "out", "--trace", "t"]) == 1

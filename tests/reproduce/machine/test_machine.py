@@ -131,6 +131,13 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert Devices("cpu", 2, 1).memory is None
 
 
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with Devices("cpu", 1, threads=before + 1).in_use():
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
 @pytest.mark.parametrize(
     ("quota", "expected"),
     [("max 100000\n", 4), ("1600000 100000\n", 4), ("250000 100000\n", 2), ("50000 100000\n", 1), ("", 4), (None, 4)],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from reproduce.models import MODELS, amoebanetd, resnet101, unet
-from reproduce.models.resnet import from_torchvision, resnet, torchvision_model
+from reproduce.models.resnet import resnet
 
 PUBLISHED = [  # model, size, parameters, layers
     ("AmoebaNet-D", (18, 208), 81_505_540, 24),
@@ -50,13 +50,9 @@ MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
     (lambda: unet(input_channels=0), ValueError, "input_channels must be at least 1"),
     (lambda: unet(output_channels=0), ValueError, "output_channels must be at least 1"),
     (lambda: resnet101(num_classes=0), ValueError, "num_classes must be at least 1"),
-    (lambda: resnet((1, 1, 1)), ValueError, "blocks must be four numbers, one for each stage, got 3"),
     (lambda: resnet((1, 0, 1, 1)), ValueError, "blocks must be at least 1"),
-    (lambda: resnet(width=0), ValueError, "width must be at least 1"),
-    (lambda: resnet(expansion=0), ValueError, "expansion must be at least 1"),
-    (lambda: from_torchvision(nn.Linear(1, 1)), TypeError, "model must be a torchvision ResNet, got Linear"),
-    (lambda: from_torchvision(torchvision_model("resnet18", 64)), TypeError,
-     "model must be a ResNet of Bottleneck blocks, got one of BasicBlock: use resnet50, resnet101 or"),
+    (lambda: resnet((1, 1, 1, 1), width=0), ValueError, "width must be at least 1"),
+    (lambda: resnet((1, 1, 1, 1), expansion=0), ValueError, "expansion must be at least 1"),
 ]  # fmt: skip
 
 

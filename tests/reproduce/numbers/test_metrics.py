@@ -166,6 +166,14 @@ def test_a_planted_slowdown_is_seen_where_it_passes_the_threshold(paired: bool, 
             assert decision.low < slowdown < decision.high and decision.high / decision.low < 1.08
 
 
+def test_false_alarms_are_as_rare_as_alpha_says() -> None:
+    draw, alarms = random.Random(3), 0
+    for _ in range(200):
+        base, head = ([draw.lognormvariate(0, 0.1) for _ in range(8)] for _ in range(2))
+        alarms += compare_samples(base, head, Rule(alpha=0.05, threshold=0.0)).outcome != "~"
+    assert 0 < alarms <= 20  # 10 are expected
+
+
 @pytest.mark.parametrize("paired", [False, True])
 def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     draw = random.Random(5)

@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
-from reproduce.numbers.measured_rows import MeasuredRow, measured_rows
 from reproduce.numbers.sources import load_side
 from reproduce.records.places import RESULTS
 from reproduce.records.record import Result, load, save
-from reproduce.tables.predicted import predicted_tables
+from reproduce.tables.predicted import MeasuredRow, measured_rows, predicted_tables
 
 from ..made import record, row
 from ..repository import commit

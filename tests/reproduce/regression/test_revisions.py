@@ -13,7 +13,7 @@ from reproduce.error import Error
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.regression import bisect
 from reproduce.regression.job import Samples, Settings
-from reproduce.regression.judge import TOGETHER, Judgement
+from reproduce.regression.main import TOGETHER, Judgement
 from reproduce.regression.trees import Tree, committed, snapshot, trees
 
 from ..repository import commit, git

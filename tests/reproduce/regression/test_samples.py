@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +12,9 @@ import pytest
 from reproduce.numbers.compare import verdict
 from reproduce.numbers.significance import Rule
 from reproduce.regression import cases
-from reproduce.regression.cases import CASES, TRAINING, WARM_UP, Case, Timed, prepare
+from reproduce.regression.cases import CASES, TRAINING, WARM_UP, Case, Clock, Timed, prepare
 from reproduce.regression.job import Samples, Settings
-from reproduce.regression.judge import TOGETHER, judge, least_restarts
+from reproduce.regression.main import TOGETHER, judge, least_restarts
 
 
 @pytest.mark.parametrize("model", ["AmoebaNet-D", "U-Net"])
@@ -20,7 +22,7 @@ def test_the_three_configurations_at_equal_batch_size(model: str) -> None:
     three = [case for case in TRAINING if case.model == model]
     micro_batches = three[-1].m
     expected = [(2, 1, "never"), (1, micro_batches, "always"), (2, micro_batches, "except_last")]
-    assert [(case.n, case.m, case.checkpoint) for case in three] == expected and micro_batches > 1
+    assert [(len(case.balance), case.m, case.checkpoint) for case in three] == expected and micro_batches > 1
     assert len({(case.batch, sum(case.balance)) for case in three}) == 1
 
 
@@ -31,6 +33,25 @@ def test_every_case_trains(case: Case) -> None:
     first, second = float(step()), float(step())
     assert first != second, "the optimizer moved the parameters"
     assert float(prepare(case)()) == first, "both sides start from the same parameters and data"
+
+
+def busy_thread() -> None:
+    thread = threading.Thread(target=lambda: sum(range(10**6)))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("clock", "step", "least", "most"),
+    [("cpu", lambda: time.sleep(0.05), 0.0, 0.01), ("cpu", busy_thread, 0.001, 50.0),
+     ("wall", lambda: time.sleep(0.05), 0.05, 50.0)],
+    ids=["waiting takes no CPU time", "CPU time is of all threads", "waiting takes time"],
+)  # fmt: skip
+def test_the_clocks(
+    clock: Clock, step: Callable[[], None], least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "prepare", lambda case: step)
+    assert least <= Timed(TRAINING[0].name, clock, 0.0)() <= most
 
 
 @pytest.mark.parametrize("slow_down", [0.0, 0.1, 0.5])

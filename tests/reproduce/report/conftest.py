@@ -9,9 +9,8 @@ from msgspec.structs import replace
 from reproduce.experiments import EXPERIMENTS, Row
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
-from reproduce.records.record import Record, Run
+from reproduce.records.record import Record, Run, load
 from reproduce.report.page import page
-from reproduce.report.subjects import load_folders
 
 from ..made import STEADY, ran
 
@@ -26,7 +25,8 @@ RUN = Run("finished", ["python", "-m", "reproduce"], 0, "2020-04-21T10:02:05Z", 
 @pytest.fixture(scope="session")
 def paper() -> list[Record]:
     """Give the published tables."""
-    return [record for record in load_folders(RESULTS / "paper") if record.kind == "published"]
+    records = map(load, sorted((RESULTS / "paper").glob("*.json")))
+    return [record for record in records if record.kind == "published"]
 
 
 def measured_from(table: Record, experiment: str) -> Record:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.records.record import Record, Result
+from reproduce.records.record import Record, Result, load
 from reproduce.report.figure import VARIABLES
 from reproduce.report.figures import ideal
 from reproduce.report.page import page
-from reproduce.report.subjects import FOLDERS, find_subjects, load_folders
+from reproduce.report.subjects import FOLDERS, find_subjects
 
 from ..made import row
 from .conftest import RESULTS, RUN, TABLES
@@ -155,7 +155,7 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
 
 
 def test_what_is_committed_can_be_shown() -> None:
-    records = load_folders(*(RESULTS / name for name in FOLDERS))
+    records = [load(path) for name in FOLDERS for path in sorted((RESULTS / name).glob("*.json"))]
     text = page([*records, Record("bare", "T", "measured", {}, [Result("new", "r", "measured", values={"y": 3.0})])])
     Reader(text)
     experiments = {result.experiment for record in records for result in record.results if result.status == "measured"}

@@ -21,65 +21,54 @@ class Terminal(io.StringIO):
         return True
 
 
-def take(progress: Progress, clock: Clock, job: str, seconds: float, steps: int = 1) -> None:
+def take(progress: Progress, job: str, seconds: float, steps: int = 1) -> None:
     for _ in range(steps):
         progress.start(job, job)
-        clock.time += seconds
+        progress.clock.time += seconds  # type: ignore[attr-defined]
         progress.stop()
 
 
 def test_a_step_takes_what_its_steps_took_and_a_new_one_its_guess() -> None:
-    clock = Clock()
-    progress = Progress(io.StringIO(), clock)
+    progress = Progress(io.StringIO(), Clock())
     progress.plan("a", 4, guess=10.0)
     progress.plan("b", 7, guess=20.0)
     progress.skip("b", 2)
     assert progress.seconds_left() is None, "nothing is known at first"
-    take(progress, clock, "a", seconds=2.0)
+    take(progress, "a", seconds=2.0)
     assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "b is guessed to take twice as long as a"
-    take(progress, clock, "b", seconds=1.0, steps=2)
+    take(progress, "b", seconds=1.0, steps=2)
     assert progress.seconds_left() == 3 * 2.0 + 3 * 1.0
     progress.drop("a")
     assert progress.seconds_left() == 3.0
 
 
 def test_a_time_limit_bounds_the_time_left() -> None:
-    clock = Clock()
-    progress = Progress(io.StringIO(), clock)
-    progress.plan("slow a", 100, guess=1.0)
-    progress.plan("other", 3, guess=1.0)
+    progress = Progress(io.StringIO(), clock := Clock())
+    for job, steps in (("slow a", 100), ("other", 3)):
+        progress.plan(job, steps, guess=1.0)
     progress.limit("slow ", 50.0)
-    take(progress, clock, "slow a", seconds=10.0)
+    take(progress, "slow a", seconds=10.0)
     assert progress.seconds_left() == 50.0 + 3 * 10.0, "first steps are not among those that are limited"
     progress.begin("slow ")
-    take(progress, clock, "slow a", seconds=10.0)
-    assert progress.seconds_left() == 40.0 + 3 * 10.0
-    clock.time += 100
-    assert progress.seconds_left() == 3 * 10.0
+    for seconds, left in ((10, 40.0), (100, 0.0)):
+        clock.time += seconds
+        assert progress.seconds_left() == left + 3 * 10.0
 
 
-@pytest.mark.parametrize("columns", [80, 40])
-def test_a_terminal_has_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    stream = Terminal()
-    progress = Progress(stream, Clock())
-    for text in ("x" * 200, "short", "y" * columns):
+def test_a_terminal_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    progress = Progress(stream := Terminal(), Clock())
+    for text in ("x" * 200, "short", "y" * 40):
         progress.show(text)
-    progress.clear()
     progress.say("stays")
-    written = stream.getvalue()
-    assert written.count("\n") == 1 and written.endswith("stays\n")
-    lines = written.split("\r")
-    assert all(len(line) < columns for line in lines)
-    assert lines[2] == "short".ljust(columns - 1), "what stood there before is overwritten"
-    assert lines[-2].strip() == ""
+    written = ["x" * 39, "short".ljust(39), "y" * 39, " " * 39, "stays\n"]
+    assert stream.getvalue() == "\r" + "\r".join(written), "what stood there before is overwritten"
 
 
 def test_elsewhere_a_line_is_written_now_and_then() -> None:
-    clock, stream = Clock(), io.StringIO()
-    progress = Progress(stream, clock)
+    progress = Progress(stream := io.StringIO(), Clock())
     progress.plan("a", 4, 1.0)
-    take(progress, clock, "a", seconds=SECONDS_BETWEEN_LINES / 2, steps=4)
+    take(progress, "a", seconds=SECONDS_BETWEEN_LINES / 2, steps=4)
     progress.clear()
     assert stream.getvalue() == "a\na, 0:30 left\n"
 

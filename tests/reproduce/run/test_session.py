@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+import weakref
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from reproduce.experiments import PUBLISHED_BALANCE, Experiment
+from reproduce.experiments import Row
+from reproduce.run.training import FakeData
 from torchgpipe.plan.replay import Event, Timeline
 
-from .fakes import OUT_OF_MEMORY, Fake, Run, kept
+from ..tiny import TINY
+from .fakes import SECONDS, Fake
 
-
-def devices_of(row: str) -> int:
-    return next((n for n in (8, 2) if f"n{n}" in row), 1)
-
-
-@pytest.mark.parametrize("emulate", [8, 2, 0])
-def test_every_row_ends_in_a_result(
-    fake: type[Fake], run: Run, runs: Any, tiny: Mapping[str, Experiment], emulate: int
-) -> None:
-    """What there are devices for is measured, and what may be is emulated; a published balance is only emulated."""
-    rows = tiny["tiny-speed"].scale("small").rows
-    measured = run("tiny-speed", options={"emulate": emulate})
-    assert runs.said.startswith("tiny-speed: building n2m1, emulated" if emulate else "tiny-speed: building n2m1, mea")
-    assert set(measured) | set(runs.emulated) == {row.name for row in rows}
-    assert set(runs.emulated) == {row.name for row in rows if row.devices <= emulate}
-    for name, result in measured.items():
-        if devices_of(name) == 8:
-            assert (result.status, result.reason) == ("needs devices", "needs 8 devices")
-            assert name not in runs.emulated and not result.samples
-    for found, kind in ((measured, "measured"), (runs.emulated, "emulated")):
-        for name, result in found.items():
-            if result.status != kind:
-                continue
-            assert len(result.samples["step_time"]) == fake.steps[f"{name}{' emulated' * result.emulated}"] == 3
-            assert len(set(result.samples["round"])) == 3 and result.samples["loss"] == [1, 1, 1]
-            assert result.config["balance"] == [1] * result.config["partitions"], "the balance as used is recorded"
-    finished = {name for name, result in measured.items() if result.status == "measured"}
-    assert finished == {row.name for row in rows if row.devices <= 2}
-    assert measured["GPipe n2m4"].values["utilization_problem"].startswith("AttributeError"), "it cannot be watched"
-    assert (measured["n2m4"].over, measured["n2m4"].published) == ("n2m1", "tg-amoebanetd-speed/n2m4")
-    assert runs.groups == ["like the published", PUBLISHED_BALANCE, "batch"], "a group without rows to run, too"
+ROWS = TINY["tiny-speed"].scale("small").rows
+PAPER, OWN, GIVEN = "p40x8, in proportion to the tasks", "a100x8", "h100x8, in proportion to the tasks"
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "reason"),
+    ("most", "own", "link", "links"),
     [
-        (ValueError("no"), "failed", "ValueError: no (fakes.py, line "),
-        (OUT_OF_MEMORY, "out of memory", "out of memory"),
+        (8, None, [], [PAPER, None]),
+        (2, OWN, [], [OWN, OWN]),
+        (2, OWN, ["--link=h100x8"], [GIVEN, GIVEN]),
+        (0, OWN, [], []),
     ],
 )
+def test_every_row_ends_in_a_result(
+    fake: type[Fake], run: Any, most: int, own: str | None, link: list[str], links: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What there are devices for is measured, and what may be is emulated; a published balance is only emulated."""
+    monkeypatch.setattr("reproduce.run.session.own_links", lambda devices: own)
+    found = run("tiny-speed", *([f"--emulate={most}"] if most else ["--no-emulate"]), *link, "--steps=3")
+    emulated = {f"{row.name} emulated" for row in ROWS if row.devices <= most}
+    assert {name for name, result in found.items() if result.status == "emulated"} == emulated
+    assert {name for name, result in found.items() if result.status == "measured"} == {
+        row.name for row in ROWS if row.devices <= 2
+    }
+    assert {*found} - emulated == {row.name for row in ROWS if not (row.devices == 8 and most == 8)}
+    for name, result in found.items():
+        if not result.samples:
+            assert (result.status, result.reason) == ("needs devices", "needs 8 devices")
+            continue
+        assert len(result.samples["step_time"]) == fake.order.count(name) == 3
+        assert len(set(result.samples["round"])) == 3 and result.samples["loss"] == [1, 1, 1]
+        assert result.config["balance"] == [1] * result.config["partitions"], "the balance as used is recorded"
+    assert found["GPipe n2m4"].values["utilization_problem"].startswith("AttributeError"), "it cannot be watched"
+    copies = [found[f"{name} emulated"].config.get("link") for name in ("n2m4", "GPipe n2m4") if most]
+    assert copies == links and not any("link" in found[name].config for name in {*found} - emulated)
+    assert (found["n2m4"].over, found["n2m4"].published) == ("n2m1", "tg-amoebanetd-speed/n2m4")
+    if most == 8:
+        assert found["GPipe n8m4 emulated"].samples == {
+            "step_time": [SECONDS] * 3, "here_time": [0.5] * 3, "work_time": [3.0] * 3, "wall_time": [4.0] * 3,
+            "loss": [1] * 3, "round": found["naive n8 emulated"].samples["round"],
+        }  # fmt: skip
+        assert found["GPipe n8m4 emulated"].values == {"executed": 4, "bubble": 7 / 8, "utilization": [0.5, *[0] * 7]}
+
+
+NONE = torch.OutOfMemoryError("CUDA out of memory")
+
+
 @pytest.mark.parametrize(
     ("experiment", "row", "others", "at"),
     [
@@ -63,64 +78,57 @@ def test_every_row_ends_in_a_result(
         ("tiny-memory", "baseline", ("pipeline-2",), 0),
     ],
 )
+@pytest.mark.parametrize("error", [ValueError("no"), NONE])
 def test_a_row_that_fails_is_a_result(
-    fake: type[Fake], run: Run, runs: Any, experiment: str, row: str, others: tuple[str, ...], at: int,
-    error: Exception, status: str, reason: str,
-) -> None:  # fmt: skip
+    fake: type[Fake], run: Any, experiment: str, row: str, others: tuple[str, ...], at: int, error: Exception
+) -> None:
     fake.raises[row] = lambda step: error if step >= at else None
-    run(experiment)
-    found = kept(runs)
-    assert found[row].status == status and str(found[row].reason).startswith(reason)
-    for other in others:
-        assert found[other].status == ("emulated" if found[other].emulated else "measured")
-    if status == "out of memory" and found[row].emulated:
-        assert str(found[row].reason).startswith("out of memory: its 2 partition(s) take ")
+    found = run(experiment, "--steps=3", status=int(error is not NONE))
+    reason = r"ValueError: no \(fakes.py, line \d+\)"
+    if error is NONE:
+        reason = "out of memory" + r": its 2 partition\(s\) take \d+ GiB on the one device .*" * ("emulated" in row)
+    assert found[row].status == ("out of memory" if error is NONE else "failed")
+    assert re.fullmatch(reason, found[row].reason)
+    assert all(found[name].status == ("emulated" if "emulated" in name else "measured") for name in others)
 
 
 @pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
 @pytest.mark.parametrize("at", [1, 3])
-def test_an_interruption_keeps_every_step(fake: type[Fake], run: Run, runs: Any, at: int, row: str) -> None:
-    def interrupt(step: int) -> None:
-        if step == at:
-            raise KeyboardInterrupt
-
-    fake.raises[row] = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        run("tiny-speed", asked=5)
-    found = kept(runs)
-    assert (found[row].status == "not run") == (at == 1)
-    counts = {name: len(result.samples.get("step_time", [])) for name, result in found.items()}
-    assert {name: count for name, count in counts.items() if count} == {
-        name: count for name, steps in fake.steps.items() if (count := steps - (name == row))
-    }
-
-
-def test_a_run_that_is_to_end_ends_between_steps(fake: type[Fake], run: Run) -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_an_interruption_keeps_every_step(
+    fake: type[Fake], run: Any, at: int, row: str, between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check() -> None:
-        if fake.steps.get("naive n2") == 2:
+        if fake.order.count(row) == at:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run("tiny-speed", asked=5, options={"check": check})
-    assert fake.steps["naive n2"] == 2
+    if between:
+        monkeypatch.setattr("reproduce.cli.run.interruptible", lambda: contextlib.nullcontext(check))
+    else:
+        fake.raises[row] = lambda _: check()
+    found = run("tiny-speed", "--steps=5", status=130)
+    kept = Counter({name: len(result.samples.get("step_time", [])) for name, result in found.items()})
+    assert kept + Counter({row: int(not between)}) == Counter(fake.order)
+    assert (found[row].status == "not run") == (kept[row] == 0)
 
 
-def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Run, runs: Any) -> None:
+def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None:
     fake.raises["pipeline-1"] = lambda _: None if fake.alive == {"pipeline-1"} else ValueError(str(fake.alive))
     found = run("tiny-memory")
-    assert [result.status for result in found.values()] == ["measured"] * 5 and not runs.emulated
-    assert found["pipeline-8"].values["peak_allocated"] == [7] * 8 and found["pipeline-8"].config["balance"] == [1] * 8
-    assert fake.steps == dict.fromkeys(found, 2)
-    assert [result.device for result in runs.counted.values()] == ["meta"] * 5
-    assert runs.counted["pipeline-8"].values == {"parameters": 1844858344, "model_bytes": 12 * 1844858344}
+    rows = {name: result for name, result in found.items() if not name.endswith("paper")}
+    assert [result.status for result in rows.values()] == ["measured"] * 5
+    assert rows["pipeline-8"].values["peak_allocated"] == [7] * 8 and rows["pipeline-8"].config["balance"] == [1] * 8
+    assert Counter(fake.order) == dict.fromkeys(rows, 2)
+    assert [found[f"{name} paper"].device for name in rows] == ["meta"] * 5 and len(found) == 10
+    assert found["pipeline-8 paper"].values == {"parameters": 1844858344, "model_bytes": 12 * 1844858344}
 
 
 @pytest.mark.parametrize("partitions", [2, 4])
 @pytest.mark.parametrize("error", [None, ValueError("no")])
+@pytest.mark.usefixtures("fake")
 def test_an_ablation_has_speed_utilization_and_memory(
-    run: Run, runs: Any, tiny: Mapping[str, Experiment], monkeypatch: pytest.MonkeyPatch, error: Exception | None,
-    partitions: int,
-) -> None:  # fmt: skip
+    run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, partitions: int
+) -> None:
     """Its peaks are those of either kind of row: they do not depend on the clock."""
 
     def peak(*arguments: Any, **options: Any) -> dict[str, list[int]]:
@@ -131,16 +139,86 @@ def test_an_ablation_has_speed_utilization_and_memory(
     timeline = Timeline([Event("forward", 0, 1, 0.0, 1.0)], 2.0, 2)
     monkeypatch.setattr("reproduce.run.timed.record_step", lambda training, devices: timeline)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", peak)
-    rows = tiny["tiny-ablation"].scale("small").rows
-    run("tiny-ablation", rows=tuple(replace(row, partitions=partitions) for row in rows))
-    found = kept(runs)
-    assert set(found) == {f"{row.name}{kind}" for row in rows for kind in ("", " emulated")[partitions == 4 :]}
-    for name, result in found.items():
-        values = result.values
-        shares = [0.5, 0, 0, 0][:partitions] if result.emulated else [0.0, 0.5]
-        assert values["utilization"] == shares, name
-        assert len(result.samples["step_time"]) == 3, "what was timed is kept in any case"
+    rows = tuple(replace(row, partitions=partitions) for row in TINY["tiny-ablation"].scale("small").rows)
+    found = run("tiny-ablation", "--steps=3", rows=rows)
+    timed = {name: result.values for name, result in found.items() if result.samples}
+    assert {*timed} == {f"{row.name}{kind}" for row in rows for kind in ("", " emulated")[partitions == 4 :]}
+    for name, values in timed.items():
+        assert values["utilization"] == ([0.5, 0, 0, 0][:partitions] if "emulated" in name else [0.0, 0.5])
+        assert len(found[name].samples["step_time"]) == 3, "what was timed is kept in any case"
         if error is None:
             assert values["peak_allocated"] == [5, 6] and values["model_bytes"] == 8 * values["parameters"]
         else:
             assert values["memory_problem"].startswith("ValueError: no")
+
+
+LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
+ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "timed", "said"),
+    [
+        ([], LONG, 1, "not measured: a step takes about 0:02 min (--steps K does measure it)"),
+        (["--steps=1"], LONG, 1, None),
+        ([], {**LONG, "seconds": 3000.0}, 1, None),
+        ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least
+        (["--steps=6"], ENDED, 6, None),
+    ],
+)
+def test_a_time_limit_bounds_steps_that_nobody_asked_for(
+    fake: type[Fake], run: Any, steps: list[str], changes: dict[str, Any], timed: int, said: str | None
+) -> None:
+    """What would take long to measure is emulated only."""
+    found = run("tiny-speed", *steps, **changes)
+    assert {found[name].reason for name in ("n2m4", "naive n2")} == {said}
+    assert len(found["n2m4 emulated"].samples["step_time"]) == timed
+    assert fake.order.count("n2m4") == (timed + changes.get("warmup", 0) if said is None else 0)
+
+
+def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(fake: type[Fake], run: Any) -> None:
+    """Measured and emulated ones take turns."""
+    rows = tuple(row for row in ROWS if row.equal)
+    tasks = {*(row.name for row in rows if row.devices <= 2), *(f"{row.name} emulated" for row in rows)}
+    orders = []
+    for seed in (1, 1, 2):
+        fake.order.clear()
+        run("tiny-speed", "--steps=4", f"--seed={seed}", rows=rows)
+        rounds = [tuple(fake.order[i : i + len(tasks)]) for i in range(0, 4 * len(tasks), len(tasks))]
+        assert all(set(each) == tasks for each in rounds) and rounds[0] != rounds[2]
+        assert [each[::-1] for each in rounds[::2]] == rounds[1::2], "in two rounds none is first more often"
+        orders.append(rounds)
+    assert orders[0] == orders[1] != orders[2], "the seed gives the order"
+
+
+@pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
+def test_a_row_that_does_not_fit_beside_others_is_timed_alone(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
+    """Trainings and data of the others, and of other groups, are gone by then."""
+    alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
+    most = []
+
+    class Counted(FakeData):
+        def __init__(self, rows: Sequence[Row], seed: int) -> None:
+            super().__init__(rows, seed)
+            alive.add(self)
+            most.append(len(alive))
+
+    monkeypatch.setattr("reproduce.run.speed.FakeData", Counted)
+    # A new error each time: one that is kept would keep the frames that it went through, and with them the data.
+    fake.raises[row] = lambda _: torch.OutOfMemoryError("no") if len(fake.alive) > 1 else None
+    found = run("tiny-speed", "--steps=3")
+    assert len(found[row].samples["step_time"]) == 3
+    assert "round" not in found[row].samples, "it shares no round with the others"
+    assert "round" in found["naive n2"].samples
+    assert max(most) <= 2, "a group has data for what it measures and for what it emulates"
+    assert most[-1] == 1
+
+
+def test_the_first_epoch_of_a_row_as_published_is_not_timed(fake: type[Fake], run: Any) -> None:
+    rows = tuple(replace(row, steps_per_epoch=7, skip_epochs=int(row.name == "GPipe n2m4")) for row in ROWS)
+    found = run("tiny-speed", "--steps=3", rows=rows)
+    assert all(len(found[name].samples["step_time"]) == 3 for name in ("GPipe n2m4", "naive n2"))
+    assert fake.order.count("GPipe n2m4") == 7 + 3 and fake.order.count("GPipe n2m4 emulated") == 3
+    assert found["GPipe n2m4"].config["skip_epochs"] == 1 and "skip_epochs" not in found["naive n2"].config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +15,37 @@ from torch import Tensor, nn
 from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.autocast import FULL, LOWER
 from torchgpipe.plan.count.count import count
-from torchgpipe.plan.count.counter import Counter
 
-OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda x: F.linear(x, x),
-    "matmul": lambda x: x @ x,
-    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
-    "attention": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
-    "softmax": lambda x: x.softmax(0),
-    "layer norm": lambda x: F.layer_norm(x, x.shape[1:]),
-    "loss": lambda x: F.mse_loss(x, x),
-    "gelu": lambda x: F.gelu(x),
-    "sum of two types": lambda x: x @ x + x,
+
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+# An operator of a type of numbers, and what a GPU does it in under autocast to float16.
+OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
+    "linear": (lambda x: F.linear(x, x), torch.float32, torch.float16),
+    "matmul": (lambda x: x @ x, torch.float32, torch.float16),
+    "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), torch.float32, torch.float16),
+    "attention": (lambda x: attention(x[None, None]), torch.float32, torch.float16),
+    "softmax": (lambda x: x.softmax(0), torch.float16, torch.float32),
+    "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), torch.float16, torch.float32),
+    "loss": (lambda x: F.mse_loss(x, x), torch.float16, torch.float32),
+    "gelu": (lambda x: F.gelu(x), torch.float16, torch.float16),
+    "sum of two types": (lambda x: x @ x + x, torch.float32, torch.float32),
+    "double": (lambda x: x @ x, torch.float64, torch.float64),
 }
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_types_are_those_of_a_real_run(name: str) -> None:
-    x = torch.ones(8, 8)
+@pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
+def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
+    """On a CPU they are those of a real run."""
+    x = torch.ones(8, 8, dtype=given)
     with torch.autocast("cpu", torch.bfloat16):
-        real = OPERATORS[name](x)
+        real = run(x)
     with as_on("cpu", torch.bfloat16):
-        counted = OPERATORS[name](x.to("meta"))
-    assert counted.dtype is real.dtype
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("linear", torch.float16),
-        ("einsum", torch.float16),
-        ("attention", torch.float16),
-        ("softmax", torch.float32),
-        ("layer norm", torch.float32),
-        ("loss", torch.float32),
-        ("gelu", torch.float16),
-        ("sum of two types", torch.float32),
-    ],
-)
-def test_types_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    x = torch.empty(8, 8, device="meta", dtype=torch.float16 if name in ("gelu", "softmax") else torch.float32)
+        assert run(x.to("meta")).dtype is real.dtype
     with as_on("cuda", torch.float16):
-        assert OPERATORS[name](x).dtype is dtype
+        assert run(x.to("meta")).dtype is on_gpu
 
 
 def _first(rows: Any) -> set[str]:
@@ -113,25 +102,3 @@ def test_it_is_off_again_and_follows_what_layers_switch_off() -> None:
     assert not torch.is_autocast_enabled("cuda")
     with as_on("cuda"):
         assert (x @ x).dtype is torch.float32
-
-
-@pytest.fixture
-def settings() -> Iterator[tuple[Any, Any]]:
-    """Give what PyTorch is set to compute products and convolutions in, and set it back."""
-    both = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = [each.fp32_precision for each in both]
-    yield both
-    for each, precision in zip(both, before, strict=True):
-        each.fp32_precision = precision
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("tf32", "tf32"), ("ieee", "float32")])
-def test_tf32_as_pytorch_is_set(settings: tuple[Any, Any], precision: str, dtype: str) -> None:
-    for setting in settings:
-        setting.fp32_precision = precision
-    image, matrix = torch.empty(1, 8, 8, 8, device="meta"), torch.empty(8, 8, device="meta")
-    with Counter() as counter:
-        F.conv2d(image, torch.empty(8, 8, 3, 3, device="meta"))
-        matrix @ matrix
-        matrix.half() @ matrix.half()
-    assert [o.dtype for o in counter.operators if o.flops] == [dtype, dtype, "float16"]

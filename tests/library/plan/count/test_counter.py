@@ -2,72 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.counter import Counter
 from torchgpipe.plan.hardware._flops import flop_formula
+from torchgpipe.plan.hardware.operators import Operator
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "kind", "flops"),
-    [
-        (nn.Linear(8, 16), (5, 8), "matmul", 2 * 5 * 8 * 16),
-        (nn.Conv2d(3, 4, 3, padding=1), (2, 3, 8, 8), "conv3x3", 2 * 2 * 8 * 8 * 3 * 4 * 9),
-        (nn.Conv2d(3, 4, 3, stride=2), (2, 3, 9, 9), "conv", 2 * 2 * 4 * 4 * 3 * 4 * 9),
-        (nn.Conv2d(3, 4, 1), (2, 3, 8, 8), "conv", 2 * 2 * 8 * 8 * 3 * 4),
-        (nn.BatchNorm2d(3, track_running_stats=False), (2, 3, 8, 8), "norm", 0),
-        (nn.AvgPool2d(2), (2, 3, 8, 8), "pool", 0),
-        (nn.ReLU(), (2, 3), "elementwise", 0),
-    ],
-)
-def test_operators(layer: nn.Module, shape: tuple[int, ...], kind: str, flops: int) -> None:
-    layer, x = layer.to("meta"), torch.empty(shape, device="meta")
-    with Counter() as counter:
-        layer(x)
-    assert [(o.kind, o.flops) for o in counter.operators] == [(kind, flops)]
+def meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-def test_views_are_nothing() -> None:
-    with Counter() as counter:
-        torch.empty(4, 6, device="meta").view(24).unsqueeze(0).t().detach()
-    assert counter.operators == []
+def counted(run: Callable[[], object], device: str = "cuda") -> list[Operator]:
+    with as_on(device), Counter() as counter:
+        run()
+    return counter.operators
 
 
-def test_bytes_are_read_and_written() -> None:
-    with Counter() as counter:
-        torch.empty(4, 6, device="meta") + torch.empty(6, device="meta")
-    assert counter.operators[0].bytes == 4 * (24 + 6 + 24)
+def backward(y: Tensor) -> None:
+    y.backward(torch.empty_like(y))
 
 
-TABLE, ROWS = torch.empty(1000, 8, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+IMAGES, TABLE = meta(2, 3, 8, 8), meta(1000, 8)
+LAST, ROWS = meta(4, 6, grad=True).softmax(1), meta(3, dtype=torch.int64)
 LOOKED_UP = 2 * 4 * 3 * 8 + 8 * 3
 """Three rows of the table are read and written, and three numbers of rows read."""
 
+# What runs, and each operator's class, operations and bytes.
+OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
+    (lambda: F.linear(meta(5, 8), meta(16, 8), meta(16)), [("matmul", 2 * 5 * 8 * 16, 4 * (40 + 128 + 16 + 80))]),
+    (lambda: F.batch_norm(IMAGES, None, None, training=True), [("norm", 0, 4 * (3 * 384 + 2 * 3))]),
+    (lambda: LAST.detach().softmax(1), [("norm", 0, 4 * 3 * 24)]),
+    (lambda: backward(LAST), [("norm", 0, 4 * (2 + 2 + 1) * 24)]),
+    (lambda: F.avg_pool2d(IMAGES, 2), [("pool", 0, 4 * (384 + 96))]),
+    (lambda: F.interpolate(IMAGES, scale_factor=2.0), [("pool", 0, 4 * (384 + 4 * 384))]),
+    (lambda: meta(2, 3).relu(), [("elementwise", 0, 4 * 2 * 6)]),
+    (lambda: meta(4, 6).view(24).unsqueeze(0).t().detach(), []),
+    (lambda: meta(4, 6) + meta(6), [("elementwise", 0, 4 * (24 + 6 + 24))]),
+    (lambda: F.dropout(meta(4, 6), 0.1), [("elementwise", 0, 4 * 24 + 4 * 24 + 24)]),  # and a mask of bytes
+    (lambda: F.embedding(ROWS, TABLE), [("elementwise", 0, LOOKED_UP)]),
+    (lambda: TABLE.index_select(0, ROWS), [("elementwise", 0, LOOKED_UP)]),
+    (lambda: TABLE[ROWS], [("elementwise", 0, LOOKED_UP)]),
+    (lambda: TABLE.gather(0, ROWS.reshape(1, 3)), [("elementwise", 0, 2 * 4 * 3 + 8 * 3)]),
+    (lambda: ROWS.index_select(0, meta(9, dtype=torch.int64)), [("elementwise", 0, 8 * (3 + 9 + 9))]),
+    (lambda: meta(4, 6).fill_(1), [("elementwise", 0, 4 * 24)]),
+    (lambda: meta(4, 6).zero_(), [("elementwise", 0, 4 * 24)]),
+    (lambda: meta(4, 6).copy_(meta(6)), [("elementwise", 0, 4 * (6 + 24))]),
+    (lambda: meta(4, 6).add_(1), [("elementwise", 0, 2 * 4 * 24)]),
+]
 
-@pytest.mark.parametrize(
-    ("run", "nbytes"),
-    [
-        (lambda: torch.nn.functional.embedding(ROWS, TABLE), LOOKED_UP),
-        (lambda: TABLE.index_select(0, ROWS), LOOKED_UP),
-        (lambda: TABLE[ROWS], LOOKED_UP),
-        (lambda: TABLE.gather(0, ROWS.reshape(1, 3)), 2 * 4 * 3 + 8 * 3),
-        (lambda: ROWS.index_select(0, torch.empty(9, dtype=torch.int64, device="meta")), 8 * (3 + 9 + 9)),
-        (lambda: torch.empty(4, 6, device="meta").fill_(1), 4 * 24),
-        (lambda: torch.empty(4, 6, device="meta").zero_(), 4 * 24),
-        (lambda: torch.empty(4, 6, device="meta").copy_(torch.empty(6, device="meta")), 4 * (6 + 24)),
-        (lambda: torch.empty(4, 6, device="meta").add_(1), 2 * 4 * 24),
-    ],
-)
-def test_bytes_of_lookups_and_of_what_is_overwritten(run: Callable[[], object], nbytes: int) -> None:
-    with Counter() as counter:
-        run()
-    assert [o.bytes for o in counter.operators] == [nbytes]
+
+@pytest.mark.parametrize(("run", "expected"), OPERATORS)
+def test_operators(run: Callable[[], object], expected: list[tuple[str, float, float]]) -> None:
+    assert [(o.kind, o.flops, o.bytes) for o in counted(run)] == expected
 
 
 def test_pytorch_has_its_formulas() -> None:
     assert flop_formula(torch.ops.aten.mm.default) is not None, "torch.utils.flop_counter.flop_registry has moved"
     assert flop_formula(torch.ops.aten.relu.default) is None
+
+
+MASK = meta(64, 64, dtype=torch.bool)
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "kernel"),
+    [
+        ("cuda", torch.bfloat16, {}, FLASH),
+        ("cuda", torch.bfloat16, {"is_causal": True, "dropout_p": 0.1}, FLASH),
+        ("cuda", torch.bfloat16, {"attn_mask": MASK}, EFFICIENT),
+        ("cuda", torch.float32, {}, EFFICIENT),
+        ("cuda", torch.float64, {}, None),
+        ("cpu", torch.float32, {"attn_mask": MASK}, f"{FLASH}_for_cpu"),
+        ("cpu", torch.float32, {"dropout_p": 0.1}, None),
+        ("meta", torch.bfloat16, {}, None),
+    ],
+)
+def test_attention(device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None) -> None:
+    """It is the fused kernel of the device, whose products are as many as it computes scores."""
+    x = meta(2, 4, 64, 32, dtype=dtype, grad=True)  # samples, heads, tokens, channels
+    results: list[Tensor] = []
+    operators = counted(lambda: results.append(F.scaled_dot_product_attention(x, x, x, **options)), device)
+    operators += counted(lambda: backward(results[0]), device)
+    assert (results[0].shape, results[0].dtype) == (x.shape, dtype)
+    assert (kernel or "").removeprefix("_").replace("_", "") in type(results[0].grad_fn).__name__.lower()
+    found = [o for o in operators if "attention" in o.kind]
+    assert [o.kind for o in found] == (["attention", "attention_backward"] if kernel else [])
+    assert ("matmul" in [o.kind for o in operators]) == (kernel is None)
+    products = 2 * 2 * 4 * 32 * (64 * 65 // 2 if "is_causal" in options else 64 * 64)
+    assert [o.flops for o in found] == ([2 * products, 5 * products] if kernel else [])
+    assert {o.dtype for o in found} <= {str(dtype).removeprefix("torch.")}
+    if kernel == FLASH:
+        moved = [4 * x.nbytes + 4 * 2 * 4 * 64, 8 * x.nbytes + 4 * 2 * 4 * 64]  # with sums of each row
+        assert [o.bytes for o in found] == pytest.approx(moved, abs=64)  # and the state of random numbers
+
+
+def test_inside_of_a_function_that_asks_modes_first() -> None:
+    layer, x = nn.MultiheadAttention(16, 2, batch_first=True, device="meta"), meta(2, 8, 16)
+    operators = counted(lambda: layer(x, x, x, need_weights=False))
+    assert [o.kind for o in operators if o.flops] == ["matmul", "attention", "matmul"]
+
+
+def test_what_the_user_switched_off_is_not_counted() -> None:
+    x = meta(2, 4, 64, 32, dtype=torch.float16)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert "attention" not in [o.kind for o in counted(lambda: F.scaled_dot_product_attention(x, x, x))]
+
+
+@pytest.fixture
+def settings() -> Iterator[tuple[Any, Any]]:
+    """Give what PyTorch is set to compute products and convolutions in, and set it back."""
+    both = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = [each.fp32_precision for each in both]
+    yield both
+    for each, precision in zip(both, before, strict=True):
+        each.fp32_precision = precision
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("tf32", "tf32"), ("ieee", "float32")])
+def test_tf32_as_pytorch_is_set(settings: tuple[Any, Any], precision: str, dtype: str) -> None:
+    for setting in settings:
+        setting.fp32_precision = precision
+    half = meta(8, 8, dtype=torch.float16)
+    products = (lambda: F.conv2d(IMAGES, meta(8, 3, 3, 3)), lambda: meta(8, 8) @ meta(8, 8), lambda: half @ half)
+    assert [counted(run)[0].dtype for run in products] == [dtype, dtype, "float16"]

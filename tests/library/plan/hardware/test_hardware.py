@@ -12,7 +12,7 @@ import pytest
 
 from torchgpipe.plan.hardware.hardware import FOLDER, WINOGRAD, WORK, Hardware, hardware_names, load_hardware
 from torchgpipe.plan.hardware.operators import CLASSES, Operator
-from torchgpipe.plan.hardware.tiles import Grid
+from torchgpipe.plan.hardware.tiles import Grid, excess
 
 
 @pytest.mark.parametrize("name", hardware_names())
@@ -27,76 +27,65 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert all(share <= 1 for share in hardware.memory_efficiency.values())
 
 
-P40 = load_hardware("p40x8")
+P40, A100 = map(load_hardware, ("p40x8", "a100x8"))
 CONV, FASTER = (P40.compute_efficiency[kind] for kind in ("conv", WINOGRAD))
 COPY, KERNEL = P40.memory_efficiency["conv"], P40.memory_efficiency["elementwise"]
-
-
-@pytest.mark.parametrize(
-    ("operator", "seconds"),
-    [
-        (Operator("conv", "float32", 12e12, 0), 1 / CONV),
-        (Operator("elementwise", "float32", 0, 346e9), 1 / KERNEL),
-        (Operator("elementwise", "float32", 0, 4), 1e-5),
-        (Operator("conv", "float32", 1, 346e9), 1 / COPY),
-        (Operator("conv", "float32", 12e12, 0, (), Grid(128, 128 * 30)), 1 / CONV),
-        (Operator("conv", "float32", 12e12, 0, (), Grid(3, 128 * 300)), 32 / 3 / CONV),
-    ],
-)
-def test_seconds(operator: Operator, seconds: float) -> None:
-    assert P40.seconds(operator) == pytest.approx(seconds)
-
-
-A100 = load_hardware("a100x8")
-
-
-@pytest.mark.parametrize(
-    ("node", "operator", "rate"),
-    [
-        (A100, Operator("conv", "tf32", 1e15, 0), A100.peak["tf32"] * A100.compute_efficiency["conv.tf32"]),
-        (A100, Operator("conv", "bfloat16", 1e15, 0), A100.peak["bfloat16"] * A100.compute_efficiency["conv"]),
-        (A100, Operator("attention", "float16", 1e15, 0), 312e12 * A100.compute_efficiency["attention"]),
-        (P40, Operator("conv", "tf32", 1e15, 0), 12e12 * CONV),
-        (P40, Operator("attention", "float32", 1e15, 0), 12e12 * P40.compute_efficiency["matmul"]),
-    ],
-)
-def test_the_rate_of_a_type_of_numbers(node: Hardware, operator: Operator, rate: float) -> None:
-    assert node.seconds(operator) == pytest.approx(1e15 / rate)
-
-
+CORE = replace(P40, launch_overlaps=False)  # which issues, computes and moves bytes one after another
 SLOW = Operator("winograd", "float32", 12e12 * FASTER / CONV / 1.1, 0)
 FAST = Operator("winograd", "float32", 6e11, 0)
 READ = Operator("winograd", "float32", 0, 346e8)
 
 
-@pytest.mark.parametrize(
-    ("other", "seconds"),
-    [
-        ((), 1 / CONV),
-        ((SLOW,), 1 / 1.1 / CONV),
-        ((FAST, READ), 0.05 / FASTER + 0.1 / COPY),
-        ((SLOW, SLOW), 1 / CONV),
-    ],
-)
-def test_the_faster_way_counts(other: tuple[Operator, ...], seconds: float) -> None:
-    operator = Operator("conv3x3", "float32", 12e12, 0, other)
-    assert P40.seconds(operator) == pytest.approx(seconds)
-    without = {kind: share for kind, share in P40.compute_efficiency.items() if kind != WINOGRAD}
-    assert replace(P40, compute_efficiency=without).seconds(operator) == pytest.approx(1 / CONV)
-
-
-CORE = replace(P40, launch_overlaps=False)
+def conv(other: tuple[Operator, ...] = (), grid: Grid | None = None) -> Operator:
+    return Operator("conv", "float32", 12e12, 0, other, grid)
 
 
 @pytest.mark.parametrize(
-    ("operator", "seconds"),
+    ("node", "operator", "seconds"),
     [
-        (Operator("elementwise", "float32", 0, 346e9), 1 / KERNEL + 1e-5),
-        (Operator("conv", "float32", 12e12, 346e9), 1 / CONV + 1 / COPY + 1e-5),
+        (P40, conv(), 1 / CONV),
+        (P40, Operator("elementwise", "float32", 0, 346e9), 1 / KERNEL),
+        (P40, Operator("elementwise", "float32", 0, 4), 1e-5),
+        (P40, Operator("conv", "float32", 1, 346e9), 1 / COPY),
+        (P40, conv((), Grid(128, 128 * 30)), 1 / CONV),
+        (P40, conv((), Grid(3, 128 * 300)), 32 / 3 / CONV),
+        (CORE, Operator("elementwise", "float32", 0, 346e9), 1 / KERNEL + 1e-5),
+        (CORE, Operator("conv", "float32", 12e12, 346e9), 1 / CONV + 1 / COPY + 1e-5),
+        # By its type of numbers.
+        (A100, Operator("conv", "tf32", 156e12, 0), 1 / A100.compute_efficiency["conv.tf32"]),
+        (A100, Operator("conv", "bfloat16", 312e12, 0), 1 / A100.compute_efficiency["conv"]),
+        (A100, Operator("attention", "float16", 312e12, 0), 1 / A100.compute_efficiency["attention"]),
+        (P40, Operator("conv", "tf32", 12e12, 0), 1 / CONV),
+        (P40, Operator("attention", "float32", 12e12, 0), 1 / P40.compute_efficiency["matmul"]),
+        # The faster way counts, where there is one.
+        (P40, conv((SLOW,)), 1 / 1.1 / CONV),
+        (P40, conv((FAST, READ)), 0.05 / FASTER + 0.1 / COPY),
+        (P40, conv((SLOW, SLOW)), 1 / CONV),
     ],
 )
-def test_a_core_issues_computes_and_moves_bytes_one_after_another(operator: Operator, seconds: float) -> None:
-    assert CORE.seconds(operator) == pytest.approx(seconds)
+def test_seconds(node: Hardware, operator: Operator, seconds: float) -> None:
+    assert node.seconds(operator) == pytest.approx(seconds)
+    without = {kind: share for kind, share in node.compute_efficiency.items() if kind != WINOGRAD}
+    if operator.other:
+        assert replace(node, compute_efficiency=without).seconds(operator) == pytest.approx(1 / CONV)
+
+
+@pytest.mark.parametrize(
+    ("grid", "processors", "times"),
+    [
+        (Grid(128, 128), 1, 1),
+        (Grid(128, 128 * 30), 30, 1),
+        (Grid(64, 128 * 30), 30, 1),  # in tiles of 64 x 128
+        (Grid(128, 128), 4, 1),  # in four tiles of 32 x 128
+        (Grid(32, 128), 30, 30),  # one processor works, the others wait
+        (Grid(32, 128, divisible=True), 30, 1),
+        (Grid(32, 128, 30), 30, 1),
+        (Grid(3, 128 * 30), 30, 32 / 3),  # 29 of 32 rows stick out
+        (Grid(128, 32 * 31), 30, 60 / 31),  # 31 of the smallest tiles: a second round for one
+    ],
+)
+def test_products_are_in_whole_tiles_on_whole_rounds_of_processors(grid: Grid, processors: int, times: float) -> None:
+    assert excess(grid, processors) == pytest.approx(times)
 
 
 BROKEN: list[tuple[Any, str]] = [
@@ -125,15 +114,14 @@ def test_refuses_what_is_no_description(tmp_path: Path, change: Any, message: st
     assert "mine.json" in str(raised.value)
 
 
-# What is asked for, and what is said about it.
-UNKNOWN: list[tuple[Callable[[], object], str]] = [
-    (lambda: load_hardware("nothing.json"), "cannot be read"),
-    (lambda: load_hardware("p100"), "there are a100x8, h100x8, h200x8, p40x8, v100x8"),
-    (lambda: P40.seconds(Operator("matmul", "bfloat16", 1, 1)), "no peak rate for bfloat16; it has float32"),
-]
-
-
-@pytest.mark.parametrize("ask, message", UNKNOWN)
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: load_hardware("nothing.json"), "cannot be read"),
+        (lambda: load_hardware("p100"), "there are a100x8, h100x8, h200x8, p40x8, v100x8"),
+        (lambda: P40.seconds(Operator("matmul", "bfloat16", 1, 1)), "no peak rate for bfloat16; it has float32"),
+    ],
+)
 def test_refuses_what_is_unknown(ask: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ask()

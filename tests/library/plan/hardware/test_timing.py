@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.balance.profile import profile_times
 from torchgpipe.plan.hardware import timing
 from torchgpipe.plan.hardware.timing import time_alone, time_step
 from torchgpipe.skip import pop, skippable, stash
@@ -85,6 +86,9 @@ def test_each_layer_has_its_own_seconds(
         backward = [layer.seconds[1] for layer in layers]
     for found in (time_step(model, x, CPU), *time_alone(model, x, CPU, runs=2)):
         assert found == (forward, forward, backward)
+    total = [a + b for a, b in zip(forward, backward, strict=True)]
+    for timeout in (0.0, 60.0):
+        assert profile_times(model, x, timeout, CPU) == total
 
 
 class Cold(Layer):
@@ -96,8 +100,9 @@ class Cold(Layer):
 
 
 def test_the_first_run_of_a_copy_does_not_count() -> None:
-    found = time_alone(nn.Sequential(Cold(100, 200)), torch.ones(3, 2), CPU, runs=2)
-    assert found == [([1], [1], [2])] * 2
+    model, x = nn.Sequential(Cold(100, 200)), torch.ones(3, 2)
+    assert time_alone(model, x, CPU, runs=2) == [([1], [1], [2])] * 2
+    assert profile_times(model, x, 1e4, CPU) == [1 + 2]
 
 
 def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,4 +84,4 @@ def test_a_broken_image_is_named(tmp_path: Path) -> None:
 def test_imagenet_needs_a_folder() -> None:
     experiment = EXPERIMENTS["resnet101-accuracy"]
     with pytest.raises(Error, match="scale paper trains on ImageNet: name its folder by --data DIR, which must have"):
-        prepare(experiment, experiment.scale("paper"), None, 0, None)  # type: ignore[arg-type]
+        prepare(experiment.name, experiment.scale("paper"), None, 0, None)  # type: ignore[arg-type]

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import re
-import runpy
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from reproduce.cli.main import main
-from reproduce.records.record import Result, load
+from reproduce.machine.devices import Devices
+from reproduce.records.record import Result
 from reproduce.run.accuracy import run as run_module
-from reproduce.run.accuracy.datasets import prepare
 from reproduce.run.accuracy.run import SERIES, AccuracyTraining
 from reproduce.run.session import UNITS
 from reproduce.tables.layout import WIDTH
 
+from ...tiny import TINY
+
 pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
-EXPERIMENT = runpy.run_path(str(Path(__file__).parents[2] / "tiny.py"))["TINY"]["tiny-accuracy"]
+NAME, GPIPE = "tiny-accuracy", "GPipe n8m4"
 STEPS, EPOCHS = 2, 2  # of its trainings: two rows from two seeds each
-GPIPE = "GPipe n8m4"
-
-
-def train(runs: Any, seed: int = 0) -> dict[str, Result]:
-    scale = EXPERIMENT.scale("small")
-    found: dict[str, Result] = runs(EXPERIMENT, scale, seed, accuracy=prepare(EXPERIMENT, scale, None, seed, None))
-    return found
+ROW: Any = TINY[NAME].scale("small").rows[0]
+CPU = Devices("cpu", 2, threads=1)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(runner: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return train(runner(tmp_path_factory.mktemp("run")))
+    found: dict[str, Result] = runner(tmp_path_factory.mktemp("run"))(NAME)
+    return found
 
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
@@ -51,10 +48,6 @@ def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Res
         assert min(result.samples["epoch_time"]) > 0 and result.values == {"samples_per_epoch": 32}
         assert set(result.samples) | set(result.values) <= set(UNITS)
     assert uninterrupted["plain"].samples["train_loss"][0] != uninterrupted["plain"].samples["train_loss"][2]
-
-
-class Stop(BaseException):
-    """Stand for whatever ends a run at once."""
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int, where: str = "step", row: str = "") -> None:
@@ -86,25 +79,34 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int, where: 
     ],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_same_results_to_the_bit(
-    where: str, at: int, kept: int, runs: Any, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
+    where: str, at: int, kept: int, run: Any, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        fail(patch, Stop(), at, where)
-        train(runs)
-    assert sum(len(result.samples.get("epoch", [])) for result in runs.results.values()) == kept
+    with monkeypatch.context() as patch:
+        fail(patch, KeyboardInterrupt(), at, where)
+        results = run(NAME, status=130)
+    assert sum(len(result.samples.get("epoch", [])) for result in results.values()) == kept
+    assert learnt(run(NAME)) == learnt(uninterrupted)
+    assert sum(map(int, re.findall(r"goes on after epoch (\d+) of 2, in\n", run.said))) == kept
+    assert not list(run.folder.glob("checkpoints/*")), "what is finished is in nobody's way"
+    assert max(map(len, run.out.partition("written:")[0].splitlines())) <= WIDTH
 
-    assert learnt(train(runs)) == learnt(uninterrupted)
-    assert sum(map(int, re.findall(r"goes on after epoch (\d+)", runs.said))) == kept
-    assert not list(runs.folder.glob("checkpoints/*")), "what is finished is in nobody's way"
+
+def test_rows_and_seeds_may_be_chosen(run: Any, uninterrupted: dict[str, Result]) -> None:
+    found = run(NAME, "--row=plain", "--seeds=1")
+    assert {**found["plain"].samples, "epoch_time": None} == {
+        **{name: each[:EPOCHS] for name, each in uninterrupted["plain"].samples.items()}, "epoch_time": None
+    }  # fmt: skip
+    settings = run.record.run.settings
+    assert [*found] == ["plain"] and settings["seeds"] == 1 and settings[NAME]["made"]["train_size"] == 32
 
 
 @pytest.mark.slow
-def test_only_a_whole_checkpoint_of_the_same_training_is_used(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_whole_checkpoint_of_the_same_training_is_used(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "_put_away", lambda *_: None)
-    first = learnt(train(runs))
-    assert learnt(train(runs, seed=1))["plain"] != first["plain"] and "goes on" not in runs.said
-    min(runs.folder.glob("checkpoints/*-GPipe-*-seed0-*.pt")).write_bytes(b"not a checkpoint")
-    reason = str(train(runs)[GPIPE].reason)
+    first = learnt(run(NAME))
+    assert learnt(run(NAME, "--seed=1"))["plain"] != first["plain"] and "goes on" not in run.said
+    min(run.folder.glob("checkpoints/*-GPipe-*-seed0-*.pt")).write_bytes(b"not a checkpoint")
+    reason = run(NAME, status=1)[GPIPE].reason
     assert reason.endswith(" cannot be read as a checkpoint (UnpicklingError); delete it") and "\n" not in reason
 
 
@@ -116,43 +118,42 @@ def test_only_a_whole_checkpoint_of_the_same_training_is_used(runs: Any, monkeyp
     ],
 )
 def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
-    error: Exception, status: str, reason: str, runs: Any, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
+    error: Exception, status: str, reason: str, run: Any, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         fail(patch, error, STEPS, row=GPIPE)
-        found = train(runs)
-    assert found[GPIPE].status == status and (found[GPIPE].reason or "").startswith(reason)
+        found = run(NAME, status=int(status == "failed"))
+    assert found[GPIPE].status == status and found[GPIPE].reason.startswith(reason)
     assert found[GPIPE].samples["epoch"] == [1] and len(found["plain"].samples["epoch"]) == 2 * EPOCHS
-    assert any(runs.folder.glob("checkpoints/*")) == (status == "failed"), "without memory, it would end so again"
-    assert learnt(train(runs)) == learnt(uninterrupted), "the next run goes on, now that the cause is gone"
+    assert any(run.folder.glob("checkpoints/*")) == (status == "failed"), "without memory, it would end so again"
+    assert learnt(run(NAME)) == learnt(uninterrupted), "the next run goes on, now that the cause is gone"
 
 
-def test_a_training_that_diverges_is_told(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AccuracyTraining, "step", lambda self, *batch: torch.tensor(float("nan")))
-    plain = train(runs)["plain"]
+    plain = run(NAME, status=1)["plain"]
     assert (plain.status, plain.samples["epoch"]) == ("failed", [])
-    assert "the loss is nan in epoch 1: the training has diverged" in (plain.reason or "")
+    assert "the loss is nan in epoch 1: the training has diverged" in plain.reason
 
 
-@pytest.mark.usefixtures("tiny")
-def test_the_command_goes_on_after_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    command = ["run", "tiny-accuracy", "--on", "cpu", "--scale", "small", "--out", ".", "--row", "plain", "--seeds=1"]
-    with monkeypatch.context() as patch:
-        fail(patch, KeyboardInterrupt(), STEPS)
-        assert main(command) == 130
-    (first,) = tmp_path.glob("*.json")
-    capsys.readouterr()
-    assert main(command) == 0
-    out, err = capsys.readouterr()
-    assert "plain, seed 0: goes on after epoch 1 of 2, in\n" in err
-    assert max(map(len, out.splitlines())) <= WIDTH and "GPipe" not in out.replace("kakaobrain/torchgpipe", "")
-    (path,) = set(tmp_path.glob("*.json")) - {first}
-    assert [result.samples["epoch"] for record in map(load, (first, path)) for result in record.results] == [
-        [1],
-        [1, 2],
-    ]
-    settings: Any = load(path).run
-    assert settings.settings["seeds"] == 1 and settings.settings["tiny-accuracy"]["made"]["train_size"] == 32
+def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() -> None:
+    """A state goes through a file, as a checkpoint does; random numbers drawn in between do not matter."""
+    recipe = replace(ROW.recipe, base_lr=0.1, base_batch_size=4, warmup_epochs=1, lr_decay_epochs=(2,), lr_decay=0.5)
+    first, second = (AccuracyTraining(replace(ROW, recipe=recipe), CPU, seed, STEPS) for seed in (3, 99))
+    images, labels = torch.rand(16, 3, 32, 32), torch.arange(16) % 8
+    rates = []
+    for _ in range(6):
+        rates.append(first.learning_rate)
+        first.step(images, labels)
+        assert first.optimizer.param_groups[0]["lr"] == rates[-1]
+    assert rates == pytest.approx([0.1, 0.25, 0.4, 0.4, 0.2, 0.2])
+
+    random = torch.get_rng_state()
+    torch.save(first.state(), file := io.BytesIO())
+    torch.rand(7)
+    second.load(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert torch.get_rng_state().equal(random)
+    with torch.no_grad():
+        right = first.model.eval()(images).argmax(dim=1)
+    right[:4] = (right[:4] + 1) % 8
+    assert second.top1_error([(images[:7], right[:7]), (images[7:], right[7:])]) == 25 and second.model.training

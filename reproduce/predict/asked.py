@@ -1,4 +1,8 @@
-"""Find the model that a user names: one of the papers', one of torchvision's, or what a function of theirs returns."""
+"""Find what `python -m reproduce plan` asks about: the model that a user names, and the largest model that fits.
+
+A model is one of the papers', one of torchvision's, or what a function of the user's returns. The largest, naive and
+pipelined, is the papers' own question.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,28 @@ from torch import Tensor, nn
 
 import torchgpipe
 from reproduce import models
+from reproduce.models.counted import counted
 from reproduce.models.resnet import torchvision_model
-from reproduce.predict.largest import MODELS
+from torchgpipe.plan import Hardware, Impossible
+from torchgpipe.plan.count.count import Counts
+from torchgpipe.plan.count.optimizer import optimizer_named
+from torchgpipe.plan.predict import Predictor
+from torchgpipe.plan.search.search import search
 from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.trace.layer import Layers
 
+Sizes = tuple[int, ...]
+
+# what it is called -> the model, the papers' batch size, optimizer
+MODELS = {
+    "amoebanet": ("AmoebaNet-D", 128, "rmsprop"),
+    "unet": ("U-Net", 32, "sgd"),
+    "resnet101": ("ResNet-101", 128, "sgd"),
+}
+STEPS = {"amoebanet": (3, 16), "unet": (1, 8)}
+"""By which sizes grow."""
+MOST = {"amoebanet": (384, 8192), "unet": (384, 4096)}
+"""Where the search ends."""
 PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
 IMAGE = (3, 224, 224)
 """The shape of a sample for torchvision's models, unless told otherwise."""
@@ -105,3 +127,70 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
     if sample is None:
         raise ValueError(f"{name} returns no sample beside its model: let it return both, or say --input 3x224x224")
     return module, sample
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What has to fit where: a model by its name here, its sizes, and how it is trained on how many devices."""
+
+    model: str
+    sizes: Sizes
+    batch_size: int
+    devices: int
+    memory: float
+    """What tensors may take of each device."""
+    optimizer: str
+    hardware: Hardware
+
+
+def largest(asked: Asked, how: str, axis: int, notice: Callable[[Sizes], None]) -> tuple[Sizes | None, Sizes | None]:
+    """Return the largest sizes that fit, and the next that do not; None where there are none.
+
+    One size is doubled from the one that was asked for until it does not fit, then bisected; `notice` gets each try.
+    """
+    step, most = STEPS[asked.model][axis], MOST[asked.model][axis]
+
+    def sizes(steps: int) -> Sizes:
+        return tuple(steps * step if i == axis else size for i, size in enumerate(asked.sizes))
+
+    def fits(steps: int) -> bool:
+        notice(sizes(steps))
+        return _fits(asked, how, sizes(steps))
+
+    low, high = 0, max(1, asked.sizes[axis] // step)  # low fits, high does not
+    while fits(high):
+        low, high = high, 2 * high
+        if high * step > most:
+            return sizes(low), None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return sizes(low) if low else None, sizes(high)
+
+
+def _fits(asked: Asked, how: str, sizes: Sizes) -> bool:
+    predictor = Predictor(_counts(asked.model, sizes), asked.hardware)
+    try:
+        search(
+            predictor,
+            batch_size=asked.batch_size,
+            memory=asked.memory,
+            optimizer=optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu),
+            chunks=[1] if how == "naive" else [asked.batch_size],
+            checkpoint=["never" if how == "naive" else "except_last"],
+            close=inf,
+            partitions=[min(asked.devices, len(predictor.counts))],
+        )
+    except Impossible:
+        return False
+    return True
+
+
+def parameters(model: str, sizes: Sizes) -> int:
+    """Count the parameters of a model of these sizes."""
+    return sum(layer.parameters for layer in _counts(model, sizes).low) // 4
+
+
+def _counts(model: str, sizes: Sizes) -> Counts:
+    name, *_ = MODELS[model]
+    return counted(name, sizes, models.MODELS[name].input_shape)

@@ -1,0 +1,180 @@
+"""What is known is not run again: layers that behave alike, and operators on tensors that look alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reproduce.models import amoebanetd, resnet101, unet
+from torchgpipe.plan.count.alike import Alike
+from torchgpipe.plan.count.count import count
+from torchgpipe.plan.count.live import Live
+from torchgpipe.plan.count.optimizer import Optimizer
+from torchgpipe.plan.count.remembered import Remembered
+from torchgpipe.plan.hardware.operators import tensors_in
+from torchgpipe.plan.memory import setup_memory
+from torchgpipe.plan.predict import Setup
+from torchgpipe.skip.skippable import skips_of
+
+X = torch.empty(4, 6)
+
+
+def meta(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+class Pair(nn.Module):
+    """Two parameters of one shape, cut from storages of 12 numbers, or from one."""
+
+    def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.a, self.b = map(nn.Parameter, cut(torch.rand(12), torch.rand(12)))
+
+
+# No two of these behave alike.
+LAYERS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Linear(6, 6),
+    lambda: nn.Linear(6, 7),
+    lambda: nn.Linear(6, 6, dtype=torch.float64),
+    lambda: nn.Linear(6, 6).requires_grad_(False),
+    lambda: nn.Linear(6, 6).eval(),
+    lambda: nn.Dropout(0.1),
+    lambda: nn.Dropout(0.2),
+    lambda: Pair(lambda a, b: (a[:6], b[:6])),
+    lambda: Pair(lambda a, b: (a[:6], a[:6])),
+    lambda: Pair(lambda a, b: (a[:6], a[6:])),
+]
+VALUES: list[Any] = [X, (X,), (X, X), (X, X.clone()), torch.empty(5, 6), torch.empty(6, 4).t(), X.double(),
+          torch.empty(4, 6, requires_grad=True), torch.empty(8, 6)[:4], torch.empty(8, 6)[4:]]  # fmt: skip
+
+
+def test_alike_whatever_tensors_contain() -> None:
+    found = [[Alike().behaviour(build(), x) for build in LAYERS] for x in (X, torch.ones(4, 6))]
+    assert found[0] == found[1] and None not in found[0]
+    assert len({*found[0]}) == len(LAYERS)
+
+
+def test_what_comes_in_matters() -> None:
+    layer = nn.Linear(6, 6)
+    found = [*(Alike().behaviour(layer, x) for x in VALUES), Alike().behaviour(layer, X, "first")]
+    assert len({*found}) == len(VALUES) + 1
+
+
+def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
+    layer = nn.Linear(6, 6)
+    layer.made_here = lambda: None  # type: ignore[assignment]
+    with_skips = [layer for layer in unet(2, 1, 4) if any(skips_of(layer))]
+    assert with_skips and all(Alike().behaviour(each, X) is None for each in (layer, *with_skips))
+
+
+class Copied(nn.Linear):
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        Copied.copies += 1
+        return Copied(self.in_features, self.out_features, device=self.weight.device)
+
+
+@pytest.mark.parametrize(("widths", "different"), [([8] * 41, 1), ([8, 4] * 20 + [8], 2)])
+def test_layers_that_behave_alike_are_copied_once(
+    widths: list[int], different: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copied, "copies", 0)
+    model = nn.Sequential(*(Copied(a, b) for a, b in pairwise(widths)))
+    assert len(count(model, torch.empty(1, 8), memory=False)) == 40
+    assert Copied.copies == 2 * (different + 1)  # for two sizes; to the model's input goes no gradient
+
+
+class Ran(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def twice(work: Callable[[], object]) -> list[Callable[[], object]]:
+    return [work, work]
+
+
+SCALED: list[Callable[[], object]] = [
+    lambda: meta(2, 3) * 2.5,
+    lambda: meta(4, 5) * 2.5,
+    lambda: meta(4, 5, 6).half() * 2.5,
+    lambda: meta(5, 4).t() * 2.5,
+    lambda: meta(3).int() * 2.5,
+]
+
+
+@pytest.mark.parametrize(
+    ("works", "operator", "runs"),
+    [
+        (twice(lambda: meta(2, 3) + meta(3)), "add", 1),
+        (twice(lambda: meta(2, 3).add_(meta(3))), "add_", 2),
+        (twice(lambda: meta(2, 3).view(6)), "view", 2),
+        (twice(lambda: torch.max(meta(2, 3), 1)), "max", 1),
+        (twice(lambda: torch.cat([meta(2, 3), meta(1, 3)])), "cat", 1),
+        (twice(lambda: torch.ones(3) + 1), "add", 2),  # on no device of which all is known
+        (SCALED, "mul", 4),  # element by element any shape is known: the second has the type of the first
+        ([lambda: meta(2, 3) + 1, lambda: meta(2, 1) + 1], "add", 2),
+        ([lambda: meta(2, 3) + 1, lambda: meta(2, 3).t() + 1], "add", 2),
+        ([lambda: meta(2, 3) + 1, lambda: meta(2, 3) + 1.5], "add", 2),
+    ],
+)
+def test_operators_run_once(works: list[Callable[[], object]], operator: str, runs: int) -> None:
+    with Ran() as inner, Remembered():
+        found = [x for work in works for x in tensors_in(work())]
+    assert inner.names.count(operator) == runs
+    plain = [x for work in works for x in tensors_in(work())]
+    looks = [[(x.shape, x.stride(), x.dtype, x.device) for x in made] for made in (found, plain)]
+    assert looks[0] == looks[1]
+    assert len({x.untyped_storage()._cdata for x in found}) == len(found)
+
+
+def no_answer(_: Remembered, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
+
+
+# What is left out: answers for operators and for layers, and one backward in place of four.
+SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
+    (Remembered, "__torch_dispatch__", no_answer),
+    (Alike, "behaviour", lambda *_: None),
+    (Live, "given_only_read", lambda _: False),
+]
+
+
+def small() -> nn.Sequential:
+    twin = [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 8), *twin, nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(8, 8, bias=False))
+
+
+@pytest.mark.parametrize("owner, name, replacement", SHORTCUTS, ids=["operators", "layers", "backward"])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (small, (8,)),
+        (lambda: unet(2, 1, 4), (3, 16, 16)),
+        pytest.param(lambda: amoebanetd(3, 32), (3, 224, 224), marks=pytest.mark.slow),
+        pytest.param(resnet101, (3, 64, 64), marks=pytest.mark.slow),
+    ],
+)
+def test_counts_are_the_same_without(
+    build: Any, shape: Any, owner: type, name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model = build()
+        fast = count(model, meta(1, *shape))
+        monkeypatch.setattr(owner, name, replacement)
+        again = count(model, meta(1, *shape))
+    assert owner is Alike or again == fast  # or storages have other numbers
+    assert again.at(3) == fast.at(3)
+    setup = Setup(6, (3, len(model) - 3), 2, "except_last", Optimizer(state=1))
+    assert setup_memory(again, setup) == setup_memory(fast, setup)

@@ -1,0 +1,105 @@
+"""Timed steps: every task is in its place, and how busy a GPU is, the driver says or nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from reproduce.error import Error
+from reproduce.experiments import EXPERIMENTS
+from reproduce.machine.devices import Devices
+from reproduce.run.emulation import Emulation
+from reproduce.run.timed import ask_driver, record_step
+from reproduce.run.training import Balancer, FakeData, Training
+from torchgpipe.timeline.stopwatch import Mark
+
+from ...library.ledger import assert_eventually
+
+ROW = replace(EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4)
+PIPELINE = replace(ROW, partitions=2, chunks=4, balance=(30, 35), checkpoint="except_last")
+CPU = Devices("cpu", 2, 1)
+GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("row", "counts"),
+    [(ROW, [(1, 0, 1)]), (PIPELINE, 2 * [(4, 3, 4)]), (replace(PIPELINE, partitions=1, balance=None), [(4, 3, 4)])],
+)
+def test_every_task_of_a_step_is_seen(row: Any, counts: list[tuple[int, ...]]) -> None:
+    training: Any = Training(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
+    timeline = record_step(training, CPU)
+    found = Counter((event.partition, event.kind) for event in timeline.events)
+    assert [tuple(found[j, kind] for kind in ("forward", "recompute", "backward")) for j in range(2)][
+        : timeline.partitions
+    ] == counts
+    assert all(0 <= event.start < event.end <= timeline.seconds for event in timeline.events)
+    assert (training if row is ROW else training.model).observer is None, "nobody watches any more"
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize(("balance", "chunks"), [((65,), 3), ((30, 35), 1), ((30, 35), 4), ((20, 20, 25), 3)], ids=str)
+def test_an_emulation_replays_tasks_in_the_order_of_a_real_run(
+    balance: tuple[int, ...], chunks: int, mode: Any
+) -> None:
+    """Of each partition; of all together where they take turns."""
+    row = replace(ROW, partitions=len(balance), balance=balance, chunks=chunks, checkpoint=mode)
+    emulation = Emulation(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
+    training = Training(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
+    emulation.run()
+    orders = []
+    for timeline in (emulation.step().timeline, record_step(training, CPU)):
+        tasks = [event[:3] for event in sorted(timeline.tasks, key=lambda each: each.start)]
+        orders.append([[task for task in tasks if task[2] == j] for j in range(3)] if chunks > 1 else [tasks])
+    assert orders[0] == orders[1]
+
+
+def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may be long past a task that the device has not begun."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mock(elapsed_time=Mock(return_value=2500.0)))
+    monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
+    start, end = (Mark(GPUS[1]) for _ in range(2))
+    assert end.since(start) == end.work_since(start) == 2.5
+    first: Any = start.event
+    assert first.elapsed_time.call_args.args == (end.event,) and first.record.call_args.args == ("stream of cuda:1",)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
+def test_steps_are_repeated_for_two_seconds_and_samples_averaged(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, taken = [0.0], [0]
+    ask = Mock(side_effect=lambda device: 50 * (device.index + 1))
+
+    def step() -> None:
+        if not taken[0]:
+            ask.reset_mock()  # before, it is only asked whether it answers
+        taken[0] += 1
+        assert_eventually(lambda: ask.call_count > 4 * len(GPUS), lambda: "asked again and again while a step runs")
+        now[0] += seconds
+
+    monkeypatch.setattr(torch.cuda, "utilization", ask)
+    monkeypatch.setattr("reproduce.run.timed.SAMPLING_SECONDS", 0.001)
+    monkeypatch.setattr("reproduce.run.timed.time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert ask_driver(GPUS, step) == [0.5, 1.0]
+    assert taken == [steps]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (ModuleNotFoundError("no\npynvml"), r"^utilization is not available \(no pynvml\); try 'pip install"),
+        ([1, 1], "the steps took less than 60"),  # it is asked once whether it answers
+    ],
+)
+def test_silence_is_told_not_guessed(answer: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=answer))
+    monkeypatch.setattr("reproduce.run.timed.MOST_STEPS", 1)
+    monkeypatch.setattr("reproduce.run.timed.SAMPLING_SECONDS", 60.0)
+    with pytest.raises(Error, match=said):
+        ask_driver(GPUS, lambda: None)
