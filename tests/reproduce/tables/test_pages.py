@@ -75,7 +75,6 @@ CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB
 UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem="no pynvml")
 NO_NAIVE = record(*ran("amoebanet-speed", "paper",
                            lambda row: "out of memory" if row.configuration == "naive" else [64.0]))  # fmt: skip
-ZOO = record(*ran("zoo-speed", "small", lambda row: "failed" if "n8 equal" in row.name else [2.0 * row.devices]))
 TWO = "75.0 (62.5-87.5)"  # of 100 and 50 samples/s
 
 
@@ -156,7 +155,6 @@ NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablat
         (CUDA, ["| pipeline-2 | (18, 544) | 20.00 20.00 | 40.00 | 20.62 | 19.38 |",
                 "| pipeline-1 | (18, 416) | 21.00 | 21.00 | 20.62 | 0.38 |"]),
         (memory("small", "cpu", lambda n: []), ["| pipeline-1 | (18, 32) | measured |"]),
-        (ZOO, ["| vit_b_16 | 2.00 | 2.00 | 2.00 | 4.00 | 4.00 | 8.00 | failed |"]),
         *((lacking(status), [f"| GPipe | 4 | 4 | {cell} | |", f"| pipeline-4 | (36, 40) | {cell} | | | |", *notes])
           for status, cell, notes in (
               ("out of memory", "out of memory", []),
