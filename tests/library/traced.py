@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..behaviours.parts.layers import Do
+
 BATCH, WIDTH = 5, 6
 
 
@@ -169,21 +171,16 @@ class Counting(Net):
         return self.b(self.norm(self.a(x)))
 
 
-class Drop(nn.Module):
-    """Reads `training` in functions; in evaluation it returns what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.linear(x), 0.5, self.training)
+def drop(module: Any, x: Tensor) -> Tensor:
+    return F.dropout(module.linear(x), 0.5, module.training)
 
 
 class Dropping(Net):
+    """One part of it reads `training`; in evaluation, another returns what it is given."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.drop, self.plain = Drop(), nn.Dropout(0.5)
+        self.drop, self.plain = Do(drop, linear=nn.Linear(WIDTH, WIDTH)), nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -198,13 +195,8 @@ class Choosing(Net):
         return self.a(x) if x.sum() > 0 else self.b(x)
 
 
-class Chosen(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.choosing = Choosing()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.choosing(self.a(x)) + x)
+def chosen() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH))
 
 
 class Case(NamedTuple):
@@ -236,5 +228,5 @@ CASES: dict[str, Case] = {
     "used twice, without gradients, and a custom function": Case(Unusual, rows),
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
-    "a part that looks at its input": Case(Chosen, rows, {"whole": [Choosing]}),
+    "a part that looks at its input": Case(chosen, rows, {"whole": [Choosing]}),
 }

@@ -42,7 +42,6 @@ push_mode, pop_mode = _push_mode, _pop_mode
 present_mode: Callable[[], object] = _get_current_dispatch_mode
 """Return the innermost mode that sees the operators of this thread."""
 
-
 _NODES_KEEP_GRAPHS = (*map(int, torch.__version__.split(".")[:2]),) >= (2, 13)
 """Whether the node of a custom `autograd.Function`, held from Python, keeps its graph alive."""
 
@@ -63,9 +62,8 @@ def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep
 
     The same as `torch.autograd.backward` without its checks, which cost more than the backward of a small layer.
     """
-    _engine.run_backward(
-        tuple(roots), tuple(grads), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    edges, given = tuple(roots), tuple(grads)
+    _engine.run_backward(edges, given, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def refuse_transforms(*, forward_mode: bool = True) -> None:

@@ -68,13 +68,11 @@ class Dock:
 
     def arrive(self, tensors: Flat) -> None:
         """Let the compute stream wait for the copies that `tensors` are, from now on."""
-        if self._compute is None:
-            return
-        for event in self._expected:
-            self._compute.wait_event(event)
-        if self._expected:
+        if self._compute is not None and self._expected:
+            for event in self._expected:
+                self._compute.wait_event(event)
             _keep(tensors, self._compute)
-        self._expected.clear()
+            self._expected.clear()
 
     def hold(self, stream: torch.cuda.Stream | None, tensors: Flat) -> None:
         """Let a copy stream wait for `tensors`, which leave."""

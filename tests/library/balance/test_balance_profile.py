@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
 
+from ...behaviours.parts.layers import Do
 from ..layers import Lambda, Pop, Stash
 from ..simulated import CLOCK, Clock, spend
 
@@ -19,24 +20,21 @@ KiB = 256  # numbers of float32
 
 
 class Spend(nn.Module):
-    """Spend seconds of the clock in forward and in backward; a copy's first run is slower."""
+    """Spend seconds of the clock in forward and in backward."""
 
-    def __init__(self, forward: float, backward: float = 0.0, *, name: str = "", first: float = 1000.0) -> None:
+    def __init__(self, forward: float, backward: float = 0.0, name: str = "") -> None:
         super().__init__()
-        self.seconds = forward, backward
-        self.name = name
-        self.first = first
+        self.given = forward, backward, name
 
     def forward(self, x: Tensor) -> Tensor:
-        first, self.first = self.first, 0.0
-        return spend(x, first + self.seconds[0], self.seconds[1], self.name)
+        return spend(x, *self.given)
 
 
 X = torch.zeros(2, 2, requires_grad=True)
 
 
 def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
-    model = nn.Sequential(Spend(1, 2, name="a", first=0), Spend(3, 4, name="b", first=0))
+    model = nn.Sequential(Spend(1, 2, "a"), Spend(3, 4, "b"))
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
@@ -49,7 +47,7 @@ def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.Monk
     disturbed = iter([False, False, True])
     spend = clock.spend
     monkeypatch.setattr(clock, "spend", lambda s, what: spend(s + 500 * next(disturbed, False), what))
-    model = nn.Sequential(*(Spend(1, first=0) for _ in range(4)))
+    model = nn.Sequential(*(Spend(1) for _ in range(4)))
     assert balance_by_time(2, model, torch.zeros(1), timeout=1e3, device="cpu") == [2, 2]
 
 
@@ -61,23 +59,18 @@ def expand(numbers: int) -> nn.Module:
     return Lambda(lambda x: x.repeat(1, numbers).square().mean(1, keepdim=True))
 
 
-class Parameters(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight.sum()
+def parameters(size: int) -> nn.Module:
+    return Do(lambda self, x: x + self.weight.sum(), weight=nn.Parameter(torch.zeros(size)))
 
 
 # Layers, a sample that requires grad, and the balance by size over two partitions, with options.
 SIZES: dict[str, tuple[list[nn.Module], int, dict[str, Any], list[int]]] = {
     "activations": ([expand(scale * KiB) for scale in range(1, 7)], 64, {"param_scale": 0}, [4, 2]),
-    "parameters": ([Parameters(scale * KiB) for scale in range(1, 7)], 1, {"param_scale": 100}, [4, 2]),
+    "parameters": ([parameters(scale * KiB) for scale in range(1, 7)], 1, {"param_scale": 100}, [4, 2]),
     # 6 activations of 64 KiB at most against 1 parameter of 32 KiB.
-    "both": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0}, [3, 4]),
-    "small micro-batches": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 1.0, "chunks": 64}, [6, 1]),
-    "parameters count much": ([*[expand(KiB)] * 6, Parameters(32 * KiB)], 64, {"param_scale": 64.0}, [6, 1]),
+    "both": ([*[expand(KiB)] * 6, parameters(32 * KiB)], 64, {"param_scale": 1.0}, [3, 4]),
+    "small micro-batches": ([*[expand(KiB)] * 6, parameters(32 * KiB)], 64, {"param_scale": 1.0, "chunks": 64}, [6, 1]),
+    "parameters count much": ([*[expand(KiB)] * 6, parameters(32 * KiB)], 64, {"param_scale": 64.0}, [6, 1]),
 }
 
 
@@ -149,7 +142,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_clock_is_read_when_the_device_is_idle_and_the_copy_made(calls: list[str]) -> None:
-    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, name="a"))[1])  # type: ignore[func-returns-value]
+    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, 0, "a"))[1])  # type: ignore[func-returns-value]
     read = ["synchronize", "clock"]
     profile.time_run(rehearsal, torch.device("cuda"))
     assert calls == ["copy", *read, "a forward", *read, *read, "a backward", *read]
@@ -159,6 +152,6 @@ def test_clock_is_read_when_the_device_is_idle_and_the_copy_made(calls: list[str
 
 
 def test_peak_is_that_of_forward_after_a_warm_up(calls: list[str]) -> None:
-    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: Spend(0, name="a"))
+    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: Spend(0, 0, "a"))
     assert profile._peak_bytes(rehearsal, torch.device("cuda")) == 72 - 30
     assert calls == ["a forward", "reset", "allocated", "a forward", "peak"]

@@ -1,23 +1,109 @@
-"""Predicted bytes are the live bytes of a real run, to the byte, in a table of models and setups."""
+"""Predicted bytes are the live bytes of a real pipeline on `meta`, to the byte, in a table of models and setups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import torchgpipe.partitioned
 from reproduce.models import amoebanetd, unet
-from torchgpipe.plan.count.count import count
+from reproduce.run.live_bytes import LiveBytes, Watch
+from torchgpipe import GPipe
+from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.live import Live
 from torchgpipe.plan.count.optimizer import OPTIMIZERS, Optimizer, optimizer_named
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Setup
 from torchgpipe.tensors.checkpoint import MODES
+from torchgpipe.tensors.microbatch import mapped
 
-from .live import counted, real_peaks
+from ...behaviours.parts.layers import Do
+
+
+class OnMeta(LiveBytes):
+    """Count what is on `meta`: an optimizer's counters of steps are on the host."""
+
+    last = 0
+    """The device of the latest tensor."""
+
+    def add(self, tensors: Iterable[Tensor], device: int) -> None:
+        super().add([x for x in tensors if x.is_meta], device)
+
+    def device_of(self, tensors: Iterable[Tensor]) -> int:
+        known = (self._known.get(id(x.untyped_storage())) for x in tensors if x.numel())
+        self.last = next((found[0] for found in known if found is not None), self.last)
+        return self.last
+
+
+class Copies(Watch):
+    """A copy belongs to the device that it goes to."""
+
+    counter: OnMeta
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = (kwargs or {}).get("device") if "_to_copy" in str(func) else None
+        self.device = None if target is None else target.index or 0
+        self.counter.last = self.counter.last if self.device is None else self.device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@functools.cache
+def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Counts:
+    return count(build(), torch.empty(shape))
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
+
+
+def real_peaks(
+    model: nn.Sequential,
+    x: Tensor,
+    balance: Sequence[int],
+    chunks: int,
+    checkpoint: Any,
+    make: Any = SGD,
+    *,
+    zeroed: bool = False,
+) -> list[int]:
+    """Return each device's peak in the second of two steps, the optimizer's included.
+
+    The mini-batch is on the first device, and stays there; the output stays until parameters are updated.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        # The mini-batch stays where it is.
+        patch.setattr(
+            torchgpipe.partitioned, "mapped", lambda change, x: mapped(change, x) if change is torch.clone else x
+        )
+        devices = [f"meta:{j}" for j in range(len(balance))]
+        pipeline = GPipe(model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+        # All are on one device, `meta`; groups are updated apart, as devices are.
+        trained = [[p for p in partition.parameters() if p.requires_grad] for partition in pipeline.partitions]
+        optimizer = make([{"params": parameters} for parameters in trained if parameters])
+        live = OnMeta(len(balance))
+        for j, partition in enumerate(pipeline.partitions):
+            live.add([*partition.parameters(), *partition.buffers()], j)
+            for parameter in partition.parameters():  # some optimizers begin with their state
+                live.add(filter(torch.is_tensor, optimizer.state.get(parameter, {}).values()), j)
+        x = x.to("meta")
+        live.add([x], 0)
+        with Copies(live, None):
+            for _ in range(2):
+                live.peak = list(live.live)
+                output = pipeline(x)
+                live.last = len(balance) - 1
+                gradient = torch.empty_like(output)
+                output.backward(gradient)
+                del gradient
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=not zeroed)
+                del output
+    return list(live.peak)
+
 
 MOMENTUM = Optimizer(state=1)
 
@@ -43,20 +129,9 @@ def in_place() -> nn.Sequential:
                          nn.Linear(32, 32), nn.ReLU(inplace=True))  # fmt: skip
 
 
-class Weighted(nn.Module):
-    """A function of a parameter and the input, whose gradients depend on who holds them."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(8))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.weight, x)
-
-
-def weighted(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Sequential]:
-    return lambda: nn.Sequential(nn.Linear(8, 8), Weighted(function), nn.Linear(8, 8))
+def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Sequential]:
+    """Have a function of a layer's parameter and the input, whose gradients depend on who holds them."""
+    return lambda: nn.Sequential(nn.Linear(8, 8), Do(function, w=nn.Parameter(torch.empty(8))), nn.Linear(8, 8))
 
 
 def frozen(build: Callable[[], nn.Sequential]) -> Callable[[], nn.Sequential]:
@@ -75,8 +150,12 @@ CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]
     (frozen(mixed), (24, 8), [[3, 5]]),
     (in_place, (24, 8), [[6], [1, 5], [1, 3, 2]]),
     (lambda: unet(2, 1, 4), (8, 3, 16, 16), [[29], [10, 19], [6, 10, 13]]),
-    (weighted(lambda w, x: (x.sum(0).cos() + w.view(2, 4).view(8)) * x), (24, 8), [[3], [1, 1, 1]]),  # shared as a view
-    (weighted(lambda w, x: (x.sin().sum(0) + w).cos() + x), (24, 8), [[3], [1, 1, 1]]),  # copied for a parameter
+    (
+        weighted(lambda it, x: (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x),
+        (24, 8),
+        [[3], [1, 1, 1]],
+    ),  # a view
+    (weighted(lambda it, x: (x.sin().sum(0) + it.w).cos() + x), (24, 8), [[3], [1, 1, 1]]),  # copied for a parameter
     (wide, (8, 8), [[7], [2, 3, 2], [2, 1, 4]]),  # of the last one, nothing to update on the second device
     (wide, (4000, 8), [[3, 4]]),
     (frozen(wide), (8, 8), [[3, 4]]),
@@ -93,11 +172,8 @@ ROWS = [(build, shape, balance) for build, shape, balances in CASES for balance 
 def test_as_counted_on_a_real_run(
     build: Any, shape: Any, balance: list[int], name: str, foreach: bool, chunks: int, checkpoint: Any, zeroed: bool
 ) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        kind: Any = OPTIMIZERS[name]
-        optimizer: torch.optim.Optimizer = kind(parameters, lr=0.1, foreach=foreach)
-        return optimizer
-
+    kind: Any = OPTIMIZERS[name]
+    make = functools.partial(kind, lr=0.1, foreach=foreach)
     setup = Setup(shape[0], tuple(balance), chunks, checkpoint, optimizer_named(name, foreach=foreach), zeroed=zeroed)
     predicted = [device.peak for device in setup_memory(counted(build, shape), setup)]
     assert predicted == real_peaks(build(), torch.empty(shape), balance, chunks, checkpoint, make, zeroed=zeroed)

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.library.layers import Pop, Stash
 from torchgpipe.balance.minimise import minimise_heaviest
-from torchgpipe.plan import load_hardware, plan
+from torchgpipe.plan import load_hardware
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.memory import setup_memory
@@ -98,12 +98,3 @@ def test_moves_layers_until_there_is_room() -> None:
     assert trial.lacking
     trial.improve(0.0)
     assert not trial.lacking and trial.best.peak <= room
-
-
-def test_every_number_of_devices_has_its_best() -> None:
-    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))
-    found = plan(model, torch.empty(2, 512), batch_size=4096, devices=5, hardware="p40x8")
-    assert list(found.by_devices) == [1, 2, 3, 4, 5]
-    assert found.seconds == min(each.limit for each in found.by_devices.values())
-    assert found.bound == min(each.bound for each in found.by_devices.values()) <= found.seconds
-    assert found.gap == found.seconds / found.bound - 1

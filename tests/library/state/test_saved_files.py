@@ -18,7 +18,8 @@ import torch
 
 from torchgpipe.state.saves import Saves
 
-from .test_saves import adam, piped, same, train
+from ...behaviours.compare import differences
+from .test_saves import adam, piped, train
 
 PATIENCE = 300  # seconds; only a hang takes as long
 
@@ -127,8 +128,7 @@ def saves_and_dies(tmp_path: Path) -> None:
         state = Saves(folder).load(loaded, optimizer)
         assert state is not None
         step = state["step"]
-        assert same([*loaded.state_dict().items()], [*saved[step].state_dict().items()])
-        assert same(optimizer.state_dict()["state"], optimizers[step].state_dict()["state"])
+        assert differences((loaded, optimizer.state_dict()), (saved[step], optimizers[step].state_dict())) == []
         found.add((ended, step))
         Saves(folder, keep=1).save(2, loaded, optimizer)
         assert len([*folder.iterdir()]) == 2  # the state and the lock

@@ -13,29 +13,15 @@ from torch import Tensor, nn
 from torchgpipe import GPipe, sequential
 from torchgpipe.trace import Untraceable
 
+from ...behaviours.parts.layers import Do
 from .. import traced
-from ..traced import BATCH, WIDTH, Net, rows
+from ..traced import BATCH, WIDTH, rows
 
 
-class Does(Net):
-    """Its forward is a function, which may use a buffer, and a layer that is not registered."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.function, self.hidden = function, [nn.Linear(WIDTH, WIDTH)]
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
-
-class Outer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.last = inner, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(x))
+def does(function: Callable[[Any, Tensor], Any]) -> nn.Module:
+    """Return a module with this forward, which may use a buffer, and a layer that is not registered."""
+    a, b, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    return Do(function, a=a, b=b, hidden=[hidden], count=torch.zeros(()))
 
 
 class Extra(traced.Residual):
@@ -80,8 +66,8 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a buffer that is replaced": replacing,
 }
 OTHERS: dict[str, Callable[[], Any]] = {
-    "a branch, in a submodule": lambda: Outer(Does(FORWARDS["a branch"])),
-    "a buffer that is replaced, in a submodule": lambda: Outer(Does(FORWARDS["a buffer that is replaced"])),
+    "a branch, in a submodule": lambda: nn.Sequential(does(FORWARDS["a branch"])),
+    "a buffer that is replaced, in a submodule": lambda: nn.Sequential(does(replacing)),
     "a hook on all of it": hooked,
     "compiled": compiled,
     "compiled, around it": lambda: torch.compile(traced.Residual()),
@@ -90,12 +76,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 REPLACES = [
     "`net.count = net.count + 1`",
-    "a forward replaces the buffer 'count' of Does; change it in place: self.count.copy_(…)",
+    "a forward replaces the buffer 'count' of Do; change it in place: self.count.copy_(…)",
 ]
 # What the message says of each, and whether it names the line.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
-    "a branch, in a submodule": (True, ["whole=[Does]"]),
+    "a branch, in a submodule": (True, ["whole=[Do]"]),
     "a number": (True, []),
     "a loop over the batch": (True, ["2, 3, 5 samples"]),
     "a factor of the batch size": (True, ["it passes 0.5, 0.33"]),
@@ -118,7 +104,7 @@ SAID: dict[str, tuple[bool, list[str]]] = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", SAID)
 def test_refused(name: str) -> None:
-    module = Does(FORWARDS[name]) if name in FORWARDS else OTHERS[name]()
+    module = does(FORWARDS[name]) if name in FORWARDS else OTHERS[name]()
     with pytest.raises(Untraceable) as caught:
         sequential(module, rows())
     message, (with_line, said) = str(caught.value), SAID[name]
@@ -154,7 +140,7 @@ def test_called_otherwise(pipeline: bool, given: dict[str, Any], message: str) -
 
 
 def of_the_other_mode() -> None:
-    layers = sequential(Does(lambda net, x: (net.b(x), net.c(x)) if net.training else net.b(x)), rows())
+    layers = sequential(does(lambda net, x: (net.a(x), net.b(x)) if net.training else net.b(x)), rows())
     assert len(layers(rows())) == 2
     layers.eval()(rows())
 

@@ -30,7 +30,7 @@ CUTS: dict[str, tuple[Case, list[str]]] = {
     "in place": (CASES["in place, with views"], ["conv", "norm", "out"]),
     "filled": (CASES["a tensor that is filled"], ["a", "c"]),
     "functions with parameters": (CASES["attention by hand"], ["Tokens", "a +", "b", "c -", "Tokens"]),
-    "a part that stays whole": (CASES["a part that looks at its input"], ["a", "choosing", "c"]),
+    "a part that stays whole": (CASES["a part that looks at its input"], ["0", "1", "2"]),
 }
 
 
@@ -86,15 +86,9 @@ def test_the_sample_is_left_as_it_was() -> None:
     assert (sample == -1).all()
 
 
-def around() -> nn.Module:
-    return nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), traced.Residual())
-
-
-@pytest.mark.parametrize(
-    "make, name", [(traced.Residual, "b"), (around, "1")], ids=["a layer", "a module around layers"]
-)
-def test_hooks_run(make: Callable[[], nn.Module], name: str) -> None:
-    module, seen = make(), []
+@pytest.mark.parametrize("name", ["1.b", "1"], ids=["a layer", "a module around layers"])
+def test_hooks_run(name: str) -> None:
+    module, seen = nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), traced.Residual()), []
     module.get_submodule(name).register_forward_hook(lambda *_: seen.append("forward"))
     module.get_submodule(name).register_full_backward_hook(lambda *_: seen.append("backward"))
     layers = sequential(module, rows())
@@ -154,13 +148,6 @@ def test_two_in_one_sequence() -> None:
     torch.testing.assert_close(model(x), other(one(x).relu()))
     assert len(model.state_dict()) == len(one.state_dict()) + len(other.state_dict())
     model.load_state_dict(model.state_dict())
-
-
-def test_on_meta() -> None:
-    with torch.device("meta"):
-        module, sample = traced.Residual(), rows()
-    layers = sequential(module, sample)
-    assert GPipe(layers, [2, 1], devices=["meta"] * 2, chunks=2)(sample).shape == sample.shape
 
 
 class Mixed(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,13 @@ from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.autocast import FULL, LOWER
 from torchgpipe.plan.count.count import count
 
-
-def attention(x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x, x, x)
-
-
+attention: Any = F.scaled_dot_product_attention
 # An operator of a type of numbers, and what a GPU does it in under autocast to float16.
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
     "linear": (lambda x: F.linear(x, x), torch.float32, torch.float16),
     "matmul": (lambda x: x @ x, torch.float32, torch.float16),
     "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), torch.float32, torch.float16),
-    "attention": (lambda x: attention(x[None, None]), torch.float32, torch.float16),
+    "attention": (lambda x: attention(*[x[None, None]] * 3), torch.float32, torch.float16),
     "softmax": (lambda x: x.softmax(0), torch.float16, torch.float32),
     "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), torch.float16, torch.float32),
     "loss": (lambda x: F.mse_loss(x, x), torch.float16, torch.float32),
@@ -48,25 +44,16 @@ def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torc
         assert run(x.to("meta")).dtype is on_gpu
 
 
-def _first(rows: Any) -> set[str]:
-    return {row.elts[0].value for row in rows}
+LIST = r"^        self\.(\w+) = \[\n(.*?)^        \]"
 
 
 def test_lists_are_those_of_pytorch() -> None:
     """PyTorch's own tests have the lists; they are read, since what they import is not everywhere."""
-    folder = Path(torch.__file__).parent / "testing" / "_internal"
-    listed: dict[str, dict[str, set[str]]] = {}
-    for test in ast.walk(ast.parse((folder / "autocast_test_lists.py").read_text())):
-        if isinstance(test, ast.ClassDef):
-            listed[test.name] = {
-                part.targets[0].attr: _first(part.value.elts)
-                for part in ast.walk(test)
-                if isinstance(part, ast.Assign)
-                and isinstance(part.targets[0], ast.Attribute)
-                and isinstance(part.value, ast.List)
-                and all(isinstance(row, ast.Tuple) for row in part.value.elts)
-            }
-    cuda, cpu = listed["AutocastTestLists"], listed["AutocastCPUTestLists"]
+    file = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
+    cuda, cpu = (
+        {name: {*re.findall(r'^ +\("(\w+)"', rows, re.M)} for name, rows in re.findall(LIST, part, re.M | re.S)}
+        for part in file.read_text().split("class AutocastCPUTestLists")
+    )
     expected = [
         (LOWER["cuda"], cuda["torch_fp16"] | cuda["nn_fp16"] | cuda["linalg_fp16"] | cuda["methods_fp16"]),
         (FULL["cuda"], cuda["torch_fp32"] | cuda["nn_fp32"] | cuda["methods_fp32"]),
@@ -90,14 +77,10 @@ def test_casts_are_counted_and_weights_stay_in_float32() -> None:
 
 
 def test_it_is_off_again_and_follows_what_layers_switch_off() -> None:
-    class Island(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cuda", enabled=False):
-                return x @ x
-
     x = torch.empty(8, 8, device="meta")
     with as_on("cuda", torch.bfloat16):
-        assert Island()(x).dtype is torch.float32
+        with torch.autocast("cuda", enabled=False):
+            assert (x @ x).dtype is torch.float32
         assert (x @ x).dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cuda")
     with as_on("cuda"):
