@@ -10,8 +10,6 @@ The lists are `torchvision`, `transformers` and `timm`; the last two need `pip i
 the record has already is not run again without `--again`, so a list goes on where it was stopped.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import warnings

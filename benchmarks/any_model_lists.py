@@ -4,8 +4,6 @@ Weights are random, and nothing is loaded. Dropout is off, so that two runs are 
 training. Images are small where the model allows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

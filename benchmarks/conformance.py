@@ -11,8 +11,6 @@ folder of their own:
     pip install --target FOLDER deepspeed                       # and then --deepspeed FOLDER, unless it is installed
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections import Counter

@@ -5,8 +5,6 @@ loop (`reproduce.regression.interleave`). Its record has a result for each: the 
 its row. Of its samples the record has a summary.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

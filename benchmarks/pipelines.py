@@ -1,7 +1,5 @@
 """Pipelines on CPU devices, by the engine that is asked for: also the graph engine as several GPUs would use it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@
 Benchmarks import `reproduce`, so they hand the makers of their blocks to it.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -13,8 +13,6 @@ With --save it goes on from the newest state in a folder, so that torchrun may s
         --nproc-per-node 4 --max-restarts 3 examples/train.py transformer --steps 100 --save states --every 10
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

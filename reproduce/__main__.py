@@ -1,7 +1,5 @@
 """Start `python -m reproduce`. What the program needs is looked for first; what is missing is told in one line."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The one exception for what a user can do something about: a message of one line, and the program's exit code."""
 
-from __future__ import annotations
-
 USAGE = 2
 """The exit code where what was asked for cannot be had, as click has it."""
 

@@ -1,7 +1,5 @@
 """What all tests take for granted: `--slow`, `ranks`, pairs of parameters, generated cases, and a Ctrl-C."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

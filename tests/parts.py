@@ -1,7 +1,5 @@
 """A layer that fails when it is told to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """`Plain`, the definition of what a pipeline computes, and `piped`, a pipeline of the same layers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any

@@ -8,8 +8,6 @@ tell each other goes through the test run (`Rank.exchange`). So it notices if a 
 come.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Start Python, also by way of torchrun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """On CUDA: behaviours in one process and over ranks. Streams wait for what they need, and for nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -173,6 +171,40 @@ def test_nothing_is_read_before_it_is_there(engine: str, devices: list[str], che
         assert torch.equal(y.detach().to(devices[0]), x.detach() * 2**n)
         assert x.grad is not None
         assert torch.equal(x.grad, torch.full_like(x, float(2**n * step)))
+
+
+class Noted(nn.Module):
+    """Mark the end of each forward by an event; let the one of micro-batch `slow` take about a second."""
+
+    def __init__(self, slow: int | None = None) -> None:
+        super().__init__()
+        self.slow = slow
+        self.done: list[torch.cuda.Event] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.done) == self.slow:
+            torch.cuda._sleep(2_000_000_000)
+        y = x + 1
+        self.done.append(torch.cuda.current_stream(x.device).record_event())
+        return y
+
+
+@needs(2)
+def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch() -> None:
+    first, second = Noted(), Noted()
+    model = GPipe(nn.Sequential(first, second), [1, 1], devices=["cuda:0", "cuda:1"], chunks=2)
+    x = torch.zeros(2, 16, device="cuda:0")
+    for slow in (None, 1):  # what CUDA does once, on first use, may wait for everything
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        first.slow = slow
+        first.done.clear()
+        second.done.clear()
+        with torch.no_grad():
+            y = model(x)
+    second.done[0].synchronize()
+    assert not first.done[1].query()
+    assert torch.equal(y.cpu(), torch.full((2, 16), 2.0))
 
 
 @pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])

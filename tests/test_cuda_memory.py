@@ -1,7 +1,5 @@
 """On CUDA: memory is given back, and the peaks that are predicted are those of the allocator; events time tasks."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from itertools import product

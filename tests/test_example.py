@@ -1,7 +1,5 @@
 """The example trains alike on one process and under torchrun, and goes on to the same numbers after failures."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Imports go one way, also those within functions and for types: a reader may start at the bottom."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import sys

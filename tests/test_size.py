@@ -1,7 +1,5 @@
 """How large each folder may be. Growth is a decision: it changes a line here, and the diff shows it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -9,25 +7,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15  # files of Python in a folder, beside its `__init__`
-STATEMENTS = 29_300  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
+STATEMENTS = 26_000  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
 
 # Lines of Python. A folder's limit holds for the folders within it together; "." is all.
 LIMITS = {
-    ".": 52_120,
+    ".": 45_000,
     "torchgpipe": 13_500,
-    "torchgpipe/tensors": 610,
+    "torchgpipe/tensors": 600,
     "torchgpipe/task": 1_700,
     "torchgpipe/engine": 1_000,
     "torchgpipe/skip": 310,
-    "torchgpipe/trace": 1_560,
+    "torchgpipe/trace": 1_550,
     "torchgpipe/balance": 480,
-    "torchgpipe/distributed": 2_190,
-    "torchgpipe/state": 640,
-    "torchgpipe/plan": 4_010,
+    "torchgpipe/distributed": 2_160,
+    "torchgpipe/state": 620,
+    "torchgpipe/plan": 4_000,
     "torchgpipe/timeline": 380,
-    "reproduce": 10_720,
-    "benchmarks": 2_600,
-    "tests": 25_250,
+    "reproduce": 10_000,
+    "benchmarks": 2_300,
+    "tests": 18_900,
     "examples": 300,
 }
 

@@ -1,7 +1,5 @@
 """What the suite relies on: what runs without `--slow` is every pair, and what differs is said."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 from typing import Any
 

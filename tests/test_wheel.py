@@ -1,7 +1,5 @@
 """A wheel: the library and the suite with its data, outside of a checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Start at `GPipe`, or with any module at `pipeline` and `sequential`; `torchgpipe
 `torchgpipe.skip` declares skip connections.
 """
 
-from __future__ import annotations
-
 from torchgpipe.__version__ import __version__
 from torchgpipe.gpipe import GPipe
 from torchgpipe.tensors.checkpoint import is_checkpointing, is_recomputing

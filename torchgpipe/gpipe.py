@@ -1,7 +1,5 @@
 """`GPipe`: a sequence of layers that trains as a pipeline."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The norm of all gradients, which may be on several devices or ranks, and clipping by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Partitions: split a sequence of layers by the balance, place the parts on devices, keep the state's names."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -7,8 +7,6 @@ A count has no noise. `Counts` says what is counted, `tally` how. A count that f
 it could grow back unseen.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -14,8 +14,6 @@ and `across` several, and workers; beside each is the ratio of both times to tho
 engine if it has that, or else to those of the plain loop. On CUDA all partitions are on one GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import runpy
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Measure one torchgpipe, whichever is first on the path, for `benchmarks.gates.machinery`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -10,8 +10,6 @@ Where recomputation starts before its gradient arrives, it hides in the bubble; 
 without that.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from argparse import Namespace

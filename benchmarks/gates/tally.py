@@ -9,8 +9,6 @@ What shall be tallied has to start its threads, and make its queues (`SimpleQueu
 in the library's own modules.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence

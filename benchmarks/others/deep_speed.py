@@ -1,7 +1,5 @@
 """DeepSpeed's `PipelineModule`, in which a step is `train_batch`, which steps the optimizer, too."""
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from typing import Any

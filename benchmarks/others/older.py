@@ -1,7 +1,5 @@
 """torchgpipe 0.0.7, which has the name of this library, and so a process that does not import this one."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

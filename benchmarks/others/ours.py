@@ -1,7 +1,5 @@
 """The plain layers, and this library's pipelines: threads and ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """PyTorch's `torch.distributed.pipelining`: `ScheduleGPipe` and `Schedule1F1B`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Processes are forked from one that has imported torch already. Their process gro
 share. Each rank says what the row has left there (losses, gradients, parameters); here this is put together.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Time that it takes to balance a model, under pytest-benchmark: the profiling of its layers, and the search alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Scatter makes views, so its time should not depend on the samples' size; gather copies, and its time should.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

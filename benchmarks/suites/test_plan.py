@@ -4,8 +4,6 @@ That is for layers that repeat, as those of deep models do: each kind is counted
 shape, every one is run on `meta`, which alone takes more, so that case has a limit of its own.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -5,8 +5,6 @@ first to the last. Without portals its tensor is an input and an output of every
 same layers without a skip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from typing import Any
 

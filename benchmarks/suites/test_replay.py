@@ -1,7 +1,5 @@
 """Seconds to replay a schedule of a million tasks, under pytest-benchmark: it is to take a few, less than five."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ and tensors die in such places all the time, Python prints it and goes on. So th
 remembered, and asked for between steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Assemble the command line, `python -m reproduce`, and offer `list`, which says what can be run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Offer the commands that predict: `predict`, published tables, and `plan`, the best setup or the largest model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """Offer the commands about records: `show`, `compare`, `publish`, `import-paper`, `render` and `report`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

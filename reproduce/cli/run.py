@@ -1,7 +1,5 @@
 """Offer `python -m reproduce run`."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Sequence

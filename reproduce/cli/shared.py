@@ -1,7 +1,5 @@
 """Hold the options that several commands have, and what they do with paths and names."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

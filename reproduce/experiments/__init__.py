@@ -1,7 +1,5 @@
 """Hold every experiment by name. An experiment is data: a new one is a new table here, and no code elsewhere."""
 
-from __future__ import annotations
-
 from reproduce.experiments import amoebanet, resnet, unet, zoo
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale
 from reproduce.experiments.row import (

@@ -1,7 +1,5 @@
 """List the experiments on AmoebaNet-D (L, D): speed over partitions and micro-batches, and memory over sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment

@@ -1,7 +1,5 @@
 """Choose rows of experiments by their names, and the scale that a machine can hold."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ model parallelism, checkpoint-only and GPipe, and keep one thing equal:
 - the micro-batch size: every task of every row is as large, so kernels are as efficient, and the batch grows with m.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

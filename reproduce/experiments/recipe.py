@@ -1,7 +1,5 @@
 """Describe a training that is run to its end: recipes, and the rows and scales of experiments on accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """List the experiments on ResNet-101: speed, with few samples per micro-batch, and accuracy when it is trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from reproduce.experiments.controls import Published, published_rows, speed_experiment

@@ -1,7 +1,5 @@
 """Describe experiments as data: rows to run, scales that choose their sizes, experiments that hold both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

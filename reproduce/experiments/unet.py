@@ -1,7 +1,5 @@
 """List the experiments on U-Net (B, C): speed over partitions, memory over sizes, and the components one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment

@@ -4,8 +4,6 @@ No publication has these rows. Every model is trained plainly on one device, the
 same m, once in the balance that `torchgpipe.plan` finds by a profile, once with equally many layers in each partition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Make the C library keep freed memory, instead of giving it back to the system and asking for it again."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Describe the machine and the software that a record was made with. What cannot be found out is None."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

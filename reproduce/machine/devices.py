@@ -1,7 +1,5 @@
 """Choose the devices for experiments. On a CPU a device is an equal share of the cores."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Run git, and say what is checked out."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

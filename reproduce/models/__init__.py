@@ -9,8 +9,6 @@ Build under `with torch.device("meta"):` to count or to work out shapes without 
 its input, for under checkpointing a partition's input is needed again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -8,8 +8,6 @@ Sources: Real et al., "Regularized Evolution for Image Classifier Architecture S
 the cells; Huang et al., "GPipe" (arXiv:1811.06965), for the sizes (L, D).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Count what a model's layers do and hold, and say how a row sets it up, for what `torchgpipe.plan` predicts of it."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check a model's sizes before any layer is built, so that a wrong one is told in the caller's own words."""
 
-from __future__ import annotations
-
 
 def check_size(name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = "") -> None:
     """Raise in one line unless `value` is a whole number, at least `least` and divisible by `multiple_of`.

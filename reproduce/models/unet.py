@@ -11,8 +11,6 @@ Sources: Ronneberger et al., "U-Net" (arXiv:1505.04597), for the shape; Kim et a
 (arXiv:2004.09910), for the sizes (B, C) and for skips under a pipeline.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 

@@ -4,8 +4,6 @@ Absolute numbers are compared only between rows that did the same work on the sa
 numbers are first divided by those of one of its own rows, and these ratios are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean

@@ -6,8 +6,6 @@ also matched with the rows that are marked as reproducing it: with those of its 
 else with all, at whatever scale; a note then says what differs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ What it cannot know: samples of one run vary less than runs do. Runs that are to
 and then their samples come in pairs.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Load a side of a comparison: a record, a folder of them, pytest-benchmark's JSON, or a git revision with some."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath

@@ -4,8 +4,6 @@ A model is one of the papers', one of torchvision's, or what a function of the u
 pipelined, is the papers' own question.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

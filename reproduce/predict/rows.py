@@ -4,8 +4,6 @@ Results are records like any other, with status `predicted`; which description o
 They hold no time and no machine, so that the same source gives the same file.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Say where records are, and read JSON into types, strictly: nothing is converted, what does not fit is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeVar
 

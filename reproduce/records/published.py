@@ -1,7 +1,5 @@
 """Hold what the papers published, as records under `results/paper/`, one for each of their tables."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -9,8 +9,6 @@ A record is a JSON file that says everything needed to read it later. Its requir
 - a foreign or broken file is refused with one line that says what is wrong where.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ to `clock`, beside which there are `memory_clock` and `link` now, and gave resul
 emulated results, and no `over_published` any more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from reproduce.records.places import Json

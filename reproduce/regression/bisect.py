@@ -4,8 +4,6 @@ Every revision is copied into a temporary folder, as for one comparison: nothing
 working tree stays as it is.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ Nothing of torchgpipe, nor the models that use it, is imported before a case is 
 where torchgpipe comes from. Every case is one step of one mini-batch, on CPU devices of one thread each.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -14,8 +14,6 @@ JSON that holds the samples of each way; the i-th of all of them were taken next
 - All ways have warmed up before any is sampled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

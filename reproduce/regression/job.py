@@ -4,8 +4,6 @@ All that is forked off one process has its memory layout and its hash seed, whic
 versions. So there are several such processes, one after another, of a few restarts each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ noisy than any of them, and shows what slows all down. The risk of a false alarm
 an equal share of alpha (Bonferroni).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Copy the torchgpipe of a revision, or of the working tree, into a folder of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal

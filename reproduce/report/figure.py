@@ -5,8 +5,6 @@ variables, which the page sets for light and for dark. Figures are as wide as a 
 the page's; a wider screen shows several in a row.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -1,7 +1,5 @@
 """Draw what a subject's sources say: speed-ups as curves, memory and what the ablation's components add as bars."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

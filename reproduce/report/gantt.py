@@ -1,7 +1,5 @@
 """Draw a step's timeline as a Gantt chart, a line per device, so that the bubble is seen. Needs matplotlib."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Write the page: one HTML file with everything in it, that asks the network for nothing. page.html has its words."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A measured or emulated source is one run of the experiment at one scale, on one 
 several the one that ran most rows, and of those the newest, so that rows which are compared ran side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

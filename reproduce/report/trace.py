@@ -1,7 +1,5 @@
 """Write and read a step's timeline as a trace for Perfetto (ui.perfetto.dev); `torchgpipe.timeline` has the format."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path

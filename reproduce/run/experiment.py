@@ -1,7 +1,5 @@
 """Run an experiment in the way that suits what it measures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from reproduce.records.record import SUCCESS

@@ -1,7 +1,5 @@
 """Put an exception that ended a row into a status and one line: out of memory is a result, all else a failure."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 from typing import Literal, NamedTuple

@@ -3,8 +3,6 @@
 Storages are noticed as operators return them, in whatever thread, and forgotten when they die.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ CPU nothing counts, and on one GPU that plays several nothing tells them apart. 
 counted by `LiveBytes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Show what a run is doing and about how long it still takes, on one line of a terminal or as a line now and then."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import sys

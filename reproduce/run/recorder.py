@@ -1,7 +1,5 @@
 """Write a run's record while the run goes on, so that whatever ends it, every finished row is kept."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import datetime, timezone

@@ -1,7 +1,5 @@
 """Hold one experiment that is being run, and what all ways of running share."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ A measured step is timed from a moment when every device is idle to the next suc
 compared within rounds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

@@ -1,7 +1,5 @@
 """Time steps of one row again and again, and keep what is known of them."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

@@ -1,7 +1,5 @@
 """Make one row of an experiment ready to train: its model, on its devices, with data and an optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

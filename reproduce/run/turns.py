@@ -1,7 +1,5 @@
 """Let ways to do something take turns, so that what makes the machine slow meets all of them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar

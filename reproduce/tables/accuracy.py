@@ -1,7 +1,5 @@
 """Make the accuracy tables: top-1 error, also as published, and whether a pipeline reaches what it is to equal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from reproduce.experiments import Experiment

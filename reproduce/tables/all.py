@@ -1,7 +1,5 @@
 """Make tables from records: what was measured, what was published of the same rows, and how far the two compare."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Answer `python -m reproduce compare`: find the sides, compare them, and write it as text, Markdown, CSV or JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

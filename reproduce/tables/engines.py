@@ -1,7 +1,5 @@
 """Make the table of rows that were measured by several engines: samples per second, and how many times `threads`'."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args

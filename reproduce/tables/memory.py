@@ -1,7 +1,5 @@
 """Make the memory tables: the published models' sizes, counted exactly, and each device's measured peak."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from reproduce.experiments import Experiment

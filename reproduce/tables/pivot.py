@@ -1,7 +1,5 @@
 """Arrange a comparison as a grid of ratios: some fields of the configuration down, others across."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from reproduce.error import USAGE, Error

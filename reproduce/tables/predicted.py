@@ -1,7 +1,5 @@
 """Make the tables of predictions: how far they are from what was published, and from what was measured of it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ A block stands between two comments, which name what it shows, and is replaced a
 Where there is no record yet, the block says so.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

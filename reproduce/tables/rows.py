@@ -1,7 +1,5 @@
 """Offer what several tables of an experiment have in common: its rows, columns and notes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median

@@ -1,7 +1,5 @@
 """Make the tables of speed and of the ablation: throughput, and speed-up over another row; also as published."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What is done with a pipeline by the rows of rows/training.py, and what of it is looked at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

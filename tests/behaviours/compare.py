@@ -4,8 +4,6 @@ Everything is compared bit by bit unless a tolerance is given, with its reason: 
 numbers, and a parameter's gradients are added up in the same order, from the last micro-batch to the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

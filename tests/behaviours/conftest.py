@@ -1,7 +1,5 @@
 """Behaviours run on one more engine than other tests: `ranks`, a pipeline over processes (../ranks.py)."""
 
-from __future__ import annotations
-
 import pytest
 
 from .row import ENGINES

@@ -1,7 +1,5 @@
 """A behaviour, `Row`: what is done with a small model. `check` does it with a pipeline and with `Plain`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field

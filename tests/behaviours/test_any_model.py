@@ -1,7 +1,5 @@
 """A pipeline of any module does what the module does with each micro-batch in turn."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

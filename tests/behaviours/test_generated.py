@@ -5,8 +5,6 @@
 runs other models than the suite does, and prints how many, and what was refused.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -3,8 +3,6 @@
 A recorded timeline has them on one clock.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Every row of rows/ with every engine and mode: what a pipeline does is what its layers do, or it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """State: files of 0.0.7 load, whatever the balance. Others are rows of rows/training.py, copies of rows/unusual.py."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Callable

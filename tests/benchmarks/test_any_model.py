@@ -1,7 +1,5 @@
 """`benchmarks.any_model`: a few of its models, what it would say of a wrong one, and its record."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

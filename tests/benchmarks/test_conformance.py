@@ -1,7 +1,5 @@
 """`benchmarks.conformance`: whether it finds planted faults, how it says so, and a few of its rows."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The harness: nothing finished is lost, whatever ends a benchmark; a page shows what a record holds."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What may go wrong with a process, or only take long; each is called where it happens."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

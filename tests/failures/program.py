@@ -1,7 +1,5 @@
 """What a process of a row of the table does: it trains three steps, in the second of which something goes wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What goes wrong where, on which engine; what others see, and what the process itself sees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

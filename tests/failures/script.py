@@ -7,8 +7,6 @@ when it flushes a file for the sixth time; the third goes well. A rank may also 
 `node` is killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -3,8 +3,6 @@
 Misuse that is refused before anything runs is tested with the module that refuses it.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Each row of the table, in processes that are forked from one that has imported torch: what all see, and how soon."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Mini-batches, and the running statistics that layers have of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

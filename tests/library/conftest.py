@@ -1,7 +1,5 @@
 """What stands in for time and for GPUs (simulated.py)."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchgpipe.balance import profile

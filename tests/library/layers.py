@@ -1,7 +1,5 @@
 """Layers made of functions, with and without a skip."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Ledger`, an observer that counts the bytes that tasks made and that are alive; and what ends a moment later."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ given work. Its clock is when all of that has ended; the host takes no time. A c
 current at both of its ends. tests/test_cuda.py runs the real ones.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ That it computes what its layers do is in tests/behaviours; errors while it runs
 modules, balances and devices it refuses, in test_partition.py.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable

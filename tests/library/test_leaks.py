@@ -3,8 +3,6 @@
 Peaks within a step are those that are predicted (plan/test_memory.py); what a failure leaves, in failures.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

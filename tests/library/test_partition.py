@@ -1,7 +1,5 @@
 """Partitions: what can be split, and on which devices parts go. The names of their state are in tests/behaviours."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The public API: torchgpipe 0.0.7's names and signatures, and a docstring for everything that is public."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

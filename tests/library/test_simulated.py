@@ -6,8 +6,6 @@ shows what the streams are given to do, and in which order, by a host that needs
 real streams, how long a host takes to feed them, and whether copies get in each other's way, only GPUs can tell.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Small modules that are no sequences: what a forward may do between its layers, with a sample of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

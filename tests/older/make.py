@@ -3,8 +3,6 @@
 python -c "from tests.older.make import make; make()"
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What revision 414bf55 wrote loads: pickled pipelines, states, saves, a record. Its seeds draw the same numbers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

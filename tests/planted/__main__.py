@@ -1,7 +1,5 @@
 """Plant each fault in a copy, and see whether the tests that import its module find it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

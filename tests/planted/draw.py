@@ -1,7 +1,5 @@
 """Draw faults from a seed until 45 are in the library and 15 in reproduce; delete a row, and another is drawn."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import multiprocessing

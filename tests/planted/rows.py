@@ -1,7 +1,5 @@
 """The rows, each a fault: a file, its old text, its new text; and what tests made of it. The copy, and its tests."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Rows fit the files, and a fault in a tiny tree is found."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import threading

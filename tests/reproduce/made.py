@@ -1,7 +1,5 @@
 """Make records of rows that were measured on some machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

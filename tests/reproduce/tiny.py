@@ -1,7 +1,5 @@
 """Stand in for the real experiments with ones of seconds. Run as a script it is `python -m reproduce` with them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

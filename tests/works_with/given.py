@@ -1,7 +1,5 @@
 """What the code of docs/works-with.md uses. A module, so that spawned processes find it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -7,8 +7,6 @@ A row is a heading (###), its code, and what follows it. These lines there have 
     <!-- holds: … -->                    an expression that is true afterwards, with a pipeline
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass

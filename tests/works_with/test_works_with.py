@@ -1,7 +1,5 @@
 """docs/works-with.md: the code of each row does with a pipeline what it does with the plain layers, or is refused."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import gc

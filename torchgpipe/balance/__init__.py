@@ -8,8 +8,6 @@ Both profile the layers one by one on copies, and then minimise the heaviest par
 left as it was: mode, gradients, buffers (statistics of batch normalization too) and random state.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -5,8 +5,6 @@ if it would in training, so that a frozen layer costs no backward. A layer runs 
 module stays untouched and need not fit the device.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`DistributedGPipe`: a pipeline whose partitions are processes."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator

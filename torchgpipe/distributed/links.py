@@ -1,7 +1,5 @@
 """A program's links to those of other ranks, over wires."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank's part of a mini-batch: what ranks agree on, the program between, and what becomes of a failure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A mini-batch on its way through programs, and what stands for it in the caller's graph: one node."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Which engine runs a pipeline: the devices decide, when it is made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, get_args
 

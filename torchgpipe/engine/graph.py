@@ -16,8 +16,6 @@ Ties are CPU tensors on every device, and their gradient is always `None`. For a
 stream wait, and a tie must only order the nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

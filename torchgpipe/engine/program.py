@@ -9,8 +9,6 @@ the backward that its gradient comes from, and partition j - 1 has taken the gra
 costs no time unless a recomputation takes longer than the backward of the partition after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """A relay: programs run at once, one per partition, each handing items to the next; one fails, all stop."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue

@@ -1,7 +1,5 @@
 """Deterministic clock cycles: which tasks may run at once (torchgpipe paper, section 3.2.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 

@@ -6,8 +6,6 @@ of the caller's graph: a function of the micro-batches and of all parameters. It
 programs of all partitions (program.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar

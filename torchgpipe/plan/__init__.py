@@ -26,8 +26,6 @@
 | `beside` | data parallel training on as many devices |
 """
 
-from __future__ import annotations
-
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware
 from torchgpipe.plan.planner import Plan, plan
 from torchgpipe.plan.search.impossible import Impossible

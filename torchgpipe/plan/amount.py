@@ -1,7 +1,5 @@
 """Amounts of memory, as people write them."""
 
-from __future__ import annotations
-
 import re
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9,

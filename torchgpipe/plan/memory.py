@@ -16,8 +16,6 @@ Bytes are those of tensors; what an allocator reserves beyond them, libraries' w
 buffers that checkpointed tasks make, come on top.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

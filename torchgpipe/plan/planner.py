@@ -1,7 +1,5 @@
 """`plan`: choose balance, micro-batches and checkpointing for a model, by prediction."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field

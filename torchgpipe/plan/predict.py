@@ -6,8 +6,6 @@
 Layers' seconds are worked out once for each size of micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Say in words what holds a plan back, and what would help."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Write a plan for people: what was predicted for a setup, for each number of devices, and for training beside it."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Skip connections between layers of a sequence, across partitions too."""
 
-from __future__ import annotations
-
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.skip.skippable import pop, skippable, stash
 from torchgpipe.skip.verify import verify_skippables

@@ -1,7 +1,5 @@
 """The skip layout: which skips leave one partition for another (torchgpipe paper, section 3.3)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple

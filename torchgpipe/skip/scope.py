@@ -1,7 +1,5 @@
 """Names of skips, and where stashed tensors wait until a later layer pops them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A skippable layer works in a `GPipe` and in a plain `nn.Sequential` alike.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Generator, Iterable
 from types import GeneratorType

@@ -1,7 +1,5 @@
 """Verify, before anything runs, that every skip of a model is stashed once and popped once, later."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from torchgpipe.skip.scope import SkipKey

@@ -1,7 +1,5 @@
 """What ranks tell each other beside mini-batches: `meeting`. A single process is the only rank."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ What is written is a checkpoint of `torch.distributed.checkpoint`. Ranks agree o
 that a rank that fails or dies ends it for all.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """What of a training a process holds, by names that do not depend on the balance: `State`."""
 
-from __future__ import annotations
-
 import pickle
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping

@@ -3,8 +3,6 @@
 Worker threads enter all of them; a recomputation enters those that may have changed since the first pass.
 """
 
-from __future__ import annotations
-
 import contextvars
 import threading
 from collections.abc import Iterable, Iterator

@@ -6,8 +6,6 @@ once: squared distances to a mean add up, sums of squares are never subtracted f
 from zero costs no digits. All layers of a model are combined at once: a few operators, however many layers.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from copy import copy

@@ -7,8 +7,6 @@ on: the second pass leaves them alone. Other small buffers may change with every
 they are copied before a first pass if they have changed since the last copy. Large ones must not change.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -14,8 +14,6 @@ private generator it would draw other numbers, so the backward of a partition's 
 has drawn.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import torch

@@ -1,7 +1,5 @@
 """A stage: one partition on its device, with the skips that cross its boundaries."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ A checkpointed task keeps its inputs instead, and builds its graph only in the r
 That is a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

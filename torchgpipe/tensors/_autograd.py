@@ -3,8 +3,6 @@
 `tests/library/tensors/test_autograd_adapter.py` fails, by name, when one of these moves.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Checkpointing: which micro-batches are checkpointed, and whether a layer runs for the first or second time."""
 
-from __future__ import annotations
-
 import threading
 from typing import Literal, get_args
 

@@ -12,8 +12,6 @@ the one it was allocated on is recorded there.
 A stream that waits holds up what it is given later. So every wait is for an event, and no two routes share a stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any

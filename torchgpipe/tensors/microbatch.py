@@ -1,7 +1,5 @@
 """Micro-batches: check a mini-batch, scatter it, gather the outputs (GPipe paper, section 2.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Observe tasks: a hook around each one, for timelines, memory counts and utilization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple

@@ -9,8 +9,6 @@ The round in which messages took least time has the narrowest bounds. The middle
 wrong by at most half of their distance.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

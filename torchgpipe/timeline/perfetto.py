@@ -4,8 +4,6 @@ The format is the Trace Event Format's JSON object: complete events (`"ph": "X"`
 (`"s"` and `"f"`), and metadata (`"M"`) that names rows. A partition is a row, and its copies are another.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, pairwise

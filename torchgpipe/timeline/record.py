@@ -1,7 +1,5 @@
 """Record when the tasks of some mini-batches of a training run, on all ranks, and write that into one file."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -11,8 +11,6 @@
 | `pipeline` | `sequential`, then a plan, then `GPipe` |
 """
 
-from __future__ import annotations
-
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.sequential import sequential
 

@@ -1,7 +1,5 @@
 """What a recording consists of: calls, and what stands for tensors in their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

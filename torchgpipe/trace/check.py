@@ -1,7 +1,5 @@
 """Checks of a module before it is recorded, of its recordings, and of the layers that are made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

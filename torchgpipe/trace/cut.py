@@ -7,8 +7,6 @@ A tensor goes from layer to layer that uses it: to the next one as an output, to
 one tensor at least, so one that is under way goes through where there would be none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -4,8 +4,6 @@ Where a number differs between the recordings, it has to grow evenly with the ba
 means that the module does something else for other batch sizes, which a fixed list of steps cannot repeat.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

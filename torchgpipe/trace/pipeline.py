@@ -1,7 +1,5 @@
 """`pipeline`: any module as a planned `GPipe`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

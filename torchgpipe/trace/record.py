@@ -5,8 +5,6 @@ whole: one of PyTorch's own layers, one without submodules, or one with hooks. W
 no call; what would need a tensor's contents cannot be recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The recorder of a module's calls: it sees each function of PyTorch, and is told of submodules (watch.py)."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Refuse a module, with the line of its code, the reason, and what to do."""
 
-from __future__ import annotations
-
 import linecache
 import sys
 from pathlib import Path

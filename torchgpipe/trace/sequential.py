@@ -1,7 +1,5 @@
 """`sequential`: any module as a sequence of its own layers. `pipeline`: a `GPipe` of it, planned."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The signature of a traced module: the structures around the tensors that it takes and returns."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Watch a module's forward: its calls of submodules and of custom autograd functions, and whether it heeds the mode."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import OrderedDict

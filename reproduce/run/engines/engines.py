@@ -5,8 +5,6 @@
 - `ScheduleGPipe` and `Schedule1F1B`: PyTorch's own schedules of `torch.distributed.pipelining`, a process for each.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

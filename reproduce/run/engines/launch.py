@@ -1,7 +1,5 @@
 """Run a function in several processes, each with a link to this one."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Run a pipeline's partitions in processes of their own, a step at a time."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ over, the loss and the timeline's tasks; or `"failed"` with why, and then it end
 asks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

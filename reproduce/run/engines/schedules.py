@@ -1,7 +1,5 @@
 """PyTorch's own pipeline schedules, of `torch.distributed.pipelining`, which takes more than a second to import."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Draw`, a layer of random numbers that are written down, so that plain layers can take the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

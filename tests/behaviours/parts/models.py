@@ -1,7 +1,5 @@
 """Generated models, and how each of them is run: `Case`, and `cases()`, which hypothesis draws them from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise

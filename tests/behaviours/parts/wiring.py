@@ -1,7 +1,5 @@
 """How layers are wired: by tuples, of which a layer takes the first tensor, and by skips."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several pipelines, or several threads, at once: each gets what it would get alone, or an error."""
 
-from __future__ import annotations
-
 import copy
 import random
 import threading

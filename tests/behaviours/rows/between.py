@@ -1,7 +1,5 @@
 """Modes around a pipeline reach its layers. A recomputation meets what its first pass met, or says so."""
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

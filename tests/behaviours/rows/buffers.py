@@ -1,7 +1,5 @@
 """What passes change, in place or not: buffers, parameters and inputs. And by the caller, of outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Backward: through frozen layers, through parts of the outputs, twice, accumulated, and in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What goes in, between partitions and out, and how it is split; skips reach their layer, whatever lies between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations

@@ -3,8 +3,6 @@
 `Draw` (../parts/draw.py) writes down what first passes drew, and the plain layers take the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

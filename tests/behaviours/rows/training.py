@@ -1,7 +1,5 @@
 """What whoever trains by a pipeline relies on; benchmarks/conformance.py makes a table of who does it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that do more than compute: what they do is done as without a pipeline, or refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The gate: nothing in a training step may come to be more, or less, than the committed file says."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

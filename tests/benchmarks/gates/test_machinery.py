@@ -1,7 +1,5 @@
 """Machinery: the plain loop computes what the pipeline does, and another version, which takes turns, is a revision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The minimiser of the heaviest partition: exact, never an empty partition, even where it may choose."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Profiles: what a layer's time and bytes are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of a pipeline over processes: in any order that is the same on all ranks; what else is said in a line."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from functools import partial

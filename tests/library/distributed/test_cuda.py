@@ -4,8 +4,6 @@ There may be no GPU here, so streams are stand-ins (../simulated.py), and so are
 GPUs are `cpu:0`, `cpu:1`, …. tests/test_cuda.py runs real ones.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -3,8 +3,6 @@
 What others hear where a rank fails is in test_cuda.py and in failures.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import warnings

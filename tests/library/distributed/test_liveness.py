@@ -3,8 +3,6 @@
 What becomes of real processes is tested with failures.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

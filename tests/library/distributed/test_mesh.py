@@ -1,7 +1,5 @@
 """A pipeline over one dimension of a mesh of 2 x 2 ranks, with data parallelism over the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

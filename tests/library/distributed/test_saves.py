@@ -1,7 +1,5 @@
 """Saved states over ranks: going on to the same numbers, on as many ranks or others, and failures of one rank."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

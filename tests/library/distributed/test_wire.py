@@ -3,8 +3,6 @@
 Gloo is played by threads.py.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

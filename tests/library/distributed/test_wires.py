@@ -1,15 +1,14 @@
 """Ranks meet, or say who has not come."""
 
-from __future__ import annotations
-
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from torchgpipe.distributed import connections as wires
 
-from ...start import python
+from ...start import TORCHRUN, python
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,3 +28,18 @@ def test_a_rank_says_what_it_waits_for_and_ends() -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert said == "waited 0.1 s for others\ngave up after 0.2 s of waiting for others\n"
+
+
+def test_torchrun_where_nobody_can_resolve_the_name_of_the_machine(tmp_path: Path) -> None:
+    """Without `--local-addr` its processes would wait for ever: their store would be under that name."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket; socket.gethostname = socket.getfqdn = lambda *name: 'a-name.invalid'"
+    )
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed as dist; dist.init_process_group('gloo'); print('met')")
+    process = python(*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script), first=tmp_path)
+    try:
+        printed, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and printed.count("met") == 2, said

@@ -1,7 +1,5 @@
 """What ranks train, and all that can be seen of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

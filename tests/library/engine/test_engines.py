@@ -3,8 +3,6 @@
 What `engine=` refuses is in test_gpipe.py, the graph engine on CUDA in test_simulated.py.
 """
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -4,8 +4,6 @@ What becomes of errors is in tests/failures; that threads end with their pipelin
 a forked process does, in tests/works_with.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,13 +1,14 @@
 """Predicted bytes are the live bytes of a real pipeline on `meta`, to the byte, in a table of models and setups."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchgpipe.partitioned
@@ -184,6 +185,28 @@ def test_pairs_of_tensors_between_layers(balance: list[int], chunks: int, checkp
     model, x = amoebanetd(3, 16), torch.empty(4, 3, 224, 224)
     predicted = setup_memory(count(model, x), Setup(4, tuple(balance), chunks, checkpoint, MOMENTUM))
     assert [device.peak for device in predicted] == real_peaks(model, x, balance, chunks, checkpoint)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.data())
+def test_any_sequence_of_layers(data: st.DataObject) -> None:
+    kinds: list[Callable[[], nn.Module]] = [
+        lambda: nn.Linear(6, 6),
+        nn.ReLU,
+        nn.Sigmoid,
+        nn.Identity,
+        lambda: nn.BatchNorm1d(6),
+        lambda: nn.LayerNorm(6),
+    ]
+    made = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=7))
+    model, x = nn.Sequential(nn.Linear(6, 6), *(make() for make in made), nn.Linear(6, 6)), torch.empty(12, 6)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(model) - 1), max_size=2)))
+    balance = [b - a for a, b in pairwise([0, *cuts, len(model)])]
+    chunks, mode = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.sampled_from(MODES))
+    zeroed = data.draw(st.booleans())
+    predicted = setup_memory(count(model, x), Setup(12, tuple(balance), chunks, mode, MOMENTUM, zeroed=zeroed))
+    assert [device.peak for device in predicted] == real_peaks(model, x, balance, chunks, mode, zeroed=zeroed)
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:

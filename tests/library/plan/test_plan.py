@@ -1,7 +1,5 @@
 """Plans: within the memory, described, and clear where there is none."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """The replay against closed forms and its rules, and what a prediction takes from the hardware that it is for."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

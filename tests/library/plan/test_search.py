@@ -1,7 +1,5 @@
 """The search against every balance of small models: none beats the bound, and what is found is near the best."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """Skips over partitions, as tables: which crossings there are, and which models are refused."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest

@@ -3,8 +3,6 @@
 That skips reach their layers, in partitions and in a plain sequence, is in tests/behaviours.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

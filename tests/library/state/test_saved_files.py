@@ -1,7 +1,5 @@
 """Saved states are whole or not there, wherever the process dies that saves, and of one job only."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Saved states in one process: whole or not there, going on to the same numbers, and what is refused."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

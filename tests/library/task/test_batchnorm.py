@@ -1,7 +1,5 @@
 """Deferred batch normalization: from micro-batches, the statistics that `nn.BatchNorm` has of the whole mini-batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Randomness: generators of tasks, and their seeds. What layers see of it is in tests/behaviours."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

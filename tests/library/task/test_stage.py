@@ -1,7 +1,5 @@
 """Stages and what tasks meet on them, where layers would not tell. What they see of it is in tests/behaviours."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

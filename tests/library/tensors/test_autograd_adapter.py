@@ -3,8 +3,6 @@
 This file imports from torchgpipe within tests only, so that it says so even where torchgpipe cannot be imported.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

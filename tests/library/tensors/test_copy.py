@@ -4,8 +4,6 @@ There may be no CUDA device here, so streams are stand-ins that write down what 
 names of the CPU are the two devices. tests/test_cuda.py runs the real ones.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

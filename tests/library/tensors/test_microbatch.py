@@ -1,7 +1,5 @@
 """Micro-batches: what may go in, how it is split, how outputs come together again, and which are checkpointed."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

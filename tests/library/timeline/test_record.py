@@ -1,7 +1,5 @@
 """Recording: mini-batches are told apart, clocks agree, the bubble is the schedule's, and Perfetto can show it."""
 
-from __future__ import annotations
-
 import json
 import time
 from itertools import count

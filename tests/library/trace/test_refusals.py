@@ -1,7 +1,5 @@
 """What cannot become a sequence of layers is refused, with the line, the reason and what to do."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

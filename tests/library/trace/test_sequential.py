@@ -3,8 +3,6 @@
 That the layers do what the module does is in tests/behaviours/test_any_model.py.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """compare: what it prints, as text, Markdown, CSV and JSON, and as a grid; and what its gate does not let pass."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Interrupts: Ctrl-C counts wherever it strikes, and nothing is left changed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

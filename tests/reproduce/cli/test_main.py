@@ -1,7 +1,5 @@
 """Command line: its help and its list, and what is told before the program can run at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

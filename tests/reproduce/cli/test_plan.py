@@ -1,7 +1,5 @@
 """plan and predict: what they print."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """publish: a finished run of committed source goes into results/measured under its fixed name; no other does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever is wrong with a command is told in one line, with an exit code, before anything is run or written."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """regression: its exit codes and tables with made-up samples, and once for real on a repository made of this tree."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

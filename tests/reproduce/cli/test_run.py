@@ -1,7 +1,5 @@
 """run: a record and tables of what was measured, whatever ends the run."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

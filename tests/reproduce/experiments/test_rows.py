@@ -1,7 +1,5 @@
 """Experiments: the published rows to the digit, our own as committed runs had them, and the scale that fits."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Any

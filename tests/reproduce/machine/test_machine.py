@@ -1,7 +1,5 @@
 """The machine, and what is checked out: what a record says of them is true, and what is not there is one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

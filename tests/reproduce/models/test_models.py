@@ -1,7 +1,5 @@
 """Every model: as large as published, to the parameter; what it computes; that it trains; what it refuses to be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

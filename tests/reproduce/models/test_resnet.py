@@ -1,7 +1,5 @@
 """Models of torchvision, cut into layers: what they compute, to the bit; plain words where torchvision is not there."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compare: what is fair to compare is, what is not becomes ratios, and what is missing is named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

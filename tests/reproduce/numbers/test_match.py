@@ -1,7 +1,5 @@
 """Match: rows of the same configuration stand on one line, whatever order, name or record they come in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Each metric is one function of a row's samples; real differences are seen, noise and trifles are not."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Records come from files, folders, pytest-benchmark and git revisions; the newest that were run as published count."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predictions: as committed, and about as far from the publication as said; the largest model that fits is found."""
 
-from __future__ import annotations
-
 from statistics import median
 
 import pytest

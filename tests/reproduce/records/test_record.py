@@ -1,7 +1,5 @@
 """Records come back as they were, of any version, are replaced whole or not at all, and say where they are broken."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

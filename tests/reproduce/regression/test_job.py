@@ -1,7 +1,5 @@
 """The job: one way at a time, all warm, anew at each restart; what a way cannot run; how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

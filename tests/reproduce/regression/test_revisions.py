@@ -1,7 +1,5 @@
 """Revisions: torchgpipe in a folder of its own, which is gone afterwards; the first slower commit is named."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

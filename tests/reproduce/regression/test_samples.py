@@ -1,7 +1,5 @@
 """Samples: what is timed, by which clock; restarts are the evidence; a difference is real if significant and large."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

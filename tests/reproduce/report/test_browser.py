@@ -3,8 +3,6 @@
 Skipped where there is no Chromium with its driver: `apt-get install chromium chromium-driver`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Page: one file that needs nothing else, in which every experiment is found, with all that records say of it."""
 
-from __future__ import annotations
-
 import html
 import re
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """Trace: a timeline is written as a picture, and read back from Perfetto's; a file that is none is refused."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run tiny experiments by the command, also with fakes for their trainings."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Trainings that train nothing: each row is told what to raise, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar

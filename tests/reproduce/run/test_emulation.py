@@ -1,7 +1,5 @@
 """Emulation: every task is run by the library, and a step takes what its schedule makes of their times and copies."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

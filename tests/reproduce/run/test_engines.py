@@ -1,7 +1,5 @@
 """Engines: they train alike, where processes are used these end, and what an engine cannot run says why."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

@@ -1,7 +1,5 @@
 """Failures: one line, and a status that tells memory from all else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

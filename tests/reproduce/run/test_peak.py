@@ -1,7 +1,5 @@
 """Live bytes: every storage once, from its first sight to its death, on the device it belongs to."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import replace

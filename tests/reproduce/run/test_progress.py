@@ -1,7 +1,5 @@
 """Progress: one line that fits the terminal, or a line now and then, and a time left that follows what was done."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

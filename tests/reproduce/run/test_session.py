@@ -1,7 +1,5 @@
 """Session: whatever becomes of a row, measured or emulated, it ends in a result, and the others go on."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import weakref

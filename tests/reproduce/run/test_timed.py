@@ -1,7 +1,5 @@
 """Timed steps: every task is in its place, and how busy a GPU is, the driver says or nobody."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Training: a row becomes what it says, and rows of one experiment see the same data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import Mock
 

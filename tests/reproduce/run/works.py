@@ -1,7 +1,5 @@
 """Works for processes, which make them by name."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import closing

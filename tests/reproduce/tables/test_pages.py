@@ -3,8 +3,6 @@
 What pages in results show is left out: test_render.py finds it there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

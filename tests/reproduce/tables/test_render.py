@@ -1,7 +1,5 @@
 """Rendering: what is committed is what the records say, and a block is replaced by the newest finished run's tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

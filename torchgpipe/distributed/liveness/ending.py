@@ -1,7 +1,5 @@
 """What this process ends by: nothing, or an error that nobody has caught."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

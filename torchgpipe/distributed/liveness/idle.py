@@ -8,8 +8,6 @@ A thread that waits for a GPU spins, by CUDA's default, and so uses CPU. A task 
 is one that keeps Python's lock (the GIL), since then nobody can look.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """How long ranks wait for each other until they have met: they say so after a minute, and give up after five."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ when others have heard that, it closes its connections, which ends all that wait
 closes without a last word, a process has died.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress

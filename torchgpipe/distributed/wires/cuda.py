@@ -14,8 +14,6 @@ a description has arrived: by then the other rank has given the sending to its s
 p not before it has run p - s - 1 more tasks, when rank p is about to need it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta

@@ -4,8 +4,6 @@ A received tensor is placed as the sent one was, gaps and repetitions included, 
 where it is not. Neither gaps nor repetitions travel.
 """
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator

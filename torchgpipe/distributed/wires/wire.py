@@ -17,8 +17,6 @@ wires.py), and not by Ctrl-C. One that times out closes all connections of its g
 on even when the connection has broken, so each wire has a thread for it, and programs wait for a queue.
 """
 
-from __future__ import annotations
-
 import pickle
 import struct
 import threading

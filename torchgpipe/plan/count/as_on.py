@@ -1,7 +1,5 @@
 """Let operators on `meta` run as they would on a device: with its fused kernels, and under its autocast."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ On each kind of device PyTorch has its own kernels for `scaled_dot_product_atten
 several plain operators instead, which keep the matrix of all scores. No fused kernel ever writes that to memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

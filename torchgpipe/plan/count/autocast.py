@@ -4,8 +4,6 @@ The lists are those of PyTorch's documentation ("Autocast Op Reference"), by the
 runs in the type of its inputs, the widest where they differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

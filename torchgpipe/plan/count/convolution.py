@@ -8,8 +8,6 @@ The count is for m = 4, with transformed images written to memory, as cuDNN's un
 keep them on the chip; they are left out, as published timings are described as well without them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ micro-batch's size: a part for the micro-batch and a part for the parameters. So
 follows, but for layers that multiply samples with each other (see `growth`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Floating-point operations come from PyTorch's own formulas (`torch.utils.flop_co
 memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Say which layer failed when it was counted, on what, and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

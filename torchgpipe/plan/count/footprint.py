@@ -3,8 +3,6 @@
 A tensor that goes from layer to layer is one storage with one number, whoever saves it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ An operator that does more than twice as much for twice the samples would, on su
 none: it multiplies samples with each other.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

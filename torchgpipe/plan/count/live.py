@@ -1,7 +1,5 @@
 """Notice storages as operators return them, and forget them when they die: which bytes are alive, and when."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

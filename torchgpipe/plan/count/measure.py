@@ -1,7 +1,5 @@
 """Measure what a layer holds in memory, running it alone on `meta`, where storages have sizes but no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

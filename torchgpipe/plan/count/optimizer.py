@@ -9,8 +9,6 @@ its state is as large as the copy, and so are the gradients that its step makes 
 for there the parameters themselves are in float32.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

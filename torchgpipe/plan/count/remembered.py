@@ -4,8 +4,6 @@ PyTorch works many shapes out in Python, which takes most of the time of countin
 What works element by element is known for all shapes at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

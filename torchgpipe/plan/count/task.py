@@ -1,7 +1,5 @@
 """Add up what layers hold to what one micro-batch's work on a partition takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

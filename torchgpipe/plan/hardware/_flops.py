@@ -3,8 +3,6 @@
 `tests/library/plan/count/test_counter.py` fails, by name, when it moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

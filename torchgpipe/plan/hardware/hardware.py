@@ -14,8 +14,6 @@ What matters on CPUs may be left out. `sharing` is by which share of its time a 
 at work.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

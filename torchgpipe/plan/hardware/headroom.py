@@ -6,8 +6,6 @@ predicted for them (results/predicted), libraries' workspaces included; the medi
 back to the system.
 """
 
-from __future__ import annotations
-
 from torchgpipe.plan.hardware.hardware import Hardware
 
 HEADROOM = 0.15

@@ -1,7 +1,5 @@
 """Describe the present device: what links and memory are measured to do, for a node of devices like it."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading

@@ -4,8 +4,6 @@ Libraries cut what a product puts out into tiles of fixed sizes, and each is one
 out over the edge takes as long as a full one, and so does the last round, in which some processors have none.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

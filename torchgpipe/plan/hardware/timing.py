@@ -5,8 +5,6 @@ memory that is touched for the first time takes longer than memory that was just
 and over, knows neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """What the layers of a setup take: a bound on its steps, whatever the balance, and the balances to begin with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

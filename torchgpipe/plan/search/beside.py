@@ -6,8 +6,6 @@ The all-reduce overlaps with backward, as in `DistributedDataParallel`, which ke
 it. On one device this is plain training.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Say in one line why no setup fits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

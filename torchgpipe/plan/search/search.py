@@ -6,8 +6,6 @@ with a balance that evens out seconds, or bytes. Where it comes near the best, l
 long as the replay says that it helps (`trial`). Whatever is returned was replayed, in seconds and exactly in bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf

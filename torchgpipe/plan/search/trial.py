@@ -1,7 +1,5 @@
 """Replay balances of a setup, and keep the best."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """What is counted under autocast: operators in the types that autocast gives them, with their casts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

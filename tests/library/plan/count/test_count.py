@@ -1,7 +1,5 @@
 """Counts against what is known by hand and against a third size, and what cannot be counted: named, in one line."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections import Counter as Tally

@@ -1,7 +1,5 @@
 """What operators are counted as, against what is known by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Descriptions are whole and have sources; the P40's efficiencies are what others' measurements need."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What this machine offers: the cores and memory of this process, not all there are, and how long layers take."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

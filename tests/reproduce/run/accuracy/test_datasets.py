@@ -1,7 +1,5 @@
 """Data sets: an epoch is the same whenever it is asked for, and a folder that is none is told in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

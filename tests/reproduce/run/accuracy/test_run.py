@@ -1,7 +1,5 @@
 """Accuracy runs: every epoch is kept, and whatever ends a run, the next one goes on to the same results."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping
