@@ -77,13 +77,7 @@ class GPipe(Partitioned):
         init: Init | None = None,
         silence: float | None = None,
     ) -> None:
-        super().__init__(
-            module,
-            balance,
-            chunks=chunks,
-            checkpoint=checkpoint,
-            deferred_batch_norm=deferred_batch_norm,
-        )
+        super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
         if silence is not None:
             warnings.warn("GPipe(silence=…) does nothing any more, and will go", DeprecationWarning, stacklevel=2)
         self.devices = chosen = choose_devices(devices, len(self.balance))

@@ -1,7 +1,5 @@
 """Work out every number that is shown: each metric of a row is made of its samples here, and nowhere else."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,11 +64,11 @@ class FinalError(NamedTuple):
     def __str__(self) -> str:
         return f"{self.mean:.2f}" + ("" if self.deviation is None else f" +- {self.deviation:.2f}")
 
-    def allowed(self, other: FinalError) -> float | None:
+    def allowed(self, other: "FinalError") -> float | None:
         """Return how far the two may be from each other to be the same; None where a deviation is not known."""
         return None if self.deviation is None or other.deviation is None else self.deviation + other.deviation
 
-    def verdict(self, other: FinalError) -> str:
+    def verdict(self, other: "FinalError") -> str:
         """Say whether the two are the same, as mean +- deviation of both overlap; nothing where these are not known."""
         allowed = self.allowed(other)
         return "" if allowed is None else "same" if abs(self.mean - other.mean) <= allowed else "differs"

@@ -1,7 +1,5 @@
 """Write numbers, and lay tables out for a terminal of 80 columns and for Markdown."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +73,7 @@ class Column(Generic[Row]):
             return self.nothing if value is None else value
         return self.form.format(value) if isinstance(self.form, str) else self.form(value)
 
-    def of(self, find: Callable[[Other], Row | None]) -> Column[Other]:
+    def of(self, find: Callable[[Other], Row | None]) -> "Column[Other]":
         """Return the column of what is found for each row of another table; where that is None, it says nothing."""
 
         def value(other: Other) -> object:

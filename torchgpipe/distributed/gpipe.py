@@ -72,13 +72,7 @@ class DistributedGPipe(Partitioned):
         init: Init | None = None,
         silence: float | None = 300.0,
     ) -> None:
-        super().__init__(
-            module,
-            balance,
-            chunks=chunks,
-            checkpoint=checkpoint,
-            deferred_batch_norm=deferred_batch_norm,
-        )
+        super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
         self.silence = silence
         if not dist.is_initialized():
             raise RuntimeError(

@@ -71,14 +71,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        n: int,
-        m: int,
-        recomputed: int,
-        ambient: Ambient,
-        draws: Draws,
-        observer: Observer | None,
+        self, stage: Stage, n: int, m: int, recomputed: int, ambient: Ambient, draws: Draws, observer: Observer | None
     ) -> None:
         self.stage = stage
         self.ambient = ambient

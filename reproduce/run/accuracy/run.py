@@ -3,8 +3,6 @@
 After every epoch a training is kept in a file, so that one that was stopped goes on where its last epoch ended.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools
@@ -84,7 +82,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
         save_checkpoint(path, {"epochs": done, "training": training.state()})
 
 
-def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: AccuracyTraining, epoch: int) -> Epoch:
+def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: "AccuracyTraining", epoch: int) -> Epoch:
     """Train on all mini-batches, then evaluate."""
     data = _needs(session).data
     what = f"{row.name}, seed {seed}, epoch {epoch} of {row.recipe.epochs}"

@@ -110,11 +110,7 @@ def measure_footprint(rehearsal: Rehearsal, numbers: Numbers, *, takes: Needs | 
 
 
 def _describe(
-    rehearsal: Rehearsal,
-    numbers: Numbers,
-    held: Sequence[Tensor],
-    takes: Needs | None,
-    gives: Needs,
+    rehearsal: Rehearsal, numbers: Numbers, held: Sequence[Tensor], takes: Needs | None, gives: Needs
 ) -> tuple[Footprint, list[SkipKey]]:
     """Find what the layer takes, makes and saves; return that and the skips it pops, and move `numbers` on."""
     _, value, entering = _prepared(rehearsal, numbers, held)
