@@ -6,10 +6,6 @@ from reproduce.experiments.controls import Published, published_rows, speed_expe
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Recipe
 from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB, Optimizer, Row
 
-# The batch size is of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it.
-BASE = Row(model="ResNet-101", batch_size=192)
-SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
-
 # --- speed -------------------------------------------------------------------------------------------------------
 
 SAMPLES = 50_000  # of an epoch, as published
@@ -21,6 +17,10 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-4", 256, 5632, (44, 92, 124, 110)),
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
+
+# The batch size is of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it.
+BASE = Row(model="ResNet-101", batch_size=192)
+SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
 
 SPEED = speed_experiment(
     "resnet101-speed",
