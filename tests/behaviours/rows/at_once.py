@@ -150,8 +150,11 @@ ROWS = [
           tolerance=REORDERED)
       for what, also in (("one pipeline", lambda run: run), ("two pipelines", copy.deepcopy)) for m in (1, 3)),
     *(Row(f"threads that draw, {what}", made(linear, nn.Tanh, linear, nn.Dropout),
-          use=partial(drawing_in_threads, one_generator=one), without={**APART, other: "", "one partition": ""})
-      for what, one, other in (("one generator", True, "workers"), ("each its own", False, "graph"))),
+          use=partial(drawing_in_threads, one_generator=one), without=APART | dict.fromkeys(but, ""))
+      for what, one, but in (
+          ("one generator", True, ("workers", "one partition")),
+          # A single micro-batch draws the numbers of a plain run, from the generator of all threads.
+          ("each its own", False, ("graph", "one partition", "one micro-batch")))),
     Row("the seed alone decides what is drawn", partial(layers, lambda x: torch.rand_like(pause(x))),
         balance=(2, 1, 2), chunks=4, use=the_same_twice),
     Row("hooks that draw", made(nn.Tanh, linear, linear, nn.Tanh), balance=(2, 2), use=hooks_draw,
