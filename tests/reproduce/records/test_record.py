@@ -33,14 +33,9 @@ def predicted(**changes: object) -> Record:
     return replace(RECORD, kind="predicted", results=[replace(FAILED, status="predicted")], **changes)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [RECORD, replace(RECORD, discrepancies=[FAILED]),
-     replace(RECORD, results=[TIMED, replace(TIMED, status="emulated", emulated=True),
-                              replace(FAILED, emulated=True)]),
-     predicted(hardware={"name": "p40x8", "devices": 8})],
-)  # fmt: skip
-def test_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
+def test_comes_back_as_it_was(tmp_path: Path) -> None:
+    emulated = [replace(TIMED, status="emulated", emulated=True), replace(FAILED, emulated=True)]
+    record = replace(RECORD, results=[TIMED, *emulated], discrepancies=[FAILED])
     save(record, tmp_path / "r.json")
     assert load(tmp_path / "r.json") == record
 

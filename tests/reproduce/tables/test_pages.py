@@ -67,13 +67,9 @@ def both(name: str, scale: str, **options: Any) -> list[Result]:
 MEASURED = ran("amoebanet-speed", "paper", gpipe_is_faster)
 SPEED = record(*MEASURED)
 EMULATED = record(*both("amoebanet-speed", "paper"), device="cpu", threads_per_device=1, load=None)
-PUBLISHED = record(*ran("amoebanet-speed", "paper", lambda row: None if row.equal else [row.batch_size / 2]))
 LIVE = memory("small", "cpu", lambda n: [(100 + j) * MiB for j in range(n)], model_bytes=50 * MiB)
 CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB])
 UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem="no pynvml")
-NO_NAIVE = record(*ran("amoebanet-speed", "paper",
-                           lambda row: "out of memory" if row.configuration == "naive" else [64.0]))  # fmt: skip
-TWO = "75.0 (62.5-87.5)"  # of 100 and 50 samples/s
 
 
 def lacking(status: str) -> Record:
@@ -138,14 +134,10 @@ NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablat
                  "over naive: of the same n (checkpoint-only: over naive n=2), taken round by round",
                  "# Title", "on 8 CUDA devices", "a CPU, 4 cores, 64 GiB of memory, Tesla P40 (22 GiB)",
                  "torch 2.11.0; git revision 0123456789ab with changes", "seed 7; load at start 0.50 0.25 1.00"]),
-        (NO_NAIVE, ["| GPipe | 2 | 4 | 64.0 |"]),  # a column of nothing goes
         # emulated: samples/s, published, over the base; published; measured: over the base; samples/s of both
         (EMULATED, ["| samples/s emulated |", "NOT samples/s (quartiles)", "NOT the machine was busy",
                     "NOT their samples/s are not to be compared",
                     "| n4m4 | 360 | except_last | 20.0 | 44.5 | 2.00 | 1.67 | 1.00 | 2.00 |"]),
-        (PUBLISHED, ["| n2m1 | 96 | always | 48.0 | 26.7 | 1 | 1.00 |",
-                     "| n8m32 | 1280 | except_last | 640 | 132 | 13.3 | 4.95 |"]),
-        (observed("unet-speed", "paper"), [f"| pipeline-8 | 640 | 40 | {TWO} | 88.5 | 1.00 (1.00-1.00) | 3.11 |"]),
         (UNKNOWN, ["| baseline | - | - | 50% |", "no utilization: no pynvml"]),
         (observed("unet-ablation", "paper", [100.0], peak_reserved=[5 * GiB]),
          ["| dep-x-x | x-- | 100 | 1.00 | 1.35 | 100% | 59% | 5.00 | 19.1 |",
