@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 
 @contextlib.contextmanager
@@ -23,7 +22,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
         asked = True
         raise KeyboardInterrupt
 
-    def be_silent(unraisable: Any) -> None:
+    def be_silent(unraisable: "sys.UnraisableHookArgs") -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             hook(unraisable)
 
