@@ -11,7 +11,7 @@ from benchmarks.others.ours import Layers, Threads
 from ..plain import piped
 from .compare import differences
 from .pipe import Pipe, Training
-from .row import Case, Row, cases, check
+from .row import Case, Row, cases, unlike
 from .rows import at_once, between, buffers, gradients, passed, random, unusual
 from .rows.training import ROWS
 
@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_rows(case: Case) -> None:
-    check(*case)
+    assert unlike(*case) == []
 
 
 @pytest.mark.parametrize("deferred", [True, False])
@@ -42,7 +42,7 @@ def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None
     layers = random.channels(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()))
     options = {"deferred_batch_norm": True} if deferred else {}
     row = Row("", lambda: layers().train(training), random.given, chunks=4, options=options)
-    check(row, "", "graph", checkpoint, ["meta"])
+    assert unlike(row, "", "graph", checkpoint, ["meta"]) == []
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
