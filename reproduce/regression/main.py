@@ -31,12 +31,8 @@ from reproduce.run.recorder import new_run, now
 from reproduce.tables.comparison import write_comparisons
 from reproduce.tables.layout import many
 
-METRIC = "time"
-TOGETHER = "all together"
-
+METRIC, TOGETHER = "time", "all together"
 Progress = Callable[[int], None]
-
-
 Answer = tuple[Callable[[str], str], str | None]
 """What writes the table as 'text', 'markdown', 'csv' or 'json', and why it does not pass, or None."""
 
