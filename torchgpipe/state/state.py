@@ -95,7 +95,7 @@ class State:
         """Return which of the keys of a saved state concern this process; `as_many` ranks saved it as there are now."""
         fixed, names = self.fixed(), {*self._names}
         wanted = [key for key in keys if key in fixed or parameter(key) in names]
-        return wanted + [f"random.{self._rank if as_many else 0}"] + [key for _, key in self._devices(keys, as_many)]
+        return wanted + [self._random(as_many)] + [key for _, key in self._devices(keys, as_many)]
 
     def packed(self, content: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
         """Return the optimizer's state as its `load_state_dict` takes it.
@@ -141,9 +141,12 @@ class State:
                 for key, x in values.items():
                     if isinstance(x, Tensor) and state[key].dtype != x.dtype:  # cast to the type of the parameter
                         state[key] = x.to(state[key].device)
-        torch.set_rng_state(content[f"random.{self._rank if as_many else 0}"])
+        torch.set_rng_state(content[self._random(as_many)])
         for generator, key in self._devices(content, as_many):
             generator.set_state(content[key])
+
+    def _random(self, as_many: bool) -> str:
+        return f"random.{self._rank if as_many else 0}"
 
     def _devices(self, keys: Collection[str], as_many: bool) -> Iterator[tuple[torch.Generator, str]]:
         """Yield the default generators of devices, and the key of each."""

@@ -34,8 +34,8 @@ def test_help_fits_80_columns(arguments: list[str], capsys: pytest.CaptureFixtur
 def test_the_list_has_every_row(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reproduce.cli.main.find_devices", lambda *_: devices)
-    monkeypatch.setattr("reproduce.cli.main.why_not", lambda *_: None)  # whatever memory is free
+    monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
+    monkeypatch.setattr("reproduce.cli.list.why_not", lambda *_: None)  # whatever memory is free
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= WIDTH
