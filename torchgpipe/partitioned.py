@@ -26,8 +26,8 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.task.ambient import Modes
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
-from torchgpipe.task.contents import begins_in_place
 from torchgpipe.task.randomness import check_apart
+from torchgpipe.task.snapshot import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import averages_gradients
 from torchgpipe.tensors.checkpoint import MODES, Mode
@@ -210,7 +210,7 @@ class Partitioned(nn.Module, ABC):
 P = TypeVar("P", bound=Partitioned)
 
 # What `_build` makes anew in a copy.
-_BUILT = ("_engine", "_stages", "_wires")
+_BUILT = ("_engine", "_stages", "_connections")
 
 _MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "

@@ -52,7 +52,7 @@ class LiveBytes:
             self.live[device] -= size
 
 
-class Watch(TorchDispatchMode):
+class LiveBytesMode(TorchDispatchMode):
     """Show a `LiveBytes` what operators of this thread return, as the device's own, or that of what it is made from.
 
     Of two watches, the outer one sees an operator's result first; to which device it belongs, the inner one has said.

@@ -15,7 +15,7 @@ from reproduce.experiments import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
 from reproduce.run.failure import explain
-from reproduce.run.live_bytes import LiveBytes, Watch
+from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from reproduce.run.session import Session
 from reproduce.run.training import FakeData, Training
 
@@ -62,8 +62,8 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
     counter.add([training.target], len(training.devices) - 1)
 
     pipelined = training.row.partitions is not None
-    watch = training.observed(lambda task: Watch(counter, task.partition)) if pipelined else contextlib.nullcontext()
-    with watch, Watch(counter):
+    observed = training.observed(lambda task: LiveBytesMode(counter, task.partition))
+    with observed if pipelined else contextlib.nullcontext(), LiveBytesMode(counter):
         run()
     return {"peak_allocated": counter.peak}
 

@@ -34,7 +34,7 @@ LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to m
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class PlannedTask:
     """Name what is to be run again and again: a row, measured or emulated."""
 
     row: Row
@@ -60,7 +60,7 @@ class Group(NamedTuple):
     """Hold what is run in turn: rows that are compared with each other, and the seconds that their rounds may take."""
 
     name: str
-    tasks: list[Task]
+    tasks: list[PlannedTask]
     limit: float | None
 
 
@@ -89,23 +89,23 @@ def run_speed(session: Session) -> Iterator[str]:
     for group in _groups(session):
         for task in group.tasks:
             session.put(task.row, **task.kind, status="not run")
-        without_memory = _time_rows(session, group, group.tasks) if group.tasks else []
+        without_memory = _run_all(session, group, group.tasks) if group.tasks else []
         for task in without_memory if len(group.tasks) > 1 else []:
             session.free()
-            _time_rows(session, group, [task], paired=False)
+            _run_all(session, group, [task], paired=False)
         yield group.name
 
 
 def _groups(session: Session) -> list[Group]:
     """Return what is to be run; a group has no task where too few devices are to be had."""
-    groups: dict[str, list[Task]] = {}
+    groups: dict[str, list[PlannedTask]] = {}
     for row in session.scale.rows:
         tasks = groups.setdefault(row.group, [])
         if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
             engines = [engine for engine in session.engines if why_not(engine, row, session.devices) is None]
-            tasks.extend(Task(row, emulated=False, engine=engine) for engine in engines)
+            tasks.extend(PlannedTask(row, emulated=False, engine=engine) for engine in engines)
         if row.devices <= session.emulate:
-            tasks.append(Task(row, emulated=True))
+            tasks.append(PlannedTask(row, emulated=True))
     # Each has a share of the scale's time, by its work. What is emulated counts alone where there is any: some of it
     # would take too long to measure.
     kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()}
@@ -117,16 +117,16 @@ def _groups(session: Session) -> list[Group]:
     ]
 
 
-def _warmup(session: Session, task: Task) -> int:
+def _warmup(session: Session, task: PlannedTask) -> int:
     skipped = task.row.skip_epochs * task.row.steps_per_epoch  # the epochs before the timed ones, as in the publication
     return session.scale.warmup if task.emulated else max(session.scale.warmup, skipped)
 
 
-def _job(session: Session, task: Task) -> str:
+def _job(session: Session, task: PlannedTask) -> str:
     return f"{session.experiment.name} {task.row.group} {task}"
 
 
-def _time_rows(session: Session, group: Group, tasks: Sequence[Task], *, paired: bool = True) -> list[Task]:
+def _run_all(session: Session, group: Group, tasks: Sequence[PlannedTask], *, paired: bool = True) -> list[PlannedTask]:
     """Run rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
     with contextlib.ExitStack() as processes:
         timing = _Timing(session, group, paired, processes)
@@ -145,19 +145,19 @@ class _Timing:
 
     def __init__(self, session: Session, group: Group, paired: bool, processes: contextlib.ExitStack) -> None:
         self.session, self.group, self.paired, self.processes = session, group, paired, processes
-        self.running: dict[Task, Steps] = {}
-        self.rounds: dict[Task, list[int]] = {}  # of each step
+        self.running: dict[PlannedTask, Steps] = {}
+        self.rounds: dict[PlannedTask, list[int]] = {}  # of each step
         self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first steps
         self.losses: dict[str, list[float]] = {}  # of each measured row, by its name: on its first engine
-        self.without_memory: list[Task] = []
+        self.without_memory: list[PlannedTask] = []
 
-    def add(self, tasks: Sequence[Task]) -> None:
+    def add(self, tasks: Sequence[PlannedTask]) -> None:
         """Build rows, which share their data, and run the first steps of each, which are slower than the rest."""
         data = FakeData([executed(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
         for task in tasks:
             self.add_one(task, data)
 
-    def add_one(self, task: Task, data: FakeData) -> None:
+    def add_one(self, task: PlannedTask, data: FakeData) -> None:
         """Build a row and run its first steps."""
         session = self.session
         try:
@@ -178,7 +178,7 @@ class _Timing:
         finally:
             session.progress.stop()
 
-    def make(self, task: Task, data: FakeData) -> Steps:
+    def make(self, task: PlannedTask, data: FakeData) -> Steps:
         """Make a row ready to run."""
         session = self.session
         shared = task.row, session.devices, data, session.balancer, session.seed
@@ -196,7 +196,7 @@ class _Timing:
             return MeasuredSteps(row, processes.step)
         return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
-    def run_one(self, task: Task, made: Steps) -> None:
+    def run_one(self, task: PlannedTask, made: Steps) -> None:
         """Run one step.
 
         Raises:
@@ -206,7 +206,7 @@ class _Timing:
         if isinstance(made, MeasuredSteps):
             check_same(made.losses, self.losses[task.row.name], str(task))
 
-    def is_worth_measuring(self, task: Task) -> bool:
+    def is_worth_measuring(self, task: PlannedTask) -> bool:
         """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
         session = self.session
         limit, step = self.group.limit, self.seconds.get(task.row.name)
@@ -233,7 +233,7 @@ class _Timing:
             self.put_all()
             session.progress.stop()
 
-    def step(self, task: Task, rounds: int) -> None:
+    def step(self, task: PlannedTask, rounds: int) -> None:
         """Run one step of a row; a row that fails is left out from then on."""
         if task not in self.running:
             return
@@ -258,7 +258,7 @@ class _Timing:
                 self.session.trace(self.session.experiment.name, f"{task.row.name} {how}".rstrip(), timeline)
         self.session.progress.stop()
 
-    def fail(self, task: Task, failure: Failure) -> None:
+    def fail(self, task: PlannedTask, failure: Failure) -> None:
         """Record a row's failure, and remember it where more room might help."""
         reason = failure.reason
         if failure.status == "out of memory":

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reproduce.run.live_bytes import LiveBytes, Watch
+from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe.plan.hardware.operators import tensors_in
 from torchgpipe.tensors.observe import Task
 
@@ -16,7 +16,7 @@ class Ledger(LiveBytes):
     def __init__(self) -> None:
         super().__init__(2)
 
-    def __call__(self, task: Task) -> Watch:
+    def __call__(self, task: Task) -> LiveBytesMode:
         return _Made(self, 0)
 
     @property
@@ -27,7 +27,7 @@ class Ledger(LiveBytes):
         assert_eventually(lambda: self.alive == expected, lambda: f"{self.alive} bytes are alive, not {expected}")
 
 
-class _Made(Watch):
+class _Made(LiveBytesMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counter.add(tensors_in((args, kwargs)), 1)
         return super().__torch_dispatch__(func, types, args, kwargs)

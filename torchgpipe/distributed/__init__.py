@@ -1,6 +1,6 @@
 """Pipelines over processes: each rank of `torch.distributed` holds one partition."""
 
 from torchgpipe.distributed.gpipe import DistributedGPipe
-from torchgpipe.distributed.liveness.words import RankFailed
+from torchgpipe.distributed.liveness.liveness import RankFailed
 
 __all__ = ["DistributedGPipe", "RankFailed"]

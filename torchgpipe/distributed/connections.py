@@ -4,7 +4,7 @@ Every rank has a control wire to every other. On it rank 0 tells when a mini-bat
 when its forward has ended. Programs' items have wires of their own (links.py), and so have skips, which go straight
 from the rank that stashes to the rank that pops.
 
-What ranks say about themselves has wires, too (words.py).
+What ranks say about themselves has wires, too (liveness.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.liveness.ending import at_end
+from torchgpipe.distributed.liveness.liveness import GRACE, Broken, Liveness, RankFailed, gist
 from torchgpipe.distributed.liveness.patience import NOTICE, say
-from torchgpipe.distributed.liveness.words import GRACE, Broken, RankFailed, Words, gist
 from torchgpipe.distributed.wires.cuda import NEVER, Transfer, connect
-from torchgpipe.distributed.wires.wire import Message, Receiver, Route, Sender
+from torchgpipe.distributed.wires.wire import Message, Receiver, Sender, WireAddress
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.tensors.microbatch import Flat
@@ -42,17 +42,17 @@ _NOTHING = torch.empty(0, device="cpu")
 E = TypeVar("E", Sender, Receiver)
 
 
-_open: weakref.WeakSet[Wires] = weakref.WeakSet()
+_open: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How often this process has met other ranks; they count alike, since each time all of them have to come."""
 
 
 def _part_all(error: BaseException | None) -> None:
-    for wires in [*_open]:
+    for connections in [*_open]:
         if error is not None:
-            wires.fail(error)
-        wires.part()
+            connections.fail(error)
+        connections.part()
 
 
 _kept: list[dist.ProcessGroup] = []
@@ -60,10 +60,10 @@ _kept: list[dist.ProcessGroup] = []
 
 def _leave() -> None:
     """Leave the connections of a process to it, in one that was forked from it, such as a data loader's worker."""
-    for wires in [*_open]:
+    for connections in [*_open]:
         # Never let go of: gloo's threads are not there, and to end them would crash.
-        _kept.append(wires._group)
-        for number, _ in wires._sockets & _sockets():  # or they would stay open when the other process ends
+        _kept.append(connections._group)
+        for number, _ in connections._sockets & _sockets():  # or they would stay open when the other process ends
             os.close(number)
 
 
@@ -81,11 +81,11 @@ def _sockets() -> set[tuple[int, str]]:
     return {(number, name) for number, name in found if name.startswith("socket:")}
 
 
-class Wires:
+class Connections:
     """The wires of rank `own` of a group to all others.
 
     Attributes:
-        words: what they say about themselves, and so the first failure of any of them; see there for `silence`.
+        liveness: what they say about themselves, and so the first failure of any of them; see there for `silence`.
         silence: as it was when these were made.
     """
 
@@ -115,7 +115,7 @@ class Wires:
         self._limit = NEVER if silence is None else timedelta(seconds=silence + 1)
         _open.add(self)
         at_end(_part_all)
-        self.words = Words(own, self._others, partial(self._route, "word"), silence, self._disconnect)
+        self.liveness = Liveness(own, self._others, partial(self._address, "word"), silence, self._disconnect)
 
     def _gather(self) -> None:
         """Wait until all ranks are about to connect, for as long as `init_process_group(timeout=...)` says."""
@@ -158,10 +158,10 @@ class Wires:
         return self._receivers[kind, peer]
 
     def _wire(self, end: type[E], kind: str, peer: int) -> E:
-        return end(self._route(kind, peer, partial(self.words.broken, peer)))
+        return end(self._address(kind, peer, partial(self.liveness.broken, peer)))
 
-    def _route(self, kind: str, peer: int, broken: Broken) -> Route:
-        return Route(self._group, peer, KINDS.index(kind), broken, self._transfers.get((kind, peer)), self._limit)
+    def _address(self, kind: str, peer: int, broken: Broken) -> WireAddress:
+        return WireAddress(self._group, peer, KINDS.index(kind), broken, self._transfers.get((kind, peer)), self._limit)
 
     def tell(self, what: str, serial: int, tensors: Flat, about: Hashable = None) -> None:
         """Tell all other ranks something; each of them has to hear it."""
@@ -174,7 +174,7 @@ class Wires:
         """Wait for what a rank tells all others; return the tensors, and what is said of them."""
         receiver = self.receiver("control", peer)
         receiver.begin()
-        with self.words.activity.hearing():
+        with self.liveness.activity.hearing():
             message = receiver.take()
         check_serial(message, serial)
         told, about = message.about
@@ -201,8 +201,8 @@ class Wires:
     def fail(self, error: BaseException) -> None:
         """Tell all other ranks that this one has failed."""
         line, *_ = str(error).splitlines() or [""]
-        doing = self.words.activity.doing
-        self.words.fail(f"rank {self.own} failed {doing}: {type(error).__name__}{line and ': '}{line}")
+        doing = self.liveness.activity.doing
+        self.liveness.fail(f"rank {self.own} failed {doing}: {type(error).__name__}{line and ': '}{line}")
 
     def release(self) -> None:
         """Let everything leave that was given, since the program has no more tasks."""
@@ -219,16 +219,16 @@ class Wires:
         with self._closing:
             if os.getpid() != self._process:
                 return  # a fork has no threads, and the connections are not its own
-            if not self.closed and not self.words.stopped:
+            if not self.closed and not self.liveness.stopped:
                 for transfer in self._transfers.values():
                     transfer.finish()
-                patience = threading.Timer(2 * GRACE, self.words.disconnect)
+                patience = threading.Timer(2 * GRACE, self.liveness.disconnect)
                 patience.daemon = True
                 patience.start()
                 with suppress(RuntimeError, Stopped):
                     self.flush()
                 patience.cancel()
-                self.words.part()
+                self.liveness.part()
                 self.parted = True
             self.close()
 
@@ -238,7 +238,7 @@ class Wires:
             if self.closed:
                 return
             self.closed = True
-            threads = self.words.close()
+            threads = self.liveness.close()
             # A thread that is in gloo when Python ends may abort the process. But one that waits for sending to end may
             # stay there for ever.
             deadline = time.monotonic() + GRACE

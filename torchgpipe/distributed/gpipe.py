@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.distributed.connections import Wires
-from torchgpipe.distributed.step import Step, shared_failure
+from torchgpipe.distributed.connections import Connections
+from torchgpipe.distributed.rank_batch import RankBatch, shared_failure
 from torchgpipe.partition import Init, choose_devices
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.task.contents import modules_of
 from torchgpipe.task.randomness import check_apart, own_generators
+from torchgpipe.task.snapshot import modules_of
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
@@ -98,7 +98,7 @@ class DistributedGPipe(Partitioned):
 
     def _build(self) -> None:
         super()._build()
-        self._wires: Wires | None = None
+        self._connections: Connections | None = None
         self._serial = 0
 
     def _layout(self) -> list[Crossing]:
@@ -137,9 +137,9 @@ class DistributedGPipe(Partitioned):
 
     @contextmanager
     def _together(self, doing: str) -> Iterator[Callable[[Tensor], list[Tensor]]]:
-        wires = self._connected()
-        with shared_failure(wires, self._serial, doing):
-            yield partial(wires.exchange, self._serial, doing)
+        connections = self._connected()
+        with shared_failure(connections, self._serial, doing):
+            yield partial(connections.exchange, self._serial, doing)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -153,12 +153,12 @@ class DistributedGPipe(Partitioned):
 
         All ranks call it: in the end, or after a failure, where some may have begun one mini-batch more than others.
         """
-        if self._wires is not None:
-            self._wires.part()
+        if self._connections is not None:
+            self._connections.part()
         self._serial = 0
 
-    def _connected(self) -> Wires:
-        if self._wires is None or self._wires.closed:
+    def _connected(self) -> Connections:
+        if self._connections is None or self._connections.closed:
             s = self.silence
             if s is not None and (not isinstance(s, int | float) or s is True or not 0 < s < inf):
                 raise ValueError(f"silence must be a positive number of seconds, or None, but got {s!r}")
@@ -167,18 +167,18 @@ class DistributedGPipe(Partitioned):
                     f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank only; to begin with "
                     "other ranks, make a pipeline and load the state"
                 )
-            self._wires = Wires(self._ranks, self.rank, self.silence)
-            # Not the wires themselves, which a pipeline may close; those that are open are kept by their threads.
-            weakref.finalize(self, _part, weakref.ref(self._wires)).atexit = False
-        if self._wires.silence != self.silence:
+            self._connections = Connections(self._ranks, self.rank, self.silence)
+            # Not the connections themselves, which a pipeline may close; those that are open are kept by their threads.
+            weakref.finalize(self, _part, weakref.ref(self._connections)).atexit = False
+        if self._connections.silence != self.silence:
             raise RuntimeError(
-                f"silence was changed from {self._wires.silence} to {self.silence} while ranks are connected; call "
-                "close() on all of them first"
+                f"silence was changed from {self._connections.silence} to {self.silence} while ranks are connected; "
+                "call close() on all of them first"
             )
-        return self._wires
+        return self._connections
 
     def _run(self, args: Any, kwargs: Any, criterion: Callable[[Any], Tensor] | None) -> Any:
-        wires, stage = self._connected(), self._stages[0]
+        connections, stage = self._connected(), self._stages[0]
         self._serial += 1
 
         def finish(output: TensorOrTensors) -> tuple[Any, Tensor]:
@@ -194,7 +194,7 @@ class DistributedGPipe(Partitioned):
 
         def run() -> Any:
             micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
-            wires.meet(self._serial, stage.device, self._crossings)
+            connections.meet(self._serial, stage.device, self._crossings)
             kind = stage.device.type
             settings = {
                 "the balance": (*self.balance,),
@@ -207,10 +207,12 @@ class DistributedGPipe(Partitioned):
                 "the kind of device": kind,
                 "silence": self.silence,
             }
-            step = Step(wires, self._serial, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
+            step = RankBatch(
+                connections, self._serial, stage, self._crossings, settings, self.observer, micro_batches, owner=self
+            )
             return step.forward(finish)
 
-        with shared_failure(wires, self._serial, "the call"):
+        with shared_failure(connections, self._serial, "the call"):
             if backward_id() != -1:
                 raise RuntimeError(
                     "a pipeline over ranks cannot run within a backward, which each rank reaches at a time of its own "
@@ -235,7 +237,7 @@ class DistributedGPipe(Partitioned):
         return self._micro_batches(args[0])
 
 
-def _part(reference: weakref.ref[Wires]) -> None:
+def _part(reference: weakref.ref[Connections]) -> None:
     # In a thread of its own: nothing may wait where a pipeline is collected, which can be anywhere.
-    if (wires := reference()) is not None:
-        threading.Thread(target=wires.part, name="gpipe-parts", daemon=True).start()
+    if (connections := reference()) is not None:
+        threading.Thread(target=connections.part, name="gpipe-parts", daemon=True).start()

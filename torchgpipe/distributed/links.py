@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.connections import Wires, check_serial
+from torchgpipe.distributed.connections import Connections, check_serial
 from torchgpipe.distributed.wires.wire import Message, Receiver, Sender
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
@@ -24,17 +24,18 @@ class Messages(Links):
     kind: str
     step: int
 
-    def __init__(self, wires: Wires, serial: int, crossings: Sequence[Crossing]) -> None:
-        before, after = wires.own - self.step, wires.own + self.step
-        self._wires, self._serial = wires, serial
-        self._before = wires.receiver(self.kind, before) if 0 <= before < wires.n else None
-        self._after = wires.sender(self.kind, after) if 0 <= after < wires.n else None
+    def __init__(self, connections: Connections, serial: int, crossings: Sequence[Crossing]) -> None:
+        own = connections.own
+        before, after = own - self.step, own + self.step
+        self._connections, self._serial = connections, serial
+        self._before = connections.receiver(self.kind, before) if 0 <= before < connections.n else None
+        self._after = connections.sender(self.kind, after) if 0 <= after < connections.n else None
         self._between: dict[int, list[Crossing]] = defaultdict(list)  # this rank and another
         for crossing in crossings:
-            if wires.own in (crossing.source, crossing.target):
+            if own in (crossing.source, crossing.target):
                 self._between[self._other(crossing)].append(crossing)
         skips: list[Sender | Receiver] = [
-            (wires.sender if (other - wires.own) * self.step > 0 else wires.receiver)(f"{self.kind} skips", other)
+            (connections.sender if (other - own) * self.step > 0 else connections.receiver)(f"{self.kind} skips", other)
             for other in self._between
         ]
         for end in (self._before, self._after, *skips):
@@ -44,7 +45,7 @@ class Messages(Links):
         self._arrived: dict[Crossing, tuple[Any, Tensor | None]] = {}
 
     def check(self) -> None:
-        if self._wires.words.stopped:
+        if self._connections.liveness.stopped:
             raise Stopped
 
     def admit(self) -> None:
@@ -72,20 +73,20 @@ class Messages(Links):
         left[crossing] = about, tensor
         if len(left) == len(between):
             abouts, skips = zip(*(left[each] for each in between), strict=True)
-            sender = self._wires.sender(f"{self.kind} skips", other)
-            sender.settle(abs(other - self._wires.own))
+            sender = self._connections.sender(f"{self.kind} skips", other)
+            sender.settle(abs(other - self._connections.own))
             sender.give(Message(self._serial, abouts, skips))
             left.clear()
 
     def _fetch(self, crossing: Crossing) -> tuple[Any, Tensor | None]:
         if crossing not in self._arrived:
             other = self._other(crossing)
-            abouts, skips = self._read(self._wires.receiver(f"{self.kind} skips", other))
+            abouts, skips = self._read(self._connections.receiver(f"{self.kind} skips", other))
             self._arrived.update(zip(self._between[other], zip(abouts, skips, strict=True), strict=True))
         return self._arrived.pop(crossing)
 
     def _other(self, crossing: Crossing) -> int:
-        return crossing.target if crossing.source == self._wires.own else crossing.source
+        return crossing.target if crossing.source == self._connections.own else crossing.source
 
     def _read(self, receiver: Receiver | None) -> tuple[Any, Flat]:
         assert receiver is not None
@@ -104,9 +105,9 @@ class Forward(Messages):
     kind, step = "forward", 1
 
     def __init__(
-        self, wires: Wires, serial: int, crossings: Sequence[Crossing], seeds: Seeds, *, in_order: bool
+        self, connections: Connections, serial: int, crossings: Sequence[Crossing], seeds: Seeds, *, in_order: bool
     ) -> None:
-        super().__init__(wires, serial, crossings)
+        super().__init__(connections, serial, crossings)
         self._seeds, self._in_order = seeds, in_order
 
     def give(self, item: Item) -> None:

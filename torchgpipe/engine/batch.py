@@ -29,7 +29,7 @@ class Batch(ABC):
 
     Attributes:
         programs: in the order of `stages`.
-        contents: what the layers hold, if there may be a backward.
+        snapshots: what the layers hold, if there may be a backward.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Batch(ABC):
         self._private = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
         draws = self._seeds.of if self._private else in_order
         self.programs = [Program(stage, n, m, recomputed, ambient, draws, observer) for stage in stages]
-        self.contents = [program.contents for program in self.programs if program.contents is not None]
+        self.snapshots = [program.snapshot for program in self.programs if program.snapshot is not None]
 
     def _seeded(self) -> AbstractContextManager[object]:
         """Return what to enter around the forward."""
@@ -52,13 +52,13 @@ class Batch(ABC):
 
     def _check_kept(self) -> None:
         """Check, after the forward, that layers have kept their parameters."""
-        for contents in self.contents:
-            contents.check_kept()
+        for snapshot in self.snapshots:
+            snapshot.check_kept()
 
     def _begin_backward(self) -> Ambient:
         """Prepare the layers; return the modes, which are those where backward is called, as in a plain one."""
-        for contents in self.contents:
-            contents.begin(backward_id())
+        for snapshot in self.snapshots:
+            snapshot.begin(backward_id())
         return Ambient([program.stage.device for program in self.programs])
 
     @abstractmethod
@@ -72,7 +72,7 @@ def linked(batch: Batch, outputs: Sequence[Item], inputs: Sequence[Tensor]) -> l
     The node's inputs are `inputs` and all parameters.
     """
     flat: Any = [y for item in outputs for y in item.flat]
-    if batch.contents and any(y.requires_grad for y in flat):
+    if batch.snapshots and any(y.requires_grad for y in flat):
         flat = one_node(batch, [len(item.flat) for item in outputs], flat, inputs)
         if len(outputs) == 1:
             flat = unshared(flat, outputs[0].shared, inputs)
@@ -82,7 +82,7 @@ def linked(batch: Batch, outputs: Sequence[Item], inputs: Sequence[Tensor]) -> l
 
 def one_node(batch: Batch, widths: list[int], outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Flat:
     """Make one node of the caller's graph for a mini-batch; `widths` are how many outputs each micro-batch has."""
-    parameters = [p for contents in batch.contents for p in contents.leaves.parameters]
+    parameters = [p for snapshot in batch.snapshots for p in snapshot.stand_ins.parameters]
     made: Flat = _Node.apply(batch, TOKEN, widths, outputs, *inputs, *parameters)
     return made
 
@@ -110,5 +110,5 @@ class _Node(torch.autograd.Function):
         except BaseException:
             modes.set_back()
             raise
-        sums = [g for contents in batch.contents for g in contents.leaves.take(last=not keep)]
+        sums = [g for snapshot in batch.snapshots for g in snapshot.stand_ins.take(last=not keep)]
         return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)

@@ -31,7 +31,7 @@ from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
-from torchgpipe.tensors.copy import NOWHERE, CopyStreams, Dock, Route, current_stream, using
+from torchgpipe.tensors.copy import NO_FENCE, CopyPath, CopyStreams, StreamFence, current_stream, using
 from torchgpipe.tensors.item import Item, Portals, shared_by, unshared, versions
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.tensors.observe import Observer, observed
@@ -44,9 +44,9 @@ class GraphEngine:
         devices = [stage.device for stage in stages]
         self.stages = stages
         self.copies = CopyStreams(devices, enabled=copy_streams)
-        self.docked = [self.copies.needed and current_stream(device) is not None for device in devices]
+        self.fenced = [self.copies.needed and current_stream(device) is not None for device in devices]
         # Without CUDA copies, one thread runs the nodes, latest first. That is the right order, so no ties are needed.
-        self.tied = any(self.docked)
+        self.tied = any(self.fenced)
         self.dependency = dependency
 
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
@@ -75,7 +75,7 @@ class _MiniBatch:
             refuse_transforms()
         self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
         self._portals: Portals = {}
-        self._routes: dict[tuple[int, int], Route] = {}
+        self._paths: dict[tuple[int, int], CopyPath] = {}
         self._items = [self._item(x) for x in micro_batches]
         self._given = self._items[0].flat
         # Of each partition: the tie of its latest task.
@@ -84,33 +84,33 @@ class _MiniBatch:
     def task(self, i: int, j: int) -> None:
         # As late as possible, so that the earlier tasks of this partition do not wait for this one's inputs.
         item = self._take(i, j)
-        stage, dock = self._stages[j], self._dock(j)
+        stage, fence = self._stages[j], self._fence(j)
         tie: Tensor | None = None
         held: frozenset[int] = frozenset()
         if self._apart:
             partition, recomputed = self._partitions[j], i < self._checkpointed
             randomness = in_turn(partition.defaults, stage.generators, recomputed=recomputed)
             task = _Task(
-                stage, partition.contents, self._ambient, randomness, i, self._observer, recomputed,
-                partition=partition, arrival=item.dock, departure=dock,
+                stage, partition.snapshot, self._ambient, randomness, i, self._observer, recomputed,
+                partition=partition, arrival=item.fence, departure=fence,
             )  # fmt: skip
             outputs, tie = task.run(item, self._latest[j], tied=self._engine.tied)
-            atomic, held = task.atomic, partition.contents.held
+            atomic, held = task.atomic, partition.snapshot.held
         else:
-            item.dock.arrive(item.flat)
+            item.fence.arrive(item.flat)
             with observed(self._observer, "forward", i, j), in_turn((), (), recomputed=False).first():
                 outputs, atomic = stage.run(item.flat, item.atomic, item.shared)
-            dock.leave()
+            fence.leave()
         # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.
         shared = (False,) * len(outputs) if self._one_graph else shared_by(outputs, item.flat, item.shared, held)
         for skip in self._waiting(i) if self._one_graph else ():
             skip.versions = versions(skip.flat)
-        self._hand_over(i, j, Item(outputs, atomic, shared, dock, tie))
+        self._hand_over(i, j, Item(outputs, atomic, shared, fence, tie))
 
     def end(self) -> list[TensorOrTensors]:
         """Return the outputs."""
         for partition in self._partitions:
-            partition.contents.check_kept()
+            partition.snapshot.check_kept()
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
         outputs: list[Any] = [item.flat[0] if item.atomic else item.flat for item in self._items]
@@ -119,7 +119,7 @@ class _MiniBatch:
     def _item(self, micro_batch: TensorOrTensors) -> Item:
         flat = tensors_of(micro_batch)
         shared = (False,) * len(flat) if self._one_graph else shared_by(flat)
-        return Item(flat, isinstance(micro_batch, Tensor), shared, self._dock(0))
+        return Item(flat, isinstance(micro_batch, Tensor), shared, self._fence(0))
 
     def _take(self, i: int, j: int) -> Item:
         item = self._items[i]
@@ -130,7 +130,7 @@ class _MiniBatch:
         for arrival in self._stages[j].arrivals:
             skip = self._portals.pop((i, arrival.key))
             if skip.flat[0] is not None:
-                copied = self._route(arrival.source, j).copy(skip.flat, i, skip.dock, item.dock)
+                copied = self._path(arrival.source, j).copy(skip.flat, i, skip.fence, item.fence)
                 skip = Item(copied, True, skip.shared)
             item = item.with_skip(skip, j)
         return item
@@ -144,38 +144,38 @@ class _MiniBatch:
             item, self._portals[i, departure.key] = item.parted()
         self._latest[j] = item.tie if self._engine.dependency else None
         following = min(j + 1, len(self._stages) - 1)
-        route, arrival = self._route(j, following), self._dock(following)
-        if route.elsewhere:
-            item = Item(route.copy(item.flat, i, item.dock, arrival, item.tie), item.atomic, item.shared)
-        item.dock = arrival
+        path, arrival = self._path(j, following), self._fence(following)
+        if path.elsewhere:
+            item = Item(path.copy(item.flat, i, item.fence, arrival, item.tie), item.atomic, item.shared)
+        item.fence = arrival
         self._items[i] = item
 
-    def _dock(self, j: int) -> Dock:
-        return Dock(self._stages[j].device) if self._engine.docked[j] else NOWHERE
+    def _fence(self, j: int) -> StreamFence:
+        return StreamFence(self._stages[j].device) if self._engine.fenced[j] else NO_FENCE
 
-    def _route(self, source: int, target: int) -> Route:
-        if (source, target) not in self._routes:
-            self._routes[source, target] = Route(self._engine.copies, source, target, self._observer)
-        return self._routes[source, target]
+    def _path(self, source: int, target: int) -> CopyPath:
+        if (source, target) not in self._paths:
+            self._paths[source, target] = CopyPath(self._engine.copies, source, target, self._observer)
+        return self._paths[source, target]
 
 
 class _Partition:
     """What the tasks of one partition have in common in a mini-batch."""
 
     def __init__(self, stage: Stage, recomputed: bool) -> None:
-        self.contents = stage.contents(recomputed=recomputed)
-        self.gate = gate(self.contents.leaves, stage.device)
+        self.snapshot = stage.snapshot(recomputed=recomputed)
+        self.gate = gate(self.snapshot.stand_ins, stage.device)
         self.stream = current_stream(stage.device)
         self.defaults = default_generators(stage.device)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Task(TaskGraph):
-    """A task as a node of the caller's graph, with the docks at its sides; and whether its output is `atomic`."""
+    """A task as a node of the caller's graph, with the fences at its sides; and whether its output is `atomic`."""
 
     partition: _Partition
-    arrival: Dock
-    departure: Dock
+    arrival: StreamFence
+    departure: StreamFence
     atomic: bool = True
 
     def run(self, item: Item, before: Tensor | None, *, tied: bool) -> tuple[Flat, Tensor | None]:
@@ -192,7 +192,7 @@ class _Task(TaskGraph):
 
     def recompute_now(self) -> None:
         """Recompute in the backward in progress."""
-        self.contents.begin(backward_id())
+        self.snapshot.begin(backward_id())
         # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
         with using(self.partition.stream):
             self.recompute(keep=keeps_graph())
@@ -200,7 +200,7 @@ class _Task(TaskGraph):
     def backward_now(self, grads: Flat) -> Flat:
         """Take part in the backward in progress."""
         if all_none(grads):
-            self.contents.begin(backward_id())
+            self.snapshot.begin(backward_id())
         else:
             self.recompute_now()
         self.departure.arrive(grads)

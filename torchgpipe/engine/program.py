@@ -65,7 +65,7 @@ class Program:
     """Run partition `stage`, one of `n`, on the `m` micro-batches of a mini-batch; keep what its backward needs.
 
     Attributes:
-        contents: what the layers hold, if there may be a backward.
+        snapshot: what the layers hold, if there may be a backward.
         doing: what it does now or did last, in words.
         computing: the same while a task is computed; `None` while it waits for other programs, or has ended.
     """
@@ -75,7 +75,7 @@ class Program:
     ) -> None:
         self.stage = stage
         self.ambient = ambient
-        self.contents = stage.contents(recomputed=recomputed > 0) if ambient.grad else None
+        self.snapshot = stage.snapshot(recomputed=recomputed > 0) if ambient.grad else None
         self._j, self._n, self._m = stage.index, n, m
         self._recomputed = recomputed
         self._draws = draws
@@ -177,16 +177,16 @@ class Program:
 
     def _task(self, i: int, item: Item) -> Item:
         stage, flat, j = self.stage, item.flat, self._j
-        if self.contents is None:
+        if self.snapshot is None:
             with observed(self._observer, "forward", i, j), self._draws(i, stage, False).first():
                 outputs, atomic = stage.run(flat, item.atomic, item.shared)
             return Item(outputs, atomic, shared_by(outputs, flat, item.shared))
         recomputed = i < self._recomputed
         randomness = self._draws(i, stage, recomputed)
-        graph = TaskGraph(stage, self.contents, self.ambient, randomness, i, self._observer, recomputed)
+        graph = TaskGraph(stage, self.snapshot, self.ambient, randomness, i, self._observer, recomputed)
         self._graphs.append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)
-        return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.contents.held))
+        return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.snapshot.held))
 
 
 def in_order(i: int, stage: Stage, recomputed: bool) -> Randomness:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import Stashed
-from torchgpipe.plan.count.task import Task, task_bytes
+from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
 from torchgpipe.plan.predict import Setup, crossing
 from torchgpipe.tensors.checkpoint import checkpointed
 
@@ -96,7 +96,7 @@ class _Step:
             yield from self._backward(i)
         yield replace(self._always, gradients=self._parameters, stashed=gathered, update=self._update)
 
-    def _task(self, i: int) -> Task:
+    def _task(self, i: int) -> TaskBytes:
         return self._checkpointed if i < self._recomputed else self._plain
 
     def _stashed(self, count: int) -> float:
@@ -144,13 +144,13 @@ class _Step:
         waiting = self._m - 1 - i
         return sum(min(waiting, j - source) * x.grad for source, target, x in self._crossings if target == j)
 
-    def _grads_under_way(self, task: Task, begins: bool) -> float:
+    def _grads_under_way(self, task: TaskBytes, begins: bool) -> float:
         """Return the bytes of copies: the gradient of the output, and that of the last input, which is on its way."""
         arrived = self._plain.output_grad if self._counts.copied and not self._last else 0.0
         return arrived + (0.0 if begins or self._first else task.input_grad)
 
 
-def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) -> Task:
+def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) -> TaskBytes:
     key = (size, start, stop, checkpoint)
     if key not in counts.tasks:
         footprints = counts.footprints(size)

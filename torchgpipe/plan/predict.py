@@ -51,7 +51,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """A predicted step: its timeline, and the seconds that the optimizer takes after it, with setting to zero."""
 
     timeline: Timeline
@@ -164,14 +164,14 @@ class Predictor:
         transfer = self.hardware.transfer
         return [transfer(x) for x in through], {route: transfer(x) for route, x in beside.items()}
 
-    def step(self, setup: Setup) -> Step:
+    def step(self, setup: Setup) -> PredictedStep:
         """Predict one step."""
         layers = self.layers(setup.sizes[0]).layers
         weights = [sum(layer.parameters for layer in layers[a:b]) for a, b in setup.cuts]
         timeline = replay(self.costs(setup))
         if self.hardware.sharing:
             timeline = shared(timeline, self.hardware.sharing)
-        return Step(timeline, self.update(setup, weights))
+        return PredictedStep(timeline, self.update(setup, weights))
 
     def update(self, setup: Setup, parameters: Sequence[float]) -> float:
         """Return the seconds of the optimizer's step, from each partition's bytes."""

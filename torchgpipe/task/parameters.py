@@ -1,12 +1,12 @@
-"""Leaves: what tasks use in place of a partition's parameters, and the gate through which their gradients leave.
+"""What tasks use in place of a partition's parameters, and the gate through which their gradients leave.
 
 If the graphs of tasks ended in the parameters, each task would add to `.grad` by itself: hooks would run for every
-task, and `autograd.grad` would find nothing. So tasks run on leaves: detached parameters, put into the layers for as
+task, and `autograd.grad` would find nothing. So tasks run on stand-ins: detached parameters, put into the layers for as
 long as a task runs. A gate is one node of the caller's graph for each partition and mini-batch:
 
     parameters ─▶ gate ─▶ an empty tensor ─▶ every task of the partition ─▶ …
 
-Its backward comes after those of all tasks, and returns what they added up in the leaves.
+Its backward comes after those of all tasks, and returns what they added up in the stand-ins.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TOKEN = torch.empty(0, requires_grad=True)
 """A dummy input that requires grad. With it, autograd makes a node even if no other input requires grad."""
 
 
-class Leaves:
-    """The leaves of the parameters of `modules` that take gradients; one leaf for a parameter that occurs twice."""
+class StandInParameters:
+    """Stand-ins for the parameters of `modules` that take gradients; one for a parameter that occurs twice."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         made: dict[Tensor, Tensor] = {}
@@ -60,7 +60,7 @@ class Leaves:
                     if p.requires_grad:
                         replaced[name] = made.get(p)
                         if replaced[name] is None:
-                            replaced[name] = made[p] = _leaf(p)
+                            replaced[name] = made[p] = _stand_in(p)
             self._places.append(module.__dict__)
             self._dicts.append(replaced)
         self._versions = [p._version for _, p in self._all]
@@ -70,18 +70,18 @@ class Leaves:
         ]
         self._ids = [id(x) for d in self._watched for x in d.values()]
         self.parameters = list(made)
-        self._leaves = list(made.values())
+        self._stand_ins = list(made.values())
         self._backward = -1
         self._under_way = False
         self._thread: int | None = None
         self.untouched = False  # true from the start of a backward until its first task has run
 
     def in_place(self) -> InPlace:
-        """Put the leaves into the modules. The caller holds the lock of the modules."""
+        """Put the stand-ins into the modules. The caller holds the lock of the modules."""
         return InPlace("_parameters", self._places, self._dicts)
 
     def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
-        """Raise `RuntimeError` if a parameter was changed in place since the leaves were made.
+        """Raise `RuntimeError` if a parameter was changed in place since the stand-ins were made.
 
         `forward`: this is asked right after a first pass.
         """
@@ -98,8 +98,8 @@ class Leaves:
 
     def check_kept(self, partition: int) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
-        frozen = not all([leaf.requires_grad for leaf in self._leaves])
-        moved = [_address(leaf) for leaf in self._leaves] != [_address(p) for p in self.parameters]
+        frozen = not all([stand_in.requires_grad for stand_in in self._stand_ins])
+        moved = [_address(stand_in) for stand_in in self._stand_ins] != [_address(p) for p in self.parameters]
         if frozen or moved or [id(x) for d in self._watched for x in d.values()] != self._ids:
             raise RuntimeError(
                 f"a layer of partition {partition} replaced, added or froze a parameter in its forward, which tasks "
@@ -107,8 +107,8 @@ class Leaves:
             )
 
     def check_without_gradients(self) -> None:
-        """Raise `RuntimeError` if a leaf has a gradient before the first task of this backward has run."""
-        if self.untouched and any(leaf.grad is not None for leaf in self._leaves):
+        """Raise `RuntimeError` if a stand-in has a gradient before the first task of this backward has run."""
+        if self.untouched and any(stand_in.grad is not None for stand_in in self._stand_ins):
             raise RuntimeError(BY_ANOTHER_WAY)
         self.untouched = False
 
@@ -138,16 +138,16 @@ class Leaves:
     def _end(self) -> None:
         """Note, as the last thing of a backward, that it has ended, with no gradient left that nobody takes."""
         self._thread = None
-        if not self._under_way and any(leaf.grad is not None for leaf in self._leaves):
+        if not self._under_way and any(stand_in.grad is not None for stand_in in self._stand_ins):
             raise RuntimeError(BY_ANOTHER_WAY)
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
         """Return the summed gradients of `parameters` and clear them. With `last`, any later gradient is an error."""
-        grads = [leaf.grad for leaf in self._leaves]
-        for leaf in self._leaves:
-            leaf.grad = None
+        grads = [stand_in.grad for stand_in in self._stand_ins]
+        for stand_in in self._stand_ins:
+            stand_in.grad = None
             if last:
-                leaf.register_hook(_refuse)
+                stand_in.register_hook(_refuse)
         self._under_way = False
         return grads
 
@@ -156,25 +156,25 @@ def _refuse(_: Tensor) -> None:
     raise RuntimeError(BY_ANOTHER_WAY)
 
 
-def gate(leaves: Leaves, device: torch.device) -> Tensor:
+def gate(stand_ins: StandInParameters, device: torch.device) -> Tensor:
     """Return an empty tensor that tasks take as an input, so that they belong to the graph of the parameters.
 
     It is made on `device`, where the gradients will be added up. Without parameters it is a mere token.
     """
-    opened: Tensor = _Gate.apply(leaves, device, *leaves.parameters) if leaves.parameters else TOKEN
+    opened: Tensor = _Gate.apply(stand_ins, device, *stand_ins.parameters) if stand_ins.parameters else TOKEN
     return opened
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaves: Leaves, device: torch.device, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, stand_ins: StandInParameters, device: torch.device, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.leaves = leaves
+        ctx.stand_ins = stand_ins
         return torch.empty(0, device=device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.leaves.take(last=not keeps_graph()))
+        return (None, None, *ctx.stand_ins.take(last=not keeps_graph()))
 
 
 class InPlace:
@@ -207,19 +207,19 @@ class InPlace:
             self.__exit__()
 
 
-def _leaf(p: Tensor) -> Tensor:
-    leaf = p.detach()
+def _stand_in(p: Tensor) -> Tensor:
+    stand_in = p.detach()
     if not isinstance(p, nn.Parameter):
-        return leaf.requires_grad_()
+        return stand_in.requires_grad_()
     # Layers may look at the type, and at what users have written on a parameter.
-    if type(leaf) is Tensor and type(p) is not nn.Parameter:
-        leaf = leaf.as_subclass(type(p)).requires_grad_()
+    if type(stand_in) is Tensor and type(p) is not nn.Parameter:
+        stand_in = stand_in.as_subclass(type(p)).requires_grad_()
     else:
-        leaf = nn.Parameter(leaf)
-    leaf.__dict__ = p.__dict__  # what a layer or a hook writes on a parameter is for the parameter
-    if getattr(p, "grad_dtype", None) != getattr(leaf, "grad_dtype", None):
-        leaf.grad_dtype = p.grad_dtype
-    return leaf
+        stand_in = nn.Parameter(stand_in)
+    stand_in.__dict__ = p.__dict__  # what a layer or a hook writes on a parameter is for the parameter
+    if getattr(p, "grad_dtype", None) != getattr(stand_in, "grad_dtype", None):
+        stand_in.grad_dtype = p.grad_dtype
+    return stand_in
 
 
 def _address(x: Tensor) -> int:

@@ -13,8 +13,8 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.batchnorm import DeferredBatchNorm
-from torchgpipe.task.contents import Contents, modules_of
 from torchgpipe.task.randomness import own_generators
+from torchgpipe.task.snapshot import LayerSnapshot, modules_of
 from torchgpipe.tensors.item import Shared, check_unchanged, versions
 from torchgpipe.tensors.microbatch import Flat, check
 from torchgpipe.tensors.observe import NOTHING
@@ -64,10 +64,10 @@ class Stage:
         # Most partitions need neither a device to be current, nor a scope for skips.
         self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
 
-    def contents(self, *, recomputed: bool) -> Contents:
+    def snapshot(self, *, recomputed: bool) -> LayerSnapshot:
         """Return what the layers hold now; `recomputed` says whether some task will run them twice."""
         with self.lock:
-            return Contents(self.index, self.modules, self.lock, recomputed=recomputed)
+            return LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed)
 
     def run(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.

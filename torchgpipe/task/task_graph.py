@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from torchgpipe.task.ambient import Ambient, Modes, without_fast_attention
-from torchgpipe.task.contents import Buffers, Contents
 from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
 from torchgpipe.task.randomness import Randomness
+from torchgpipe.task.snapshot import Buffers, LayerSnapshot
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, run_backward
 from torchgpipe.tensors.checkpoint import checkpointing, recomputing
@@ -34,10 +34,10 @@ from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 @dataclass(slots=True, eq=False)
 class TaskGraph:
-    """Forward, recomputation and backward of micro-batch `i` on `stage`, whose layers hold `contents`."""
+    """Forward, recomputation and backward of micro-batch `i` on `stage`, whose layers hold `snapshot`."""
 
     stage: Stage
-    contents: Contents
+    snapshot: LayerSnapshot
     ambient: Ambient
     randomness: Randomness
     i: int
@@ -56,7 +56,7 @@ class TaskGraph:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
         _check_not_cached()
         self._needs = tuple([x is not None and x.requires_grad for x in inputs])
-        self.checkpoint = self.checkpoint and (True in self._needs or bool(self.contents.leaves.parameters))
+        self.checkpoint = self.checkpoint and (True in self._needs or bool(self.snapshot.stand_ins.parameters))
         with observed(self.observer, "forward", self.i, self.stage.index):
             if self.checkpoint:
                 return self._first_pass(inputs, atomic, shared)
@@ -82,7 +82,7 @@ class TaskGraph:
                 except BaseException:
                     modes.set_back()
                     raise
-            self.contents.leaves.check_without_gradients()
+            self.snapshot.stand_ins.check_without_gradients()
 
     def _recompute(self, inputs: Flat, atomic: bool, keep: bool) -> None:
         _check_not_cached()
@@ -92,14 +92,14 @@ class TaskGraph:
                 "would start from other values; do not change inputs before backward(), and make a layer that does "
                 "so out-of-place (inplace=False), or use checkpoint='never'"
             )
-        in_place = atomic and self.contents.begins_in_place
+        in_place = atomic and self.snapshot.begins_in_place
         with (
-            self.contents.lock,
+            self.snapshot.lock,
             torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
             torch.enable_grad(),
             self.ambient.again(),
             recomputing(),
-            self.contents.second_pass(self._buffers),
+            self.snapshot.second_pass(self._buffers),
             self.randomness.again(),
         ):
             self._build(self._entered(_copied(inputs) if in_place else inputs), atomic)
@@ -138,9 +138,9 @@ class TaskGraph:
         roots = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
         if not roots:
             return
-        self.contents.leaves.untouched = False
+        self.snapshot.stand_ins.untouched = False
         # Within the leaves, too: a layer may run again in backward, by torch.utils.checkpoint.
-        with self.contents.lock, self.contents.leaves.in_place(), self.randomness.backward():
+        with self.snapshot.lock, self.snapshot.stand_ins.in_place(), self.randomness.backward():
             try:
                 run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
             except BaseException:
@@ -157,20 +157,20 @@ class TaskGraph:
         self._versions = versions(inputs)
         # Without the caller's graph: a layer may put hooks on its input.
         given = _detached(inputs)
-        in_place = atomic and self.contents.begins_in_place
+        in_place = atomic and self.snapshot.begins_in_place
         if in_place:
             given = _copied(given)
         with (
-            self.contents.lock,
+            self.snapshot.lock,
             torch.no_grad() if torch.is_grad_enabled() else NOTHING,
             self.ambient.for_first_pass(),
             without_fast_attention() if self.stage.attends else NOTHING,
             checkpointing(),
             self.randomness.first(),
         ):
-            self._buffers = self.contents.before_first_pass()
+            self._buffers = self.snapshot.before_first_pass()
             outputs, out_atomic = self.stage.run(given, atomic, shared)
-            self.contents.after_first_pass(self._buffers)
+            self.snapshot.after_first_pass(self._buffers)
             self.randomness.ended()
         if versions(inputs) != self._versions:
             raise RuntimeError(
@@ -190,7 +190,7 @@ class TaskGraph:
         return entered
 
     def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
-        with self.contents.lock, self.contents.leaves.in_place():
+        with self.snapshot.lock, self.snapshot.stand_ins.in_place():
             outputs, out_atomic = self.stage.run(inputs, atomic, shared)
         self._edges = [None if y is None or not y.requires_grad else edge_of(y) for y in outputs]
         return outputs, out_atomic

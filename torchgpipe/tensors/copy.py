@@ -3,13 +3,13 @@
 All tensors that a task sends to another device are copied together, by one node of the autograd graph:
 
     the task ends      the source's compute stream is marked by an event
-    copy               on the two streams of this route, which wait for that event
+    copy               on the two streams of this path, which wait for that event
     the next begins    the target's compute stream waits for the copy
 
 Backward mirrors them. So a copy overlaps the computation of both devices. Memory that is used on another stream than
 the one it was allocated on is recorded there.
 
-A stream that waits holds up what it is given later. So every wait is for an event, and no two routes share a stream.
+A stream that waits holds up what it is given later. So every wait is for an event, and no two paths share a stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 Ends = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
-"""The streams at both ends of a route; `None` off CUDA."""
+"""The streams at both ends of a path; `None` off CUDA."""
 
 
 class CopyStreams:
@@ -39,17 +39,17 @@ class CopyStreams:
         self._made: dict[tuple[int, int], Ends] = {}
 
     def between(self, source: int, target: int) -> Ends:
-        """Return the streams at both ends of the route from partition `source` to `target`."""
+        """Return the streams at both ends of the path from partition `source` to `target`."""
         if self._enabled and (source, target) not in self._made:
             self._made[source, target] = new_stream(self.devices[source]), new_stream(self.devices[target])
         return self._made.get((source, target), (None, None))
 
 
-class Dock:
+class StreamFence:
     """One side of a task, where tensors leave for other devices or arrive from them.
 
     What a task takes in arrives in forward, and its gradients leave in backward; what it gives out, the other way
-    round. The compute stream is the one that is current when the dock is made.
+    round. The compute stream is the one that is current when the fence is made.
     """
 
     __slots__ = ("_compute", "_expected", "_left")
@@ -84,7 +84,7 @@ class Dock:
             self._expected.append(stream.record_event())
 
 
-class Route:
+class CopyPath:
     """The way from one partition's device to another's, for the length of a mini-batch.
 
     Without streams of its own, it uses the compute streams that are current when it is made. `observer` is that of
@@ -99,7 +99,9 @@ class Route:
         self._outbound, self._inbound = streams.between(source, target) if self.elsewhere else (None, None)
         self.streams = self._outbound or current_stream(self.source), self._inbound or current_stream(self.target)
 
-    def copy(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, tie: Tensor | None = None) -> Flat:
+    def copy(
+        self, tensors: Flat, i: int, departure: StreamFence, arrival: StreamFence, tie: Tensor | None = None
+    ) -> Flat:
         """Copy `tensors`, of micro-batch `i`, to the target. In backward, the task that made `tie` comes after it."""
         if not self.elsewhere:
             return tensors
@@ -107,7 +109,7 @@ class Route:
             copies: Flat = _Copy.apply(self, i, departure, arrival, tie, *tensors)
         return copies
 
-    def move(self, tensors: Flat, i: int, departure: Dock, arrival: Dock, *, back: bool = False) -> Flat:
+    def move(self, tensors: Flat, i: int, departure: StreamFence, arrival: StreamFence, *, back: bool = False) -> Flat:
         """Copy to the target, or `back`, on the streams that are current; a copy to the host is complete at return."""
         sender, device = self._ends[back], self.source if back else self.target
         here, there = (self._inbound, self._outbound) if back else (self._outbound, self._inbound)
@@ -122,11 +124,17 @@ class Route:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, route: Route, i: int, departure: Dock, arrival: Dock, tie: Tensor | None, *tensors: Tensor | None
+        ctx: Any,
+        path: CopyPath,
+        i: int,
+        departure: StreamFence,
+        arrival: StreamFence,
+        tie: Tensor | None,
+        *tensors: Tensor | None,
     ) -> Flat:
         ctx.set_materialize_grads(False)
-        ctx.route, ctx.i, ctx.departure, ctx.arrival = route, i, departure, arrival
-        copies = route.move(tensors, i, departure, arrival)
+        ctx.path, ctx.i, ctx.departure, ctx.arrival = path, i, departure, arrival
+        copies = path.move(tensors, i, departure, arrival)
         needs = ctx.needs_input_grad[5:]
         ctx.mark_non_differentiable(*(y for y, n in zip(copies, needs, strict=True) if y is not None and not n))
         return copies
@@ -135,8 +143,8 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * (5 + len(grads))
-        with using(*ctx.route.streams):
-            back = ctx.route.move(grads, ctx.i, ctx.arrival, ctx.departure, back=True)
+        with using(*ctx.path.streams):
+            back = ctx.path.move(grads, ctx.i, ctx.arrival, ctx.departure, back=True)
         return None, None, None, None, None, *back
 
 
@@ -171,5 +179,5 @@ def _using(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
         yield
 
 
-NOWHERE = Dock(torch.device("cpu"))
-"""The dock of tasks that exchange nothing between devices."""
+NO_FENCE = StreamFence(torch.device("cpu"))
+"""The fence of tasks that exchange nothing between devices."""

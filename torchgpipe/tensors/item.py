@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.tensors._autograd import storage_of
-from torchgpipe.tensors.copy import NOWHERE, Dock
+from torchgpipe.tensors.copy import NO_FENCE, StreamFence
 from torchgpipe.tensors.microbatch import Flat
 
 Shared = tuple[bool, ...]
@@ -31,13 +31,13 @@ class Item:
         atomic: whether the micro-batch is one tensor, rather than a tuple of them.
         shared: which of them must not be changed in place.
         versions: how often each had been changed in place when it was handed on.
-        dock, tie: for the graph engine, the streams to wait for, and the tensor that orders backward.
+        fence, tie: for the graph engine, the streams to wait for, and the tensor that orders backward.
     """
 
     flat: Flat
     atomic: bool
     shared: Shared
-    dock: Dock = NOWHERE
+    fence: StreamFence = NO_FENCE
     tie: Tensor | None = None
     versions: list[int | None] = field(init=False)
 
@@ -47,12 +47,12 @@ class Item:
     def with_skip(self, skip: Item, partition: int) -> Item:
         """Return the micro-batch with one more skip, which `partition` takes."""
         skip.check_handed_on(partition)
-        return Item(self.flat + skip.flat, self.atomic, self.shared + skip.shared, self.dock, self.tie)
+        return Item(self.flat + skip.flat, self.atomic, self.shared + skip.shared, self.fence, self.tie)
 
     def parted(self) -> tuple[Item, Item]:
         """Return the micro-batch without its last skip, and that skip."""
-        rest = Item(self.flat[:-1], self.atomic, self.shared[:-1], self.dock, self.tie)
-        return rest, Item(self.flat[-1:], True, self.shared[-1:], self.dock)
+        rest = Item(self.flat[:-1], self.atomic, self.shared[:-1], self.fence, self.tie)
+        return rest, Item(self.flat[-1:], True, self.shared[-1:], self.fence)
 
     def check_handed_on(self, partition: int) -> None:
         """Raise `RuntimeError` if a tensor was changed in place since it was handed on to `partition`."""

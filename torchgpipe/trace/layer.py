@@ -24,7 +24,7 @@ from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.signature import Signature, arguments
 
 
-class Step(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of a layer; afterwards the values in `spent` are not used any more."""
 
     target: Callable[..., Any] | str
@@ -34,8 +34,11 @@ class Step(NamedTuple):
     grad: bool
     spent: tuple[int, ...]
 
-    def __deepcopy__(self, memo: object) -> Step:
+    def __deepcopy__(self, memo: object) -> RecordedCall:
         return self
+
+
+Step = RecordedCall  # its name in pickles of older versions
 
 
 class Batch(NamedTuple):
@@ -239,15 +242,15 @@ def _out_of_layers(module: nn.Module, incompatible: Any) -> None:
                 names[i] = name = name.replace(key, "", 1)
 
 
-def _steps(plan: Plan) -> list[Step]:
+def _steps(plan: Plan) -> list[RecordedCall]:
     """Return the plan's calls; each lets go of the values that no later one uses."""
     needed = {*plan.outputs, *(number for _, number in plan.stashes)}
     given = {*plan.inputs, *(number for _, number in plan.pops)}
-    steps: list[Step] = []
+    steps: list[RecordedCall] = []
     for i, call in reversed([*enumerate(plan.calls)]):
         used = {*values_in((call.args, call.kwargs)), *call.outputs, *(given if i == 0 else ())}
         spent = tuple(sorted(used - needed))
-        steps.append(Step(call.target, call.args, call.kwargs, call.outputs, call.grad, spent))
+        steps.append(RecordedCall(call.target, call.args, call.kwargs, call.outputs, call.grad, spent))
         needed |= used
     return steps[::-1]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.task.contents import SMALL
+from torchgpipe.task.snapshot import SMALL
 
 from ...library.traced import Squared
 from ...plain import Plain

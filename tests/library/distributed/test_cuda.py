@@ -20,7 +20,7 @@ from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.distributed.wires import cuda
 from torchgpipe.distributed.wires.cuda import Departure, Transfer
 from torchgpipe.distributed.wires.layout import dense
-from torchgpipe.distributed.wires.wire import Message, Route, Sender
+from torchgpipe.distributed.wires.wire import Message, Sender, WireAddress
 from torchgpipe.engine.relay import Stopped
 
 from ...parts import Fails
@@ -92,7 +92,7 @@ def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: 
                 train(model, *batch)
         own = f"rank {victim} failed in {TASKS[phase]}: ValueError: on purpose"
         assert str(caught.value) == ("on purpose" if rank == victim else own)
-        lost.append(weakref.ref(model._wires))
+        lost.append(weakref.ref(model._connections))
         ready.wait()
         if rank == 0:
             assert all(pair.aborted for pair in world.pairs)
@@ -188,7 +188,7 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
     noted: Any = Mock(late=1)  # a group, a transfer, and what the transfer says is to be waited for
     noted.begin.side_effect = lambda: began.append(threading.current_thread().name)
     noted.depart.side_effect = lambda tensors: Departure(tensors, noted.before, noted.after)
-    sender = Sender(Route(noted, 1, 0, lambda error: None, noted))
+    sender = Sender(WireAddress(noted, 1, 0, lambda error: None, noted))
     sender.give(Message(1, None, ()))
     assert not noted.depart.called, "it is late by one message"
     sender.release()

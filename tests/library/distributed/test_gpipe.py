@@ -86,8 +86,8 @@ def test_only_what_is_needed_is_sent() -> None:
     described, sent = [], []
     for size in (20, 20, 15, 20, 15):
         seen(ours, size)
-        described.append(ours._wires.described)  # type: ignore[union-attr]
-        counted = ours._wires.sent.items()  # type: ignore[union-attr]
+        described.append(ours._connections.described)  # type: ignore[union-attr]
+        counted = ours._connections.sent.items()  # type: ignore[union-attr]
         sent.append(Counter({key: count for key, count in counted if key[0] != "control"}))
     first, again, others, *later = described
     assert first == again < others == later[0] == later[1], described
@@ -116,14 +116,14 @@ def test_the_last_ranks_end_first() -> None:
     ours = DistributedGPipe(each, [2, 1, 1], chunks=2, checkpoint="never")
     layer.at("backward", dist.barrier)  # until all other ranks have closed their connections
     loss_of(ours).backward()
-    wires: weakref.ref[Any] = weakref.ref(ours._wires)
+    connections: weakref.ref[Any] = weakref.ref(ours._connections)
     if rank:
         ours.close()
         dist.barrier()
     ours.close()
     assert all(p.grad is not None for p in ours.parameters())
     loss_of(ours).backward()
-    assert_eventually(lambda: gc.collect() >= 0 and wires() is None, lambda: "connections are kept", 10)
+    assert_eventually(lambda: gc.collect() >= 0 and connections() is None, lambda: "connections are kept", 10)
 
 
 def test_a_process_forks_after_connections_were_closed() -> None:

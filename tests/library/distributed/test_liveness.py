@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchgpipe.distributed.liveness import idle
 from torchgpipe.distributed.liveness.idle import Idle, cpu_time_of_descendants, place
-from torchgpipe.distributed.liveness.watch import Activity, Label, Watch
+from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
 
 from ...parts import Fails
 from ..ledger import assert_eventually
@@ -166,18 +166,18 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
 @contextmanager
 def watching(
     silence: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
-) -> Iterator[tuple[Watch, Activity, SimpleQueue[str]]]:
+) -> Iterator[tuple[RankMonitor, Activity, SimpleQueue[str]]]:
     """Let rank 0 watch three others, of which some are heard all the time."""
     activity, wrong = Activity(), SimpleQueue[str]()
     label = Label(1, waits, "at home")
 
-    made: list[Watch] = []
+    made: list[RankMonitor] = []
 
     def beat(peer: int, own: Label) -> None:
         for watch in made * (peer in heard):
             watch.heard(peer, label)
 
-    watch = Watch(0, [1, 2, 3], activity, silence, beat, wrong.put)
+    watch = RankMonitor(0, [1, 2, 3], activity, silence, beat, wrong.put)
     made.append(watch)
     for peer in (1, 2, 3):
         watch.heard(peer, label)
@@ -211,7 +211,7 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
 @pytest.mark.usefixtures("without_ranks")
 def test_a_task_of_sharded_layers_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may wait for a rank of another pipeline."""
-    monkeypatch.setattr("torchgpipe.distributed.liveness.watch.sharded", lambda modules: set(modules))
+    monkeypatch.setattr("torchgpipe.distributed.liveness.monitor.sharded", lambda modules: set(modules))
     program: Any = SimpleNamespace(doing="a task", computing="a task", stage=SimpleNamespace(partition=nn.Linear(1, 1)))
     with watching(0.5, heard=(1, 2, 3)) as (_, activity, wrong), activity.call(4, "the call", program):
         time.sleep(1.5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.distributed.wires.layout import SLOT
-from torchgpipe.distributed.wires.wire import Message, Receiver, Route, Sender
+from torchgpipe.distributed.wires.wire import Message, Receiver, Sender, WireAddress
 
 from .threads import Group, World
 
@@ -26,7 +26,7 @@ def wire() -> Iterator[Wire]:
         raise error
 
     world = World(2, None)
-    here, there = (Route(Group(world, "", rank), 1 - rank, 0, broken) for rank in (0, 1))  # type: ignore[arg-type]
+    here, there = (WireAddress(Group(world, "", rank), 1 - rank, 0, broken) for rank in (0, 1))  # type: ignore[arg-type]
     sender = Sender(here)
     yield sender, Receiver(there)
     sender.stop()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from torchgpipe.distributed import connections as wires
+from torchgpipe.distributed import connections
 
 from ...start import TORCHRUN, python
 
@@ -14,10 +14,10 @@ from ...start import TORCHRUN, python
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=0.2))
-    monkeypatch.setattr(wires, "NOTICE", 0.1)
-    monkeypatch.setattr(wires, "_get_default_store", lambda: store)
+    monkeypatch.setattr(connections, "NOTICE", 0.1)
+    monkeypatch.setattr(connections, "_get_default_store", lambda: store)
     with pytest.raises(RuntimeError, match=r"has waited for 0.2 s .* no sign of rank 1, 2;"):
-        wires.Wires([0, 1, 2], 0, None)
+        connections.Connections([0, 1, 2], 0, None)
     assert capsys.readouterr().err.startswith("rank 0 has waited for 0.1 s for others to make")
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.distributed import connections as wires
+from torchgpipe.distributed import connections
 from torchgpipe.distributed.wires import cuda
 from torchgpipe.distributed.wires.layout import SLOT
 from torchgpipe.engine import batch
@@ -61,7 +61,7 @@ class Group:
     own: int
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        self.world.sent[wires.KINDS[tag], self.own, peer] += 1
+        self.world.sent[connections.KINDS[tag], self.own, peer] += 1
         return self._posted(tensors[0].clone(), peer, (self.name, self.own, peer, tag), 0)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
@@ -231,11 +231,11 @@ def play(streams: Any, gpus: Sequence[str]) -> World:
         "ProcessGroupNCCL": world.pair,
     }.items():
         patch.setattr(dist, name, value, raising=False)
-    for module in (wires, cuda):
+    for module in (connections, cuda):
         patch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
-    patch.setattr(wires, "_get_default_store", lambda: "")
-    patch.setattr(wires.Wires, "_gather", lambda self: None)
-    patch.setattr(wires, "_made", OfEach())
+    patch.setattr(connections, "_get_default_store", lambda: "")
+    patch.setattr(connections.Connections, "_gather", lambda self: None)
+    patch.setattr(connections, "_made", OfEach())
     # These ranks have one default generator.
     patch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
     patch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())

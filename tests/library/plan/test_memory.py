@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchgpipe.partitioned
 from reproduce.models import amoebanetd, unet
-from reproduce.run.live_bytes import LiveBytes, Watch
+from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.live import Live
@@ -41,7 +41,7 @@ class OnMeta(LiveBytes):
         return self.last
 
 
-class Copies(Watch):
+class Copies(LiveBytesMode):
     """A copy belongs to the device that it goes to."""
 
     counter: OnMeta

@@ -10,8 +10,8 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.contents import begins_in_place
-from torchgpipe.task.parameters import InPlace, Leaves
+from torchgpipe.task.parameters import InPlace, StandInParameters
+from torchgpipe.task.snapshot import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
 
@@ -83,12 +83,12 @@ def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
     assert [place["held"] for place in places] == ["parameter"] * 3
 
 
-def test_leaves_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it_had() -> None:
+def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it_had() -> None:
     layer = nn.Linear(2, 2)
     before = {**layer._parameters}
-    with Leaves([layer]).in_place():
+    with StandInParameters([layer]).in_place():
         inner = {**layer._parameters}
-        with Leaves([layer]).in_place():  # another mini-batch's, of a pipeline that is called within its own layers
+        with StandInParameters([layer]).in_place():  # as in a pipeline that is called within its own layers
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner and layer.weight is not before["weight"]
     assert layer._parameters == before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe
-from torchgpipe.tensors.copy import CopyStreams, Dock, Route
+from torchgpipe.tensors.copy import CopyPath, CopyStreams, StreamFence
 
 from ...behaviours.row import Row, steps, unlike
 from ...behaviours.rows.passed import PATTERN, paired
@@ -26,12 +26,12 @@ class Passage:
     """What goes from one task to another, without the tasks."""
 
     def __init__(self, *, enabled: bool = True) -> None:
-        self.route = Route(CopyStreams([SOURCE, TARGET], enabled=enabled), 0, 1)
-        self.departure, self.arrival = Dock(SOURCE), Dock(TARGET)
+        self.path = CopyPath(CopyStreams([SOURCE, TARGET], enabled=enabled), 0, 1)
+        self.departure, self.arrival = StreamFence(SOURCE), StreamFence(TARGET)
 
     def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         self.departure.leave()
-        copies = self.route.copy(tensors, 0, self.departure, self.arrival)
+        copies = self.path.copy(tensors, 0, self.departure, self.arrival)
         self.arrival.arrive(copies)
         return copies
 
@@ -101,12 +101,12 @@ def test_nothing_is_copied_nor_waited_for_where_there_is_no_gradient(streams: An
 
 def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
     # A task on CUDA may well give out a tensor that is on the host.
-    dock, tensors = Dock(SOURCE), (torch.rand(3), None, torch.rand(3, device="meta"))
+    fence, tensors = StreamFence(SOURCE), (torch.rand(3), None, torch.rand(3, device="meta"))
     stream = streams.new(SOURCE)
-    dock.leave()
-    dock.hold(stream, tensors)
-    dock.expect(stream)
-    dock.arrive(tensors)
+    fence.leave()
+    fence.hold(stream, tensors)
+    fence.expect(stream)
+    fence.arrive(tensors)
     assert [entry for entry in streams.log if "memory" in entry] == [
         "memory is used by cpu:0 copies",
         "memory is used by cpu:0 compute",

@@ -10,7 +10,7 @@ import torch
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
-from reproduce.run.live_bytes import LiveBytes, Watch
+from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from reproduce.run.peak import measure_peak
 from reproduce.run.training import Balancer, FakeData, Training
 
@@ -43,7 +43,7 @@ def gradient() -> object:
 )  # fmt: skip
 def test_known_cases(make: Callable[[], object], live: int, peak: int) -> None:
     counter = LiveBytes(1)
-    with Watch(counter, 0):
+    with LiveBytesMode(counter, 0):
         kept = make()
     assert (counter.live, counter.peak) == ([live], [peak])
     del kept
@@ -55,11 +55,11 @@ def test_outside_tasks_a_tensor_belongs_where_it_was_made_from() -> None:
     counter = LiveBytes(2)
     parameter = torch.zeros(10)
     counter.add([parameter], 1)
-    with Watch(counter):
+    with LiveBytesMode(counter):
         state = torch.zeros_like(parameter)
         other = torch.zeros(3)
         assert counter.live == [3 * FLOAT, 20 * FLOAT]
-        with Watch(counter, 0):
+        with LiveBytesMode(counter, 0):
             made = torch.zeros_like(parameter)
         assert counter.live == [13 * FLOAT, 20 * FLOAT], "what a task makes is its device's, whatever it is made from"
     del state, other, made

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torchgpipe.distributed.wires.layout import dense, row
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.tensors.copy import Dock, new_stream, using
+from torchgpipe.tensors.copy import StreamFence, new_stream, using
 from torchgpipe.tensors.microbatch import Flat
 
 NEVER = timedelta(days=365)
@@ -79,9 +79,9 @@ class Transfer:
         if not leaving:
             return Departure(tensors)
         assert self._stream is not None
-        dock = Dock(self._device)
-        dock.leave()
-        dock.hold(self._stream, leaving)
+        fence = StreamFence(self._device)
+        fence.leave()
+        fence.hold(self._stream, leaving)
         with using(self._stream):
             if self._group is None:
                 # PyTorch keeps pinned memory that is not used any more, and gives it out again.
@@ -100,13 +100,13 @@ class Transfer:
         """Return what has come over gloo, as tensors on the device; the program's stream waits for them."""
         if all(x is None for x in tensors):
             return tensors
-        dock = Dock(self._device)
+        fence = StreamFence(self._device)
         with using(self._stream):
             arriving = tuple([None if x is None else self._placed(x) for x in tensors])
             pairs = zip(tensors, arriving, strict=True)
             self._move([y for x, y in pairs if x is not None and y is not None and x.is_meta])
-        dock.expect(self._stream)
-        dock.arrive(arriving)
+        fence.expect(self._stream)
+        fence.arrive(arriving)
         return arriving
 
     def try_out(self) -> None:

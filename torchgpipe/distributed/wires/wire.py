@@ -62,7 +62,7 @@ class Message(NamedTuple):
 _Description = tuple[Hashable, tuple[Layout | None, ...]]
 
 
-class Route(NamedTuple):
+class WireAddress(NamedTuple):
     """Where a wire goes: to or from `rank` of a group, by messages with this tag, and their tensors by `transfer`.
 
     `broken` is called with what gloo raises if the connection breaks. What comes with a slot may take as long as
@@ -84,8 +84,8 @@ class _End:
     the same description.
     """
 
-    def __init__(self, route: Route) -> None:
-        self._group, self._rank, self._tag, self._broken, self._transfer, self._limit = route
+    def __init__(self, address: WireAddress) -> None:
+        self._group, self._rank, self._tag, self._broken, self._transfer, self._limit = address
         self._known: list[_Description] = []
         self._before: list[int] = []  # numbers of the descriptions in the mini-batch before
         self._now: list[int] = []
@@ -130,14 +130,14 @@ class _Posted(NamedTuple):
 
 
 class Sender(_End):
-    """Send messages by a route, in order.
+    """Send messages by a address, in order.
 
     Attributes:
         sent: bytes of tensors that were sent; headers and descriptions are not counted.
     """
 
-    def __init__(self, route: Route) -> None:
-        super().__init__(route)
+    def __init__(self, address: WireAddress) -> None:
+        super().__init__(address)
         self._held: deque[tuple[Message, list[int | None]]] = deque()
         self._posted: SimpleQueue[_Posted | None] = SimpleQueue()
         self._under_way = 0  # messages that have departed, and of which `settle` does not know that they were received
@@ -145,7 +145,7 @@ class Sender(_End):
         self._last: list[Any] = []  # what is under way has to live
         self._numbers: dict[_Description, int] = {}
         self.sent = 0
-        self.thread = threading.Thread(target=self._wait, name=f"gpipe-to-{route.rank}", daemon=True)
+        self.thread = threading.Thread(target=self._wait, name=f"gpipe-to-{address.rank}", daemon=True)
         self.thread.start()
 
     @property
@@ -256,10 +256,10 @@ class Sender(_End):
 
 
 class Receiver(_End):
-    """Receive messages by a route, in order."""
+    """Receive messages by a address, in order."""
 
-    def __init__(self, route: Route) -> None:
-        super().__init__(route)
+    def __init__(self, address: WireAddress) -> None:
+        super().__init__(address)
         self._memory = Memory(pinned=self._transfer is not None and self._transfer.pins)
         self._content = bytearray(SLOT)
         self._slot = torch.frombuffer(self._content, dtype=torch.uint8)

@@ -25,7 +25,7 @@ from torchgpipe.plan.count.footprint import NOTHING, Footprint, LayerCount, Stas
 from torchgpipe.plan.count.growth import between, check_growth
 from torchgpipe.plan.count.measure import Numbers, measure_footprint
 from torchgpipe.plan.count.remembered import Remembered
-from torchgpipe.plan.count.task import Task
+from torchgpipe.plan.count.task_bytes import TaskBytes
 from torchgpipe.plan.hardware.operators import Operator
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
@@ -48,7 +48,7 @@ class Counts:
     copied: bool = True
     """Whether a partition gets copies of what others hand it; CPU devices share their memory."""
     known: dict[int, list[Footprint]] = field(default_factory=dict, repr=False, compare=False)
-    tasks: dict[tuple[int, int, int, bool], Task] = field(default_factory=dict, repr=False, compare=False)
+    tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(default_factory=dict, repr=False, compare=False)
     """By micro-batch size, first layer, the one after the last, and whether they are checkpointed."""
 
     def footprints(self, size: int) -> list[Footprint]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan.amount import amount
 from torchgpipe.plan.count.optimizer import Optimizer
-from torchgpipe.plan.count.task import task_bytes
+from torchgpipe.plan.count.task_bytes import task_bytes
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.tensors.checkpoint import MODES, Mode

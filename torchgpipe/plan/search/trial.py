@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from torchgpipe.plan.memory import Device, setup_memory
-from torchgpipe.plan.predict import Predictor, Setup, Step
+from torchgpipe.plan.predict import PredictedStep, Predictor, Setup
 from torchgpipe.plan.search.balances import Work
 
 MOST_TASKS = 1_000_000
@@ -31,7 +31,7 @@ class Candidate:
         return sum(max(0.0, device.peak - memory) for device in self.devices)
 
 
-def assess(predictor: Predictor, setup: Setup, step: Step | None = None) -> Candidate:
+def assess(predictor: Predictor, setup: Setup, step: PredictedStep | None = None) -> Candidate:
     """Predict a setup, whose `step` may be known."""
     step = step or predictor.step(setup)
     return Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(predictor.counts, setup)))

@@ -7,7 +7,7 @@ from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskBytes:
     """The bytes that one micro-batch's work on one partition takes, its inputs apart unless it says so.
 
     Of a task that is checkpointed, or of one that is not.
@@ -37,7 +37,7 @@ class Task:
 
 def task_bytes(
     footprints: Sequence[Footprint], start: int, stop: int, *, checkpoint: bool, copied: bool = True
-) -> Task:
+) -> TaskBytes:
     """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1.
 
     `copied` says that it gets copies of what other partitions hand it. If not, what the graphs of those before keep is
@@ -79,7 +79,7 @@ def task_bytes(
     def backward(trace: str, *, apart: bool = True) -> float:
         return _backward(footprints, start, stop, saver, others, trace, apart=apart)
 
-    return Task(
+    return TaskBytes(
         inputs=0.0 if start == 0 else _total(inputs, size),
         forward=copy + (forward if checkpoint else graph),
         graph=copy + graph,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
-from torchgpipe.distributed.liveness.watch import Activity, Label, Watch
-from torchgpipe.distributed.wires.wire import Message, Receiver, Route, Sender
+from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
+from torchgpipe.distributed.wires.wire import Message, Receiver, Sender, WireAddress
 from torchgpipe.engine.relay import Stopped
 
 GRACE = 1.0
@@ -32,11 +32,11 @@ def gist(error: BaseException) -> str:
     return str(error).partition(". ")[0].rpartition("] ")[2]
 
 
-class Words:
+class Liveness:
     """Say words to all other ranks, and hear theirs; find the first failure of any rank.
 
-    Each other rank has a wire both ways, by `route`, and a thread that listens to it. A rank fails, too, if it gives no
-    sign of life for `silence` seconds; with `None` nobody looks at that. `disconnect` closes all connections.
+    Each other rank has a wire both ways, by `address`, and a thread that listens to it. A rank fails, too, if it gives
+    no sign of life for `silence` seconds; with `None` nobody looks at that. `disconnect` closes all connections.
 
     Attributes:
         activity: what this rank does.
@@ -46,7 +46,7 @@ class Words:
         self,
         own: int,
         others: Collection[int],
-        route: Callable[[int, Broken], Route],
+        address: Callable[[int, Broken], WireAddress],
         silence: float | None,
         disconnect: Callable[[], None],
     ) -> None:
@@ -60,12 +60,12 @@ class Words:
         self._answered: set[int] = set()  # ranks that have heard this one's last word, or said their own
         self._changed = threading.Condition()
         # A word that does not arrive is no failure: who listens to that rank hears why.
-        self._senders = {peer: Sender(route(peer, lambda error: None)) for peer in others}
+        self._senders = {peer: Sender(address(peer, lambda error: None)) for peer in others}
         self._speaking = threading.RLock()
         self.activity = Activity()
-        self._watch = Watch(own, others, self.activity, silence, self._beat, self.fail)
+        self._watch = RankMonitor(own, others, self.activity, silence, self._beat, self.fail)
         self._threads = [
-            threading.Thread(target=self._listen, args=(peer, route), name=f"gpipe-listens-to-{peer}", daemon=True)
+            threading.Thread(target=self._listen, args=(peer, address), name=f"gpipe-listens-to-{peer}", daemon=True)
             for peer in others
         ]
         for thread in self._threads:
@@ -141,10 +141,10 @@ class Words:
         with self._speaking, suppress(Stopped):
             self._senders[peer].give(word)
 
-    def _listen(self, peer: int, route: Callable[[int, Broken], Route]) -> None:
+    def _listen(self, peer: int, address: Callable[[int, Broken], WireAddress]) -> None:
         """Hear what another rank does, until its last word."""
         try:
-            receiver = Receiver(route(peer, partial(self.broken, peer)))
+            receiver = Receiver(address(peer, partial(self.broken, peer)))
             while (word := receiver.take()).about[0] in (_BEAT, _HEARD):
                 if word.about[0] == _BEAT:
                     self._watch.heard(peer, Label.unpacked(word.tensors[0]))

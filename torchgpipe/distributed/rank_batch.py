@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.connections import Wires
+from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.links import Backward, Forward
 from torchgpipe.engine.batch import Batch, linked, one_node
 from torchgpipe.engine.program import Program
@@ -20,34 +20,34 @@ from torchgpipe.tensors.observe import Observer
 
 
 @contextmanager
-def shared_failure(wires: Wires, serial: int, call: str, program: Program | None = None) -> Iterator[None]:
+def shared_failure(connections: Connections, serial: int, call: str, program: Program | None = None) -> Iterator[None]:
     """Let all ranks raise if one does: tell them what is raised within, and raise here what another one tells.
 
     This rank is in a call for mini-batch `serial`, which may run a program.
     """
-    if wires.parted:
+    if connections.parted:
         raise RuntimeError(
             "the pipeline's connections were closed by close() since this mini-batch; call backward() first"
         )
-    words = wires.words
-    with words.activity.call(serial, call, program):
+    liveness = connections.liveness
+    with liveness.activity.call(serial, call, program):
         try:
-            if words.stopped:
+            if liveness.stopped:
                 raise Stopped
             yield
         except Stopped as stopped:
             stopped.__traceback__ = None  # as by `caught`, and all of it: nobody sees where this rank waited
             try:
-                raise words.failure() from None
+                raise liveness.failure() from None
             finally:
-                wires.close()
+                connections.close()
         except BaseException as error:
-            wires.fail(error)
-            wires.close()
+            connections.fail(error)
+            connections.close()
             raise
 
 
-class Step(Batch):
+class RankBatch(Batch):
     """Run the partition of one rank in mini-batch number `serial`, and tell and hear what concerns all ranks.
 
     The first rank has the `micro_batches`, and decides how many there are and what seeds begin with. The last rank has
@@ -56,7 +56,7 @@ class Step(Batch):
 
     def __init__(
         self,
-        wires: Wires,
+        connections: Connections,
         serial: int,
         stage: Stage,
         crossings: Sequence[Crossing],
@@ -66,14 +66,14 @@ class Step(Batch):
         owner: object,
     ) -> None:
         self._owner = owner  # a pipeline that is collected closes its connections
-        self._wires, self._serial, self._micro_batches = wires, serial, micro_batches
+        self._connections, self._serial, self._micro_batches = connections, serial, micro_batches
         self._crossings = crossings
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
-        self._first, self._last = wires.own == 0, wires.own + 1 == wires.n
+        self._first, self._last = connections.own == 0, connections.own + 1 == connections.n
         m, base = (len(micro_batches), None) if self._first else self._hear_head()
-        super().__init__([stage], wires.n, m, settings["checkpoint"], observer, base)
+        super().__init__([stage], connections.n, m, settings["checkpoint"], observer, base)
         (self.program,) = self.programs
-        wires.words.activity.program = self.program
+        connections.liveness.activity.program = self.program
 
     def forward(self, finish: Callable[[TensorOrTensors], tuple[Any, Tensor]]) -> Any:
         """Run every task's forward; return what the caller gets.
@@ -82,17 +82,17 @@ class Step(Batch):
         its graph; if it takes a gradient, its backward is this rank's.
         """
         inputs = [x for micro_batch in self._micro_batches for x in tensors_of(micro_batch)]
-        links = Forward(self._wires, self._serial, self._crossings, self._seeds, in_order=not self._overlaps)
+        links = Forward(self._connections, self._serial, self._crossings, self._seeds, in_order=not self._overlaps)
         with self._seeded():
             if self._first:
                 head = torch.tensor([len(self._micro_batches), self._seeds.base or 0], device="cpu")
-                self._wires.tell("head", self._serial, (head,), tuple(self._settings.values()))
+                self._connections.tell("head", self._serial, (head,), tuple(self._settings.values()))
             outputs = self.program.forward(links, self._micro_batches)
-            self._wires.release()
+            self._connections.release()
             self._check_kept()
             if not self._last:
-                (scalar, *state), (needs, ours, self._seeds.drew) = self._wires.hear(
-                    "tail", self._serial, self._wires.n - 1
+                (scalar, *state), (needs, ours, self._seeds.drew) = self._connections.hear(
+                    "tail", self._serial, self._connections.n - 1
                 )
         if self._last:
             before = torch.get_rng_state()
@@ -105,33 +105,33 @@ class Step(Batch):
             after = torch.get_rng_state()
             state = [after] * (not self._overlaps or not torch.equal(before, after))
             about = (scalar.requires_grad, scalar.requires_grad and bool(through), self._seeds.drew)
-            self._wires.tell("tail", self._serial, (scalar.detach().cpu(), *state), about)
+            self._connections.tell("tail", self._serial, (scalar.detach().cpu(), *state), about)
             return result
         if state:
             torch.set_rng_state(state[0])
-        self._wires.flush()  # all has been received by now
+        self._connections.flush()  # all has been received by now
         scalar = scalar.to(self.program.stage.device)
         (scalar,) = leaves((scalar,), (needs,))
         return one_node(self, [1], (scalar,), inputs)[0] if ours else scalar
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs, on the first rank."""
-        with shared_failure(self._wires, self._serial, "backward", self.program):
+        with shared_failure(self._connections, self._serial, "backward", self.program):
             ambient = self._begin_backward()
-            links = Backward(self._wires, self._serial, self._crossings)
+            links = Backward(self._connections, self._serial, self._crossings)
             grads = self.program.backward(links, ambient, output_grads, keep=keep)
-            self._wires.release()
+            self._connections.release()
             # What was not sent would be lost if the process ended now.
-            self._wires.flush()
+            self._connections.flush()
         return grads
 
     def _hear_head(self) -> tuple[int, int]:
-        (head,), theirs = self._wires.hear("head", self._serial, 0)
+        (head,), theirs = self._connections.hear("head", self._serial, 0)
         for (name, own), first in zip(self._settings.items(), theirs, strict=True):
             if own != first:
                 raise ValueError(
                     f"every rank has to call the pipeline alike, but {name} is {first!r} on rank 0 and {own!r} on rank "
-                    f"{self._wires.own}"
+                    f"{self._connections.own}"
                 )
         m, base = head.tolist()
         return m, base

@@ -115,13 +115,13 @@ class Activity:
         return Label(self._calls, waits, f"{waiting}{self.doing} of mini-batch {self._serial}")
 
 
-class Watch:
+class RankMonitor:
     """Watch all ranks on behalf of rank `own`, in a thread, until `stop` is called or something is wrong.
 
     With a `silence` of `None` nothing is wrong for it.
 
     `beat` sends this rank's label to another one, and does not wait. What comes from others is given to `heard`.
-    `convict` is called with a line that says what is wrong.
+    `report_failure` is called with a line that says what is wrong.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class Watch:
         activity: Activity,
         silence: float | None,
         beat: Callable[[int, Label], None],
-        convict: Callable[[str], None],
+        report_failure: Callable[[str], None],
     ) -> None:
-        self._own, self._activity, self._beat, self._convict = own, activity, beat, convict
+        self._own, self._activity, self._beat, self._report_failure = own, activity, beat, report_failure
         self._silence = inf if silence is None else silence
         self._interval = min(0.5, self._silence / 8)  # between looks; every second time it tells others
         self._looked = time.monotonic()
@@ -173,7 +173,7 @@ class Watch:
         return f" {self._now() - heard:.1f} s before, it was {label.words}"
 
     def pause(self) -> float:
-        """Return for how many seconds this process did not run just now, so that others may have convicted it; or 0."""
+        """Return for how many seconds this process did not run just now, or 0: others may have reported it."""
         late = time.monotonic() - self._looked - self._interval
         if late < self._silence / 2:
             late, until = self._paused
@@ -191,7 +191,7 @@ class Watch:
         try:
             self._run()
         except BaseException as error:  # without its beats, others would take this rank for a silent one
-            self._convict(f"the watch of rank {self._own} failed: {type(error).__name__}: {error}")
+            self._report_failure(f"the watch of rank {self._own} failed: {type(error).__name__}: {error}")
             raise
 
     def _run(self) -> None:
@@ -208,7 +208,7 @@ class Watch:
                 self._beat(peer, label)
             wrong = self._silent() or self._hang() or self._circle(label)
             if wrong is not None:
-                self._convict(wrong)
+                self._report_failure(wrong)
                 return
 
     def _silent(self) -> str | None:

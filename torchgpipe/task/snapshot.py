@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
-from torchgpipe.task.parameters import InPlace, Leaves
+from torchgpipe.task.parameters import InPlace, StandInParameters
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.observe import NOTHING
@@ -42,7 +42,7 @@ class _Slot(NamedTuple):
 Buffers = tuple[_Slot, ...]
 
 
-class Contents:
+class LayerSnapshot:
     """What the layers of partition `index` hold now. `recomputed`: whether some task will run them twice.
 
     Attributes:
@@ -57,7 +57,7 @@ class Contents:
         self, index: int, modules: list[nn.Module], lock: AbstractContextManager[object], *, recomputed: bool
     ) -> None:
         self.modules = modules
-        self.leaves = Leaves(modules)
+        self.stand_ins = StandInParameters(modules)
         held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
         self.held = frozenset(map(storage_of, held))
         self.begins_in_place = recomputed and begins_in_place(modules[0])
@@ -78,7 +78,7 @@ class Contents:
         Raises:
             RuntimeError: a gradient was added to the leaves meanwhile, or the layers are not the same any more.
         """
-        if not self.leaves.begin(backward) or not self._recomputed:
+        if not self.stand_ins.begin(backward) or not self._recomputed:
             return
         if modules_of(self.modules[0]) != self.modules:
             raise RuntimeError(
@@ -96,7 +96,7 @@ class Contents:
     def check_kept(self) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
         with self.lock:
-            self.leaves.check_kept(self._index)
+            self.stand_ins.check_kept(self._index)
 
     def before_first_pass(self) -> Buffers:
         """Return the buffers as they are now, with copies of the small ones. The caller holds the lock."""
@@ -109,7 +109,7 @@ class Contents:
 
     def after_first_pass(self, buffers: Buffers) -> None:
         """Raise `RuntimeError` if the first pass of a checkpointed task has changed a parameter or a large buffer."""
-        self.leaves.check_unchanged(self._index, forward=True)
+        self.stand_ins.check_unchanged(self._index, forward=True)
         for slot in buffers:
             if slot.tensor is not None and slot.copy is None and not slot.is_as_before():
                 raise RuntimeError(
@@ -124,7 +124,7 @@ class Contents:
         Raises:
             RuntimeError: something has changed that cannot be put back.
         """
-        self.leaves.check_unchanged(self._index)
+        self.stand_ins.check_unchanged(self._index)
         same = [module.training for module in self.modules] == self._modes
         same = same and [_hooks(module) for module in self.modules] == self._hooks
         return NOTHING if same and not (buffers or self._norms or self._holders()) else self._put_back(buffers)
