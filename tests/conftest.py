@@ -3,7 +3,7 @@
 import importlib
 import os
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -36,22 +36,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slow", action="store_true", help="run also slow tests, and all combinations of parameters, not all pairs"
+        "--slow", action="store_true", help="run also slow tests, and all triples of parameters' values, not all pairs"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--slow`, and over ranks, leave out combinations of parameters whose pairs are in others; and slow tests.
+    """Leave out combinations of parameters whose pairs are in others (with `--slow`: triples), and slow tests.
 
     Behaviours run over ranks where their engine is called so.
     """
-    slow, tests = config.getoption("slow"), defaultdict[str, list[Any]](list)
+    slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
-        if over_ranks(item):
+        if ranks := over_ranks(item):
             item.add_marker("ranks")
         if slow or item.get_closest_marker("slow") is None:
-            tests[item.nodeid if slow and not over_ranks(item) else item.nodeid.split("[")[0]].append(item)
-    kept = {test for group in tests.values() for test in few(group)}
+            tests[item.nodeid.split("[")[0], 3 if slow and not ranks else 2].append(item)
+    kept = {test for (_, size), group in tests.items() for test in few(group, size)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -62,28 +62,31 @@ def over_ranks(item: Any) -> bool:
     return item.path.is_relative_to(Path(__file__).parent / "behaviours") and engine == "ranks"
 
 
-def few(tests: list[Any]) -> list[Any]:
-    """Of one function's tests, return those that are run without `--slow`."""
-    if len(tests) == 1 or len(tests[0].callspec.params) < 3:  # then pairs are all that there is
+def few(tests: list[Any], size: int) -> list[Any]:
+    """Of one function's tests, return some that have all combinations of `size` values."""
+    if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     # A parameter's value is the same object in all tests that have it.
-    return [tests[k] for k in covering([{name: id(x) for name, x in t.callspec.params.items()} for t in tests])]
+    return [tests[k] for k in covering([{name: id(x) for name, x in t.callspec.params.items()} for t in tests], size)]
 
 
-def covering(rows: Sequence[Mapping[Any, Hashable]], size: int = 2) -> set[int]:
-    """Return the indices of a few rows in which all pairs of values are that any row has, or all values (`size` 1).
+def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
+    """Return the indices of a few rows that have all combinations of `size` values which any row has.
 
-    The most new pairs come first. Ties are drawn, the same in every run, or whatever varies slowest would always be
-    combined with the first of all others.
+    The row with the most new ones comes first. Ties are drawn, the same in every run, or whatever varies slowest
+    would always be combined with the first of all others.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
-    pairs = {k: {*combinations(rows[k].items(), size)} for k in order}
-    missing = set().union(*pairs.values())
+    having = defaultdict[Hashable, list[int]](list)  # a combination -> the rows that have it
+    for k in order:
+        for combination in combinations(rows[k].items(), size):
+            having[combination].append(k)
+    new = Counter(k for holders in having.values() for k in holders)
     chosen: set[int] = set()
-    while missing:
-        best = max(order, key=lambda k: len(pairs[k] & missing))
-        chosen.add(best)
-        missing -= pairs[best]
+    while having:
+        chosen.add(best := max(order, key=new.__getitem__))
+        for combination in combinations(rows[best].items(), size):
+            new.subtract(having.pop(combination, ()))
     return chosen
 
 

@@ -109,15 +109,14 @@ class Case(NamedTuple):
     checkpoint: str
 
 
-def cases(rows: Sequence[Row], *, every: bool) -> list[Case]:
-    """Return all cases of some rows; or a few of each, with every variation, engine and mode, in turns."""
+def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
+    """Return a few cases of each row: each variation, engine and mode, or, with `pairs`, each pair of them."""
     found = []
     for r, row in enumerate(rows):
         ways = [way for way in product(VARIATIONS, ENGINES, MODES) if not row.left_out(*way)]
-        if not every:
-            chosen = covering([dict(enumerate(way)) for way in ways], size=1)
-            ways = [ways[(k + 7 * r) % len(ways)] for k in sorted(chosen)]  # others in each row
-        found += [Case(row, *way) for way in ways]
+        ways = [ways[(k + 7 * r) % len(ways)] for k in range(len(ways))]  # so that each row has others
+        chosen = covering([dict(enumerate(way)) for way in ways], size=2 if pairs else 1)
+        found += [Case(row, *ways[k]) for k in sorted(chosen)]
     return found
 
 

@@ -23,7 +23,7 @@ TOGETHER = [row for row in ROWS if not row.unlike]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        chosen = cases([*NAMES], every=metafunc.config.getoption("slow"))
+        chosen = cases([*NAMES], pairs=metafunc.config.getoption("slow"))
         metafunc.parametrize("case", chosen, ids=lambda case: "-".join((NAMES[case.row], *filter(None, case[1:]))))
 
 
