@@ -3,15 +3,15 @@
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reproduce.cli.main import main
+from reproduce.records.places import RESULTS
 from reproduce.records.record import save
 
 from ..made import record, row
 
-RESULTS = Path(__file__).resolve().parents[3] / "results"
 SPEED, MEMORY = ("run tiny-speed --on cpu --scale small", "run tiny-memory --on cpu --scale small")
 GRID = "compare grid.json grid.json"
 PREDICT = "predict --hardware here"
@@ -111,12 +111,11 @@ def files() -> list[Path]:
     ],
 )
 def test_what_is_wrong_is_one_line(
-    arguments: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.setattr("reproduce.cli.run.Session", None)  # it is told before anything is measured
     before = files()
-    assert main(shlex.split(arguments)) == code
-    out, err = capsys.readouterr()
+    out, err = command(*shlex.split(arguments), code=code)
     assert err.startswith("reproduce: ") and said in err and err.count("\n") == 1
     assert out == "" or (arguments.startswith("plan ") and out.count("\n") == 1), "a plan has said what it is of"
     assert files() == before

@@ -33,14 +33,11 @@ def predicted(**changes: object) -> Record:
     return replace(RECORD, kind="predicted", results=[replace(FAILED, status="predicted")], **changes)
 
 
-def test_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_comes_back_as_it_was_with_ten_digits(tmp_path: Path) -> None:
     emulated = [replace(TIMED, status="emulated", emulated=True), replace(FAILED, emulated=True)]
     record = replace(RECORD, results=[TIMED, *emulated], discrepancies=[FAILED])
     save(record, tmp_path / "r.json")
     assert load(tmp_path / "r.json") == record
-
-
-def test_numbers_have_ten_digits(tmp_path: Path) -> None:
     save(replace(RECORD, results=[replace(TIMED, samples={"loss": [2 / 3]})]), tmp_path / "r.json")
     assert load(tmp_path / "r.json").results[0].samples == {"loss": [0.6666666667]}
 
