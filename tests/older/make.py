@@ -30,12 +30,9 @@ class Pop(nn.Module):
         return x + (yield pop("x"))
 
 
-def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), Stash(), nn.BatchNorm1d(4), nn.Dropout(0.5), Pop(), nn.Linear(4, 2))
-
-
 def piped() -> GPipe:
-    return GPipe(layers(), [2, 4], devices=["cpu", "cpu"], chunks=2, deferred_batch_norm=True)
+    layers = nn.Sequential(nn.Linear(4, 4), Stash(), nn.BatchNorm1d(4), nn.Dropout(0.5), Pop(), nn.Linear(4, 2))
+    return GPipe(layers, [2, 4], devices=["cpu", "cpu"], chunks=2, deferred_batch_norm=True)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -69,9 +69,7 @@ def test_a_run_is_published_and_found_by_its_new_name(named: str, keep: Keep, me
         ({"started": "2020-04-21T10:02:59Z"}, f"{NAME}.json is there already"),
     ],
 )
-def test_a_run_is_refused_unless_forced(
-    changes: dict[str, Any], said: str, keep: Keep, measured: Path, command: Any
-) -> None:
+def test_refused_unless_forced(changes: dict[str, Any], said: str, keep: Keep, measured: Path, command: Any) -> None:
     keep()
     if "started" in changes:
         command("publish", "mine")

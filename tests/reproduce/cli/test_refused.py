@@ -24,6 +24,7 @@ N_AND_M = [(n, m) for n in (2, 10) for m in (1, 4)]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in a folder with a published table, a record of a grid, and files that are none."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("reproduce.cli.run.Session", None)  # what is wrong is told before anything is measured
     for folder in ("results/paper", "empty", "broken/paper"):
         Path(folder).mkdir(parents=True)
     shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "results/paper")
@@ -110,10 +111,7 @@ def files() -> list[Path]:
         ("regression --base HEAD --markdown /dev/null/x", 1, "--markdown /dev/null: cannot be written"),
     ],
 )
-def test_what_is_wrong_is_one_line(
-    arguments: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
-    monkeypatch.setattr("reproduce.cli.run.Session", None)  # it is told before anything is measured
+def test_what_is_wrong_is_one_line(arguments: str, code: int, said: str, command: Any) -> None:
     before = files()
     out, err = command(*shlex.split(arguments), code=code)
     assert err.startswith("reproduce: ") and said in err and err.count("\n") == 1

@@ -132,9 +132,6 @@ def test_defaults_stand_in_one_place() -> None:
         assert offered[name] == getattr(settings, name)
 
 
-# --- for real --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "ends", "code", "said"),

@@ -100,9 +100,7 @@ def test_a_failed_row_is_told_at_the_end(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_finished(
-    start: Callable[..., Any], broken_modules: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_ctrl_c_keeps_what_was_finished(start: Any, broken_modules: Callable[..., Path], tmp_path: Path) -> None:
     """And only torch, click, msgspec and tabulate are needed."""
     others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})

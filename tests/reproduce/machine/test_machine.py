@@ -204,9 +204,7 @@ def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.Mon
         commit_of(root, "HEAD")
 
 
-def test_a_repository_that_the_environment_names_is_not_used(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_dir_of_the_environment_is_not_used(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, "init")
     old = run(root, "rev-parse", "old")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))

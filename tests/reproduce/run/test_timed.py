@@ -56,9 +56,7 @@ def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
-def test_steps_are_repeated_for_two_seconds_and_samples_averaged(
-    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now, taken = [0.0], [0]
     ask = Mock(side_effect=lambda device: 50 * (device.index + 1))
 

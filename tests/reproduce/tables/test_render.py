@@ -30,9 +30,7 @@ RUNS = [record("new", "2026-02"), record("old", "2026-01"), record("broken off",
         record("empty", "2026-04", status="failed"), record("few", "2026-05", rows=1)]  # fmt: skip
 
 
-def test_a_block_shows_the_newest_finished_run_of_most_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_a_block_shows_the_newest_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.records.ROOT", tmp_path)
     page, measured = tmp_path / "README.md", tmp_path / "results" / "measured"
     page.write_text(PAGE)
