@@ -63,40 +63,26 @@ def training(steps: int, folder: Path) -> tuple[str, ...]:
     return ("examples/train.py", "transformer", "--steps", str(steps), "--save", str(folder))
 
 
-def test_restarts(tmp_path: Path) -> None:
-    """A rank is killed while it trains, another while it saves, one raises: the numbers are those without failures."""
-    faults = {
-        "undisturbed": [None],
-        "disturbed": [[1, "dies", 2], [0, "dies while it saves", 6], [1, "raises", 1], None],
-    }
-    start = (*TWO, "--standalone", "--max-restarts", "3")
-    runs = [started(*start, *training(5, tmp_path / name), faults=given) for name, given in faults.items()]
-    undisturbed, disturbed = map(ended, runs)
-    assert [step for step, *_ in undisturbed] == [0, 1, 2, 3, 4]
-    assert [step for step, *_ in disturbed] == [0, 1, 2, 2, 3, 4]
-    assert {*disturbed} == {*undisturbed}
-    assert differences(saved(tmp_path / "disturbed", 4), saved(tmp_path / "undisturbed", 4)) == []
-
-
-def test_fewer_ranks(tmp_path: Path) -> None:
+def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
     """Four ranks, of which a node of two is killed: the other two go on with a balance of their own.
 
-    Two ranks that are started by hand do the same. There is no dropout: its masks depend on the balance.
+    One of these is killed while it saves, and then one raises: the numbers are those without failures. Two ranks that
+    are started by hand go on to the same. There is no dropout: its masks depend on the balance.
     """
     alone = started(*training(6, tmp_path / "alone"), "--partitions", "4", faults=[None], DROPOUT="0")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    node = (*TWO, "--nnodes", "1:2", "--max-restarts", "2", "--rdzv-backend", "c10d")
+    node = (*TWO, "--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d")
     where = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf")
     one, other = [
         started(
-            *(*node, *where, f"last_call_timeout=5,is_host={int(last is None)}"),
+            *(*node, *where, f"last_call_timeout=5,is_host={int(first is None)}"),
             *training(4, tmp_path / "ranks"),
-            faults=[last, None, None],
+            faults=[first, [0, "dies while it saves", 6], [1, "raises", 1], None],
             DROPOUT="0",
         )
-        for last in (None, [1, "node", 3])
+        for first in (None, [1, "node", 3])
     ]
     expected = ended(alone)
     steps = [*ended(one), *ended(other, -signal.SIGKILL)]

@@ -1,10 +1,9 @@
 """Runs a script as ranks that fail: what each start of torchrun does is said in JSON.
 
-    torchrun ... -m tests.failures.script '[[1, "dies", 2], [0, "dies while it saves", 6], null]' SCRIPT ...
+    torchrun ... -m tests.failures.script '[[1, "raises", 2], [0, "dies while it saves", 6], null]' SCRIPT ...
 
-At the first start, this machine's rank 1 is killed when it clips gradients for the second time; at the second, rank 0
-when it flushes a file for the sixth time; the third goes well. A rank may also be one that `raises`, or whose whole
-`node` is killed.
+At the first start, this machine's rank 1 raises when it clips gradients for the second time; at the second, rank 0 is
+killed when it flushes a file for the sixth time; the third goes well. Of a rank, the whole `node` may be killed, too.
 """
 
 import json
@@ -50,7 +49,7 @@ def main() -> None:
             os.fsync = at(when, faults.dies, os.fsync)
         else:
             pipeline: Any = Partitioned
-            act = {"raises": faults.raises, "dies": faults.dies, "node": node_dies}[what]
+            act = {"raises": faults.raises, "node": node_dies}[what]
             pipeline.clip_grad_norm_ = at(when, act, pipeline.clip_grad_norm_)
     if "DROPOUT" in os.environ:  # whose masks depend on the balance
         made: Any = nn.TransformerEncoderLayer.__init__

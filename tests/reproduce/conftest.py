@@ -7,6 +7,7 @@ import pytest
 
 import reproduce.machine.devices
 import reproduce.run.training
+from reproduce.cli.main import main
 from reproduce.experiments import EXPERIMENTS, Experiment
 from reproduce.tables.layout import WIDTH
 
@@ -30,6 +31,17 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Experiment]:
     monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: CORES)
     monkeypatch.setattr(reproduce.run.training, "PROFILE_SECONDS", PROFILE_SECONDS)
     return TINY
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run `python -m reproduce` to its exit code; return what it prints, and what it says of errors."""
+
+    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+        assert main([*arguments]) == code
+        return capsys.readouterr()
+
+    return run
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
 
 PROFILE_SECONDS = 0.05
 CORES = 2  # whatever this machine has: tests run small things, and two threads run anywhere
-EPOCHS = int(os.environ.get("TINY_EPOCHS", "2"))
 SIZES: dict[str, dict[str, Any]] = {
     "AmoebaNet-D": {"size": (3, 16), "batch_size": 4},
     "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
@@ -44,7 +42,7 @@ def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None
     rows = tuple(
-        replace(row, batch_size=16, recipe=replace(row.recipe, epochs=EPOCHS, lr_decay_epochs=(1,)))
+        replace(row, batch_size=16, recipe=replace(row.recipe, epochs=2, lr_decay_epochs=(1,)))
         for row in small.rows
         if row.name in ("plain", "GPipe n8m4")
     )
@@ -67,15 +65,12 @@ if __name__ == "__main__":
     from reproduce.cli.main import main
 
     if os.environ.get("TINY_SLEEP"):  # make every step last, to be interrupted
-        from reproduce.run.accuracy.run import AccuracyTraining
+        training: Any = reproduce.run.training.Training
+        step = training.step
 
-        def slow(step: Callable[..., object]) -> Callable[..., object]:
-            def sleep(*arguments: object) -> object:
-                time.sleep(float(os.environ["TINY_SLEEP"]))
-                return step(*arguments)
+        def slow(*arguments: object) -> object:
+            time.sleep(float(os.environ["TINY_SLEEP"]))
+            return step(*arguments)
 
-            return sleep
-
-        for training in (reproduce.run.training.Training, AccuracyTraining):
-            training.step = slow(training.step)  # type: ignore[method-assign, assignment]
+        training.step = slow
     sys.exit(main())

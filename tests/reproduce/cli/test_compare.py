@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from reproduce.cli.main import main
 from reproduce.records.places import MEASURED, RESULTS
 from reproduce.records.record import Result, save
 from reproduce.tables.layout import WIDTH
@@ -81,9 +80,8 @@ GRIDS = ["e: throughput, B/A", "", r"n \ m 1 4", "----- ------ ------"]
         (f"{PAPER} {MEASURED} {SPEED}", ["amoebanet-speed: throughput, each side over its own; higher is better"]),
     ],
 )  # fmt: skip
-def test_what_is_shown(asked: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *asked.split()]) == 0
-    shown, err = capsys.readouterr()
+def test_what_is_shown(asked: str, lines: list[str], command: Any) -> None:
+    shown, err = command("compare", *asked.split())
     assert [" ".join(line.split()) for line in shown.splitlines()][: len(lines)] == lines and not err
     assert "markdown" in asked or max(map(len, shown.splitlines())) <= WIDTH
     assert PAPER not in asked or ("\nn8m32 (emulated) " in shown and "measured and emulated on " in shown)
@@ -103,24 +101,22 @@ UNDECIDED = "no row could be decided, so nothing shows that there is no regressi
         (f"{PAPER} slow {SPEED}", "1 row worse than in A: GPipe (amoebanet-speed)", "geometric mean"),
     ],
 )
-def test_the_gate(sides: str, complaint: str | None, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gate(sides: str, complaint: str | None, shown: str, command: Any) -> None:
     """The table is printed either way."""
-    assert main(["compare", *sides.split()]) == 0
-    plain = capsys.readouterr().out
-    assert main(["compare", *sides.split(), "--fail-on-regression"]) == (complaint is not None)
-    out, err = capsys.readouterr()
+    plain, _ = command("compare", *sides.split())
+    out, err = command("compare", *sides.split(), "--fail-on-regression", code=int(complaint is not None))
     assert out == plain and shown in plain and err == (f"reproduce: {complaint}\n" if complaint else "")
 
 
-def test_csv_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "a", "b", "--format", "csv"]) == 0
-    rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+def test_csv_and_json(command: Any) -> None:
+    out, _ = command("compare", "a", "b", "--format", "csv")
+    rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(out)))
     last = rows[-1]
     assert len(rows) == 8
     assert {"row": "n10m4", "side": "B", "name": "b", "verdict": "better", "samples": "8"}.items() <= last.items()
     assert 1.9 < float(last["low"]) <= float(last["ratio"]) <= float(last["high"]) < 2.1
-    assert main(["compare", "a", "b", "c", "--format", "json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    out, _ = command("compare", "a", "b", "c", "--format", "json")
+    data = json.loads(out)
     assert data["sides"] == {"A": "a", "B": "b", "C": "c"}
     (table,) = data["tables"]
     assert table["geometric_mean"]["B"] == pytest.approx(2**0.5)

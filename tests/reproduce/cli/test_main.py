@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import reproduce.__main__ as program
-from reproduce.cli.main import COMMANDS, main
+from reproduce.cli.main import COMMANDS
 from reproduce.cli.run import INTERRUPTED
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
@@ -23,21 +23,17 @@ PATIENCE = 300  # seconds; only a hang takes as long
 
 
 @pytest.mark.parametrize("arguments", [[], *([command.name, "--help"] for command in COMMANDS)])
-def test_help_fits_80_columns(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_help_fits_80_columns(arguments: list[str], command: Any) -> None:
+    lines = command(*arguments)[0].splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert arguments or not any(line.endswith("...") for line in lines[1:]), "no command's summary is cut off"
 
 
 @pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cpu", 8, 16)], ids=str)
-def test_the_list_has_every_row(
-    devices: Devices, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_has_every_row(devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
     monkeypatch.setattr("reproduce.cli.list.why_not", lambda *_: None)  # whatever memory is free
-    assert main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("list")[0].splitlines()
     assert max(map(len, lines)) <= WIDTH
     scales = [scale for experiment in EXPERIMENTS.values() for scale in experiment.scales]
     names = [row.name for scale in scales for row in scale.rows]
@@ -49,15 +45,12 @@ def test_the_list_has_every_row(
         assert any(f"- on {devices}: can run; {each}" in " ".join([*map(str.strip, lines), ""]) for each in said)
 
 
-def test_the_report_is_written_where_it_was_told_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_written_where_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("paper").mkdir()
     shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "paper")
     for options, name in (([], "report.html"), (["--out", "other.html"], "other.html")):
-        assert main(["report", "--results", ".", *options]) == 0
-        assert capsys.readouterr().out == f"written: {name}\n"
+        assert command("report", "--results", ".", *options) == (f"written: {name}\n", "")
         assert f"<title>{TITLE}</title>" in Path(name).read_text() and ">88.5<" in Path(name).read_text()
     assert sorted(os.listdir()) == ["other.html", "paper", "report.html"]
 

@@ -1,13 +1,13 @@
 """plan and predict: what they print."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
 
-from reproduce.cli.main import main
 from reproduce.experiments import EXPERIMENTS
 from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
@@ -52,19 +52,19 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
                      marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_plans(model: str, options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", model, "--devices", "2", *options.split()]) == 0
-    output = capsys.readouterr().out
+def test_plans(model: str, options: str, said: str, command: Any) -> None:
+    output, _ = command("plan", model, "--devices", "2", *options.split())
     assert said in " ".join(output.split())
     assert max(map(len, output.splitlines())) <= WIDTH
 
 
-def half() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(2))).half(), torch.rand(2, 4096).half()
-
-
 def single() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(2))), torch.rand(2, 4096)
+
+
+def half() -> tuple[nn.Module, torch.Tensor]:
+    model, sample = single()
+    return model.half(), sample.half()
 
 
 @pytest.mark.parametrize(
@@ -75,33 +75,27 @@ def single() -> tuple[nn.Module, torch.Tensor]:
         ("half", ["--master-weights"], False),
     ],
 )
-def test_numbers_change_a_plan(
-    function: str, option: list[str], faster: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_change_a_plan(function: str, option: list[str], faster: bool, command: Any) -> None:
     """Its seconds; and PyTorch is left as it was."""
     before = torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda")
     texts = []
     for options in ([], option):
         arguments = ["--hardware", "a100x8", "--devices", "1", "--optimizer", "adam", "--batch-size", "4096", *options]
-        assert main(["plan", f"{HERE}:{function}", *arguments]) == 0
-        texts.append(capsys.readouterr().out)
+        texts.append(command("plan", f"{HERE}:{function}", *arguments)[0])
     plain, other = (float(text.partition("\nstep ")[2].split()[0]) for text in texts)
     assert (other < plain) == faster and other != plain
     assert before == (torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda"))
 
 
 @pytest.mark.parametrize(("hardware", "how"), [("p40x8", "description p40x8"), ("here", "times on this machine")])
-def test_a_run_is_predicted_row_by_row(
-    hardware: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_predicted_row_by_row(hardware: str, how: str, tmp_path: Path, command: Any) -> None:
     """Of a model that takes little time, in the published balances."""
     balances = {row.name: row.balance for row in EXPERIMENTS["unet-speed"].scale("paper").rows if row.published}
     rows = ran("unet-speed", "small", lambda row: [20.0] * 3 if row.published else None, emulated=True)
     small = {"C": 4, "input_shape": [3, 64, 64]}
     rows = [replace(row, config={**row.config, **small, "balance": balances[row.row]}) for row in rows]
     save(record(*rows), path := tmp_path / "run.json")
-    assert main(["predict", "--run", str(path), "--hardware", hardware]) == 0
-    out = capsys.readouterr().out
+    out, _ = command("predict", "--run", str(path), "--hardware", hardware)
     assert "unet-speed: emulated and predicted" in out and how in " ".join(out.split())
     lines = {line.split()[0]: line.replace(",", "").split()[1:] for line in out.splitlines() if line}
     for name in balances:

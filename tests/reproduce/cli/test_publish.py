@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.cli.main import main
 from reproduce.cli.records import published_name
 from reproduce.machine.description import Gpu
 from reproduce.machine.git import Git
@@ -49,20 +48,16 @@ def keep(measured: Path) -> Keep:
 
 
 @pytest.mark.parametrize("named", ["mine", "mine.json", "runs/mine.json"])
-def test_a_run_is_published_and_found_by_its_new_name(
-    named: str, keep: Keep, measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_published_and_found_by_its_new_name(named: str, keep: Keep, measured: Path, command: Any) -> None:
     """Folders of the machine that ran it stay private."""
     made, run = keep(command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
-    assert main(["publish", named]) == 0
+    command("publish", named)
     private = replace(run, command=["run", "x/y", "--out", "runs/", "--link=my.json", "/"])
     assert load(measured / f"{NAME}.json") == replace(made, name=NAME, run=private)
     assert sorted(path.name for path in measured.iterdir()) == [f"{NAME}.json", f"{NAME}.md"]
     assert find_record(NAME) == measured / f"{NAME}.json"
-    capsys.readouterr()
-    assert main(["show", "--markdown", NAME]) == 0
-    page = (measured / f"{NAME}.md").read_text()
-    assert capsys.readouterr().out == page and f"record: `{NAME}.json`" in page
+    page, _ = command("show", "--markdown", NAME)
+    assert (measured / f"{NAME}.md").read_text() == page and f"record: `{NAME}.json`" in page
 
 
 @pytest.mark.parametrize(
@@ -74,19 +69,17 @@ def test_a_run_is_published_and_found_by_its_new_name(
         ({"started": "2020-04-21T10:02:59Z"}, f"{NAME}.json is there already"),
     ],
 )
-def test_a_run_is_refused_unless_forced(
-    changes: dict[str, Any], said: str, keep: Keep, measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_unless_forced(changes: dict[str, Any], said: str, keep: Keep, measured: Path, command: Any) -> None:
     keep()
-    assert "started" not in changes or main(["publish", "mine"]) == 0
+    if "started" in changes:
+        command("publish", "mine")
     before = [path.read_text() for path in measured.iterdir()]
     keep(**changes)
-    assert main(["publish", "mine"]) == 1
-    err = capsys.readouterr().err
+    _, err = command("publish", "mine", code=1)
     assert err.startswith("reproduce: mine: ") and said in err and err.count("\n") == 1
     assert [path.read_text() for path in measured.iterdir()] == before
-    assert main(["publish", "mine", "--force"]) == 0
-    assert main(["publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force"]) == 2, "it was not measured"
+    command("publish", "mine", "--force")
+    command("publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force", code=2)  # it was not measured
 
 
 def test_the_name_says_which_devices(keep: Keep) -> None:

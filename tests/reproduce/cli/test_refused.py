@@ -3,15 +3,15 @@
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reproduce.cli.main import main
+from reproduce.records.places import RESULTS
 from reproduce.records.record import save
 
 from ..made import record, row
 
-RESULTS = Path(__file__).resolve().parents[3] / "results"
 SPEED, MEMORY = ("run tiny-speed --on cpu --scale small", "run tiny-memory --on cpu --scale small")
 GRID = "compare grid.json grid.json"
 PREDICT = "predict --hardware here"
@@ -24,6 +24,7 @@ N_AND_M = [(n, m) for n in (2, 10) for m in (1, 4)]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in a folder with a published table, a record of a grid, and files that are none."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("reproduce.cli.run.Session", None)  # what is wrong is told before anything is measured
     for folder in ("results/paper", "empty", "broken/paper"):
         Path(folder).mkdir(parents=True)
     shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "results/paper")
@@ -110,13 +111,9 @@ def files() -> list[Path]:
         ("regression --base HEAD --markdown /dev/null/x", 1, "--markdown /dev/null: cannot be written"),
     ],
 )
-def test_what_is_wrong_is_one_line(
-    arguments: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("reproduce.cli.run.Session", None)  # it is told before anything is measured
+def test_what_is_wrong_is_one_line(arguments: str, code: int, said: str, command: Any) -> None:
     before = files()
-    assert main(shlex.split(arguments)) == code
-    out, err = capsys.readouterr()
+    out, err = command(*shlex.split(arguments), code=code)
     assert err.startswith("reproduce: ") and said in err and err.count("\n") == 1
     assert out == "" or (arguments.startswith("plan ") and out.count("\n") == 1), "a plan has said what it is of"
     assert files() == before

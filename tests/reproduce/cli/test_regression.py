@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from reproduce.cli.main import main
 from reproduce.cli.regression import regression
 from reproduce.error import USAGE, Error
+from reproduce.machine.description import ROOT
 from reproduce.regression import bisect
 from reproduce.regression import main as asked
 from reproduce.regression.cases import CASES
@@ -21,7 +21,6 @@ from reproduce.regression.trees import Tree
 
 from ..repository import commit
 
-ROOT = Path(__file__).resolve().parents[3]
 NAMES = [case.name for case in CASES]
 CASE = "U-Net GPipe"
 
@@ -57,10 +56,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     return make
 
 
-def test_an_unchanged_tree_passes(made_up: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unchanged_tree_passes(made_up: Callable[..., None], command: Any) -> None:
     made_up()
-    assert main(["regression", "--base", "v1"]) == 0
-    out, err = capsys.readouterr()
+    out, err = command("regression", "--base", "v1")
     said = " ".join(out.split())
     assert err == "restart 1 of 20 done\n" and out.startswith("regression: time in ms; lower is better\n")
     assert all(name in out for name in NAMES) and "worse" not in out.split("\n- ")[0]
@@ -96,25 +94,22 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
 
 @pytest.mark.parametrize(("made", "options", "code", "verdict", "said"), ASKED)
 def test_exit_code_and_verdict(
-    made: dict[str, Any], options: str, code: int, verdict: str | None, said: str, made_up: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    made: dict[str, Any], options: str, code: int, verdict: str | None, said: str, made_up: Any, command: Any
+) -> None:
     made_up(**made)
-    assert main(["regression", *options.split()]) == code
-    out, err = capsys.readouterr()
+    out, err = command("regression", *options.split(), code=code)
     complaints = [line for line in err.splitlines() if line.startswith("reproduce: ")]
     assert len(complaints) == (code != 0) and said in "".join(complaints or [out])
     assert [line.split()[-1] for line in out.splitlines() if line.startswith(CASE)] == ([verdict] if verdict else [])
 
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
-def test_formats(style: str, made_up: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats(style: str, made_up: Callable[..., None], tmp_path: Path, command: Any) -> None:
     """Each says that a delay was planted; and `--markdown` writes its file also where something is slower."""
     made_up(dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
     file = tmp_path / "table.md"
     options = ["--slow-down", "0.1", "--format", style, "--markdown", str(file)]
-    assert main(["regression", "--base", "v1", *options]) == 1
-    out, err = capsys.readouterr()
+    out, err = command("regression", "--base", "v1", *options, code=1)
     said = " ".join(out.split())
     assert "WITH A PLANTED DELAY of 10%" in said and err.endswith("all together\n")
     assert file.read_text().startswith("## regression") and (style == "markdown") == (file.read_text() == out)
@@ -135,9 +130,6 @@ def test_defaults_stand_in_one_place() -> None:
     settings = Settings([])
     for name in ("restarts", "rounds", "clock", "slow_down"):
         assert offered[name] == getattr(settings, name)
-
-
-# --- for real --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from reproduce.cli.main import main
 from reproduce.cli.run import INTERRUPTED
 from reproduce.experiments import Experiment
 from reproduce.records.record import Record, load
@@ -32,9 +31,10 @@ def the_record(folder: str = "out") -> Record:
     return load(path)
 
 
-def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "tiny-speed", "tiny-memory", *SMALL, "--steps", "2", "--out", "new/folder"]) == 0
-    out, err = capsys.readouterr()
+def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
+    """Measured and emulated steps have traces of their own."""
+    into = ("--out", "new/folder", "--trace", "t.png")
+    out, err = command("run", "tiny-speed", "tiny-memory", *SMALL, "--steps", "2", *into)
     assert max(map(len, out.splitlines())) <= WIDTH
     flat = " ".join(out.split())
     titles = ("like the published rows", "published balance is worth", "at equal batch size", "live bytes")
@@ -50,57 +50,41 @@ def test_from_end_to_end(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None
     assert record.run.settings["freed_memory"] == ("kept" if kept else "as the C library does")
     assert (record.run.settings["steps"], record.run.settings["emulate"]) == (2, 8)
     found = {(result.row, result.emulated): result for result in record.results if result.scale == "small"}
+    written = {str(record_path), str(tables_path)}
     for row in tiny["tiny-speed"].scale("small").rows:
         for emulated in (True,) if row.devices == 8 else (True, False):
             result = found[row.name, emulated]
             assert len(result.samples["step_time"]) == 2 and min(result.samples["step_time"]) > 0
             assert len(result.values["utilization"]) == row.devices and sum(result.config["balance"]) == 3 + 6
+            assert 0 < sum(result.values["utilization"]) <= row.devices and 0 <= result.values["bubble"] < 1
+            trace = f"t-{row.name.replace(' ', '-').replace('/', '-')}{'-emulated' * emulated}"
+            events = json.loads(Path(f"{trace}.json").read_text())["traceEvents"]
+            forwards = [event for event in events if event["ph"] == "X" and event["cat"] == "forward"]
+            assert len(forwards) == (row.chunks or 1) * row.devices
+            written |= {f"{trace}.json", f"{trace}.png"}
     peaks = found["pipeline-8", False].values
     assert len(peaks["peak_allocated"]) == 8 and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0
     assert page.count("\n## ") == 6, "the page has the tables of the run, and one of how busy the devices were"
 
-    assert main(["show", str(record_path)]) == 0
-    shown = capsys.readouterr().out
-    assert set(out.splitlines()) - set(shown.splitlines()) == {"written:", str(record_path), str(tables_path)}
-    assert main(["show", "--markdown", str(record_path)]) == 0
-    assert capsys.readouterr().out == page
+    shown, _ = command("show", str(record_path))
+    assert set(out.splitlines()) - set(shown.splitlines()) == {"written:", *written}
+    assert written == {str(path) for folder in (".", "new/folder") for path in Path(folder).glob("*.*")}
+    assert command("show", "--markdown", str(record_path))[0] == page
 
 
-def test_rows_and_their_traces(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured and emulated steps have traces of their own, also those of a single row."""
-    pytest.importorskip("matplotlib")
-    row = ("--row", "GPipe n2m4")
-    assert main(["run", "tiny-speed", *SMALL, *row, "--steps", "1", "--out", "out", "--trace", "t.png"]) == 0
-    written = [f"t-GPipe-n2m4{way}.{kind}" for way in ("-emulated", "") for kind in ("json", "png")]
-    assert capsys.readouterr().out.splitlines()[-4:] == written
-    assert sorted(path.name for path in Path().glob("t-*")) == sorted(written)
-
-    record = the_record()
-    assert record.run is not None and record.run.settings["rows"] == ["GPipe n2m4"]
-    assert [(result.row, result.emulated) for result in record.results] == [("GPipe n2m4", False), ("GPipe n2m4", True)]
-    for result in record.results:
-        assert len(result.values["utilization"]) == 2 and 0 < sum(result.values["utilization"]) <= 2
-        assert 0 <= result.values["bubble"] < 1
-        events = json.loads(Path(f"t-GPipe-n2m4{'-emulated' * result.emulated}.json").read_text())["traceEvents"]
-        assert sum(event["ph"] == "X" and event["cat"] == "forward" for event in events) == 2 * 4
-
-
-def test_a_trace_that_cannot_be_written_ends_no_run(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_cannot_be_written_ends_no_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.run.find_spec", lambda name: None)
     Path("t-naive-n2.json").mkdir()
-    row = ("--row", "naive n2", "--steps", "1")
-    assert main(["run", "tiny-speed", *SMALL, *row, "--out", "out", "--trace", "t"]) == 1
-    out, err = capsys.readouterr()
+    options = ("--row", "naive n2", "--steps", "1", "--out", "out", "--trace", "t")
+    out, err = command("run", "tiny-speed", *SMALL, *options, code=1)
     assert "at equal batch size" in " ".join(out.split())
     assert "no picture" in err and err.splitlines()[-1].startswith("reproduce: --trace: ")
-    assert the_record().results[0].status == "measured"
+    record = the_record()
+    assert record.run is not None and record.run.settings["rows"] == ["naive n2"]
+    assert [(each.row, each.status) for each in record.results] == [("naive n2", "measured"), ("naive n2", "emulated")]
 
 
-def test_a_failed_row_is_told_at_the_end(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_row_is_told_at_the_end(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     states: list[str] = []
 
     def fail(*_: object, **__: object) -> None:
@@ -108,17 +92,15 @@ def test_a_failed_row_is_told_at_the_end(
         raise ValueError("no such luck")
 
     monkeypatch.setattr("reproduce.run.emulation.Training", fail)
-    assert main(["run", "tiny-speed", *SMALL, "--row", "n2m1", "--row", "n8m4", "--steps", "1", "--out", "out"]) == 1
-    out, err = capsys.readouterr()
+    rows = ("--row", "n2m1", "--row", "n8m4")
+    out, err = command("run", "tiny-speed", *SMALL, *rows, "--steps", "1", "--out", "out", code=1)
     said = "reproduce: 2 rows failed, the first being n2m1: ValueError: no such luck"
     assert "failed" in out and err.splitlines()[-1].startswith(said)
     assert {*states} == {"running"}, "what a kill leaves says that it was running"
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_finished(
-    start: Callable[..., Any], broken_modules: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_ctrl_c_keeps_what_was_finished(start: Any, broken_modules: Callable[..., Path], tmp_path: Path) -> None:
     """And only torch, click, msgspec and tabulate are needed."""
     others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})

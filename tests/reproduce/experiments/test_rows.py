@@ -1,7 +1,7 @@
 """Experiments: the published rows to the digit, our own as committed runs had them, and the scale that fits."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, Experiment
 from reproduce.experiments.choose import choose_scale
 from reproduce.experiments.resnet import TRAINING
 from reproduce.experiments.row import PUBLISHED_NODE, GiB
+from reproduce.machine.devices import Devices
 from reproduce.records.places import MEASURED
 from reproduce.records.published import published
 from reproduce.records.record import load
@@ -92,35 +93,27 @@ def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int, rates: dict[
     assert replace(TRAINING.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == TRAINING.recipe.peak(batch_size)
 
 
-@dataclass
-class Fake:
-    """Stand in for devices."""
-
-    kind: str
-    memory: int | None
-
-    def __str__(self) -> str:
-        return "2 fakes"
-
-
-LARGE, SMALL, CPU = Fake("cuda", 24 * GiB), Fake("cuda", 8 * GiB), Fake("cpu", 64 * GiB)
-
-
 @pytest.mark.parametrize(
-    ("devices", "asked", "expected"),
+    ("kind", "memory", "asked", "expected"),
     [
-        (LARGE, None, "paper"),
-        (LARGE, "small", "small"),
-        (SMALL, None, "small"),
-        (Fake("cpu", None), None, "small"),
-        (SMALL, "paper", "--scale paper: it needs 22 GiB of memory each, and 2 fakes have 8.0 GiB; use --scale small"),
-        (CPU, "paper", "--scale paper: it needs CUDA devices with 22 GiB of memory each, and this run is on 2 fakes; "
-                       "use --scale small"),
-        (Fake("cpu", GiB // 2), None, "--scale small: it needs 4 GiB of memory in all, and 2 fakes have 0.5 GiB"),
-        (CPU, "huge", "--scale huge: no such scale of amoebanet-speed; there are paper, small"),
+        ("cuda", 24, None, "paper"),
+        ("cuda", 24, "small", "small"),
+        ("cuda", 8, None, "small"),
+        ("cpu", None, None, "small"),
+        ("cuda", 8, "paper", "--scale paper: it needs 22 GiB of memory each, and 2 CUDA devices have 8.0 GiB; use "
+                             "--scale small"),
+        ("cpu", 64, "paper", "--scale paper: it needs CUDA devices with 22 GiB of memory each, and this run is on 2 "
+                             "CPU devices of 1 thread each; use --scale small"),
+        ("cpu", 0.5, None, "--scale small: it needs 4 GiB of memory in all, and 2 CPU devices of 1 thread each have "
+                           "0.5 GiB"),
+        ("cpu", 64, "huge", "--scale huge: no such scale of amoebanet-speed; there are paper, small"),
     ],
 )  # fmt: skip
-def test_the_largest_scale_that_fits_is_chosen(devices: Any, asked: str | None, expected: str) -> None:
+def test_the_largest_scale_that_fits_is_chosen(
+    kind: str, memory: float | None, asked: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices(kind, 2, threads=1)
+    monkeypatch.setattr(Devices, "memory", None if memory is None else memory * GiB)
     if expected in ("paper", "small"):
         assert choose_scale(ALL, devices, asked) == expected
     else:

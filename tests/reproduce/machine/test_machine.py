@@ -16,7 +16,7 @@ import reproduce.machine.devices
 import torchgpipe
 from reproduce.error import Error
 from reproduce.machine.allocator import KEEP_FREED
-from reproduce.machine.description import Gpu, load_average, machine, versions
+from reproduce.machine.description import ROOT, Gpu, load_average, machine, versions
 from reproduce.machine.devices import MOST_DEVICES, Devices, cores, find_devices
 from reproduce.machine.git import Git, checkout, commit_of
 
@@ -129,13 +129,6 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert Devices("cpu", 2, 1).memory is None
 
 
-def test_threads_are_given_back() -> None:
-    before = torch.get_num_threads()
-    with Devices("cpu", 1, threads=before + 1).in_use():
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize(
     ("quota", "expected"),
     [("max 100000\n", 4), ("1600000 100000\n", 4), ("250000 100000\n", 2), ("50000 100000\n", 1), ("", 4), (None, 4)],
@@ -150,7 +143,6 @@ def test_cores_are_bounded_by_a_containers_quota(
     assert cores() == expected
 
 
-ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, os, sys
 print("started", file=sys.stderr)
@@ -212,9 +204,7 @@ def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.Mon
         commit_of(root, "HEAD")
 
 
-def test_a_repository_that_the_environment_names_is_not_used(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_dir_of_the_environment_is_not_used(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, "init")
     old = run(root, "rev-parse", "old")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))

@@ -59,9 +59,7 @@ def test_the_flat_state_goes_back_to_torchvision(original: Any) -> None:
     ("name", "build"),
     [("resnet101", lambda: resnet101(5)), ("squeezenet1_1", lambda: layers_of("squeezenet1_1", 64, 5))],
 )
-def test_the_same_seed_gives_the_same_weights_and_every_row_its_own(
-    name: str, build: Callable[[], nn.Sequential]
-) -> None:
+def test_a_seed_gives_the_same_weights_and_every_row_its_own(name: str, build: Callable[[], nn.Sequential]) -> None:
     def weights(build: Callable[..., nn.Module], **options: int) -> list[Tensor]:
         torch.manual_seed(0)
         return [*build(**options).parameters()]

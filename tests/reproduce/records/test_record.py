@@ -29,18 +29,11 @@ FAILED = Result("e", "s", "failed", reason='RuntimeError: "quoted" ünïcode\n[1
 RECORD = Record("name", "Title", "measured", {"step_time": "s"}, [TIMED, FAILED], run=RUN)
 
 
-def predicted(**changes: object) -> Record:
-    return replace(RECORD, kind="predicted", results=[replace(FAILED, status="predicted")], **changes)
-
-
-def test_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_comes_back_as_it_was_with_ten_digits(tmp_path: Path) -> None:
     emulated = [replace(TIMED, status="emulated", emulated=True), replace(FAILED, emulated=True)]
     record = replace(RECORD, results=[TIMED, *emulated], discrepancies=[FAILED])
     save(record, tmp_path / "r.json")
     assert load(tmp_path / "r.json") == record
-
-
-def test_numbers_have_ten_digits(tmp_path: Path) -> None:
     save(replace(RECORD, results=[replace(TIMED, samples={"loss": [2 / 3]})]), tmp_path / "r.json")
     assert load(tmp_path / "r.json").results[0].samples == {"loss": [0.6666666667]}
 
@@ -69,7 +62,6 @@ def test_a_kill_leaves_the_old_file(
         (RECORD, "none/r.json", "none/r.json: cannot be written (No such file or directory)"),
         (replace(RECORD, results=[replace(TIMED, samples={"x": [float("nan")]})]), "r.json", "Out of range float"),
         (replace(RECORD, results=[TIMED, TIMED]), "r.json", "results[1]: 'r' of e is in results[0] already"),
-        (predicted(), "r.json", "results[0].hardware: missing"),
     ],
 )
 def test_what_could_not_be_read_again_is_not_written(record: Record, name: str, message: str, tmp_path: Path) -> None:

@@ -63,9 +63,7 @@ def test_what_cannot_be_had(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_signal_is_an_end_like_any_other_unless_it_is_ignored(
-    number: signal.Signals, before: signal.Handlers, root: Path
-) -> None:
+def test_a_signal_is_an_end_unless_it_is_ignored(number: signal.Signals, before: signal.Handlers, root: Path) -> None:
     own = signal.signal(number, before)  # the suite itself may run under nohup
     ended = pytest.raises(SystemExit) if before is signal.SIG_DFL else contextlib.nullcontext()
     try:

@@ -1,16 +1,14 @@
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
+from reproduce.records.places import RESULTS
 from reproduce.records.record import Record, Run, load
 from reproduce.report.page import page
 from reproduce.report.subjects import FOLDERS
 
-RESULTS = Path(__file__).resolve().parents[3] / "results"
 TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values() if experiment.table}
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
 RUN = Run("finished", ["python", "-m", "reproduce"], 0, "2020-04-21T10:02:05Z", "2020-04-21T10:12:05Z", "cuda", 2, None,

@@ -129,9 +129,7 @@ LONE = pipeline(3, m=1, checkpoint="always")
         (pipeline(3, components=("portals",)), range(4), {"ahead": False, "blocking": True}, True),
     ],
 )
-def test_a_step_takes_what_the_schedule_makes_of_all_its_tasks(
-    row: Row, like: Sequence[int], changes: dict[str, Any], linked: bool
-) -> None:
+def test_a_step_is_its_tasks_replayed(row: Row, like: Sequence[int], changes: dict[str, Any], linked: bool) -> None:
     link = Link(HARDWARE, {"": row}) if linked else None
     emulated = emulation(row, link=link)
     if link is not None:
@@ -218,9 +216,7 @@ def test_copies_take_what_the_hardware_says_or_the_same_share_of_a_forward_as_in
     ("gpu", "expected"),
     [("Tesla P40", "p40x8"), ("NVIDIA A100-SXM4-80GB", "a100x8"), ("NVIDIA A10", None)],
 )
-def test_gpus_have_the_links_of_a_shipped_node_of_them(
-    gpu: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_have_the_links_of_a_shipped_node(gpu: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     assert own_links(Devices("cuda", 1)) == expected and expected in (None, *hardware_names())
     assert own_links(CPU) is None

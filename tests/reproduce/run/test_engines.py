@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from torchgpipe.plan.replay import Event, Timeline
 
 from ...library.ledger import assert_eventually
 from ..tiny import TINY
-from .fakes import Fake
 from .works import failing, ids, killed, work
 
 CPU = Devices("cpu", 2, threads=1)
@@ -128,37 +128,21 @@ def test_other_losses_are_of_other_work(ours: list[float], theirs: list[float]) 
         check_same(ours, theirs, "a row")
 
 
-class Faked:
-    """Stands in for processes."""
-
-    loss: Any = 1.0
-    left: int = 0
-
-    def __init__(self, count: int) -> None:
-        Faked.left += 1
-
-    def make(self, engine: Engine, work: Any) -> None:
-        Fake.order.append(engine)
-
-    def step(self) -> tuple[float, float]:
-        return 0.5, self.loss
-
-    def record(self) -> Timeline:
-        return Timeline([Event("forward", 0, 0, 0.0, 1.0)], 2.0, 2)
-
-    def close(self) -> None:
-        Faked.left -= 1
-
-
 @pytest.mark.parametrize("loss", [1.0, 1.5])
 @pytest.mark.usefixtures("fake")
 def test_a_row_is_measured_by_each_engine(run: Any, monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
-    monkeypatch.setattr("reproduce.run.speed.Processes", Faked)
-    monkeypatch.setattr(Faked, "loss", loss)
+    made: list[Mock] = []
+
+    def processes(count: int) -> Mock:
+        timeline = Timeline([Event("forward", 0, 0, 0.0, 1.0)], 2.0, count)
+        made.append(Mock(**{"step.return_value": (0.5, loss), "record.return_value": timeline}))
+        return made[-1]
+
+    monkeypatch.setattr("reproduce.run.speed.Processes", processes)
     rows = tuple(row for row in TINY["tiny-speed"].scale("small").rows if row.name in ("naive n2", "GPipe n8m4"))
     options = ["--engine=threads", "--engine=ranks", "--engine=torch", "--no-emulate", f"--trace={run.folder}/t/t.png"]
     found = run("tiny-speed", *options, "--steps=3", rows=rows, warmup=1, status=int(loss != 1.0))
-    assert Faked.left == 0
+    assert [each.close.call_count for each in made] == [1, 1], "ranks, and PyTorch's first schedule"
     assert found["naive n2"].samples["loss"] == [1] * 3, "others are compared with it"
     assert found["naive n2 Schedule1F1B"].reason == FEW
     assert {result.status for name, result in found.items() if "GPipe n8m4" in name} == {"needs devices"}

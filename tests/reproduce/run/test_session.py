@@ -190,10 +190,8 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(fake: type[Fake
 
 
 @pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
-def test_a_row_that_does_not_fit_beside_others_is_timed_alone(
-    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
-) -> None:
-    """Trainings and data of the others, and of other groups, are gone by then."""
+def test_a_large_row_is_timed_alone(fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    """It does not fit beside others. Trainings and data of the others, and of other groups, are gone by then."""
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []
 

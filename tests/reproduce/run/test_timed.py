@@ -1,6 +1,5 @@
 """Timed steps: every task is in its place, and how busy a GPU is, the driver says or nobody."""
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments import EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import Emulation
 from reproduce.run.timed import ask_driver, record_step
@@ -20,41 +19,30 @@ from torchgpipe.timeline.stopwatch import Mark
 from ...library.ledger import assert_eventually
 
 ROW = replace(EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4)
-PIPELINE = replace(ROW, partitions=2, chunks=4, balance=(30, 35), checkpoint="except_last")
 CPU = Devices("cpu", 2, 1)
 GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-@pytest.mark.parametrize(
-    ("row", "counts"),
-    [(ROW, [(1, 0, 1)]), (PIPELINE, 2 * [(4, 3, 4)]), (replace(PIPELINE, partitions=1, balance=None), [(4, 3, 4)])],
-)
-def test_every_task_of_a_step_is_seen(row: Any, counts: list[tuple[int, ...]]) -> None:
-    training: Any = Training(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
-    timeline = record_step(training, CPU)
-    found = Counter((event.partition, event.kind) for event in timeline.events)
-    assert [tuple(found[j, kind] for kind in ("forward", "recompute", "backward")) for j in range(2)][
-        : timeline.partitions
-    ] == counts
-    assert all(0 <= event.start < event.end <= timeline.seconds for event in timeline.events)
-    assert (training if row is ROW else training.model).observer is None, "nobody watches any more"
+PIPELINES = [
+    replace(ROW, partitions=len(balance), balance=balance, chunks=chunks, checkpoint=mode)
+    for balance, chunks in (((65,), 3), ((30, 35), 1), ((30, 35), 4), ((20, 20, 25), 3))
+    for mode in ("never", "except_last", "always")
+]
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-@pytest.mark.parametrize(("balance", "chunks"), [((65,), 3), ((30, 35), 1), ((30, 35), 4), ((20, 20, 25), 3)], ids=str)
-def test_an_emulation_replays_tasks_in_the_order_of_a_real_run(
-    balance: tuple[int, ...], chunks: int, mode: Any
-) -> None:
+@pytest.mark.parametrize("row", [ROW, *PIPELINES])
+def test_an_emulation_replays_tasks_in_the_order_of_a_real_run(row: Row) -> None:
     """Of each partition; of all together where they take turns."""
-    row = replace(ROW, partitions=len(balance), balance=balance, chunks=chunks, checkpoint=mode)
     emulation = Emulation(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
-    training = Training(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
+    training: Any = Training(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
     emulation.run()
     orders = []
     for timeline in (emulation.step().timeline, record_step(training, CPU)):
+        assert all(0 <= event.start < event.end <= timeline.seconds for event in timeline.tasks)
         tasks = [event[:3] for event in sorted(timeline.tasks, key=lambda each: each.start)]
-        orders.append([[task for task in tasks if task[2] == j] for j in range(3)] if chunks > 1 else [tasks])
+        orders.append([[task for task in tasks if task[2] == j] for j in range(3)] if row.chunks != 1 else [tasks])
     assert orders[0] == orders[1]
+    assert (training if row is ROW else training.model).observer is None, "nobody watches any more"
 
 
 def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +56,7 @@ def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
-def test_steps_are_repeated_for_two_seconds_and_samples_averaged(
-    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now, taken = [0.0], [0]
     ask = Mock(side_effect=lambda device: 50 * (device.index + 1))
 

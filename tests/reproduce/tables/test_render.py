@@ -1,11 +1,11 @@
 """Rendering: what is committed is what the records say, and a block is replaced by the newest finished run's tables."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from reproduce.cli.main import main
 from reproduce.machine.description import ROOT
 from reproduce.records.record import Record, save
 from reproduce.tables.render import render, stale
@@ -30,9 +30,7 @@ RUNS = [record("new", "2026-02"), record("old", "2026-01"), record("broken off",
         record("empty", "2026-04", status="failed"), record("few", "2026-05", rows=1)]  # fmt: skip
 
 
-def test_a_block_shows_the_newest_finished_run_of_most_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_block_shows_the_newest_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.records.ROOT", tmp_path)
     page, measured = tmp_path / "README.md", tmp_path / "results" / "measured"
     page.write_text(PAGE)
@@ -43,16 +41,12 @@ def test_a_block_shows_the_newest_finished_run_of_most_rows(
     for each in RUNS:
         save(each, measured / f"{each.name}.json")
     names = [f"results/measured/{name}.md" for name in sorted(each.name for each in RUNS)] + ["README.md"]
-    assert main(["render", "--check"]) == 1
-    assert capsys.readouterr().err.startswith(f"reproduce: stale: {', '.join(names)}; run")
-    assert main(["render"]) == 0
-    assert capsys.readouterr().out.splitlines() == names
-    assert main(["render", "--check"]) == 0, "rendering again changes nothing"
-    assert capsys.readouterr().out == "6 files are as their records say\n"
+    assert command("render", "--check", code=1)[1].startswith(f"reproduce: stale: {', '.join(names)}; run")
+    assert command("render")[0].splitlines() == names
+    assert command("render", "--check")[0] == "6 files are as their records say\n"
     text = page.read_text()
     assert text.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
     assert text.endswith("<!-- end -->\nafter\n") and "old\n" not in text
     assert "machine: new, 2 cores" in text and "(results/measured/new.md)" in text
     page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
-    assert main(["render"]) == 1
-    assert "README.md: a block is from 'x/y'; name one of amoebanet-speed, " in capsys.readouterr().err
+    assert "README.md: a block is from 'x/y'; name one of amoebanet-speed, " in command("render", code=1)[1]
