@@ -56,22 +56,22 @@ def two_jobs(tmp_path: Path) -> None:
     first = Saves(tmp_path)
     first.save(0, model, optimizer)
 
+    def again() -> None:
+        Saves(tmp_path).save(1, model, optimizer)
+
     def second() -> None:
         with pytest.raises(RuntimeError, match=r"another job saves into .* give each job a folder of its own"):
-            Saves(tmp_path).save(1, model, optimizer)
+            again()
 
     assert forked(second) == 0
-    Saves(tmp_path).save(1, model, optimizer)  # this process holds the lock
+    again()  # this process holds the lock
     assert forked(second) == 0, "the lock is still held"
     first.save(0, model, optimizer)
     assert first.load(model, optimizer) == {"step": 0}
 
-    def third() -> None:
-        Saves(tmp_path).save(1, model, optimizer)
-
     files = len(os.listdir("/proc/self/fd"))
     del first
-    assert forked(third) == 0, "the lock is held though nobody needs it"
+    assert forked(again) == 0, "the lock is held though nobody needs it"
     assert len(os.listdir("/proc/self/fd")) < files
 
 
