@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.plan.replay import Costs, Event, replay
-from torchgpipe.tensors.checkpoint import Mode, checkpointed
+from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 
 from ..behaviours.parts.layers import Do
 from .distributed.threads import GPUS, World, play
 from .layers import partitions
 from .simulated import Streams, backward_by_threads, working
-
-MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 
 # Seconds of a forward, by micro-batch and partition; whole ones, so that sums are exact.
 TIMES: dict[str, Callable[[int, int], int]] = {

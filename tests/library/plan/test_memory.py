@@ -1,7 +1,7 @@
 """Predicted bytes are the live bytes of a real pipeline on `meta`, to the byte, in a table of models and setups."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -62,14 +62,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
 
 
 def real_peaks(
-    model: nn.Sequential,
-    x: Tensor,
-    balance: Sequence[int],
-    chunks: int,
-    checkpoint: Any,
-    make: Any = SGD,
-    *,
-    zeroed: bool = False,
+    model: nn.Sequential, x: Tensor, balance: Any, chunks: int, checkpoint: Any, make: Any = SGD, zeroed: bool = False
 ) -> list[int]:
     """Return each device's peak in the second of two steps, the optimizer's included.
 

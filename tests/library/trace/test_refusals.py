@@ -38,15 +38,9 @@ def replacing(net: Any, x: Tensor) -> Any:
     return net.b(x) * net.count
 
 
-def hooked() -> nn.Module:
+def after(change: Callable[[nn.Module], object]) -> nn.Module:
     module = traced.Residual()
-    module.register_forward_hook(lambda *_: None)
-    return module
-
-
-def compiled() -> nn.Module:
-    module = traced.Residual()
-    module.compile()
+    change(module)
     return module
 
 
@@ -85,8 +79,8 @@ SAID: dict[str, tuple[bool, list[str]]] = {
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (lambda: nn.Sequential(does(FORWARDS["a branch"])), True, ["whole=[Do]"]),
     "a buffer that is replaced, in a submodule": (lambda: nn.Sequential(does(replacing)), False, REPLACES),
-    "a hook on all of it": (hooked, False, ["Residual has hooks of its own"]),
-    "compiled": (compiled, False, ["Residual is compiled"]),
+    "a hook on all of it": (lambda: after(lambda m: m.register_forward_hook(print)), False, ["has hooks of its own"]),
+    "compiled": (lambda: after(lambda m: m.compile()), False, ["Residual is compiled"]),
     "compiled, around it": (lambda: torch.compile(traced.Residual()), False, ["OptimizedModule is compiled"]),
     "scripted": (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), False, ["Sequential has a scripted part, '0'"]),
     "a state of its own": (Extra, False, ["_extra_state"]),
