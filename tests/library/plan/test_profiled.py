@@ -133,15 +133,13 @@ def test_a_plan_from_a_profile() -> None:
     assert predictor.step(found.candidates[0].setup).seconds == found.seconds
 
 
-GREEDY = Lambda(lambda x: x if x.is_meta else explode(torch.OutOfMemoryError()))
-
-
 @pytest.mark.parametrize(
     ("model", "sample", "message"),
     [
         (nn.Sequential(nn.Linear(4, 4)), torch.empty(4, 4, device="meta"),
          "nothing takes time on device 'meta': give a sample on the device .* such as hardware='h100x8'"),
-        (nn.Sequential(nn.Linear(4, 4), GREEDY), torch.rand(6, 4),
+        (nn.Sequential(nn.Linear(4, 4), Lambda(lambda x: x if x.is_meta else explode(torch.OutOfMemoryError()))),
+         torch.rand(6, 4),
          "layer 1 cannot be profiled on cpu with 3 samples, for which it has no memory: give a smaller sample"),
     ],
 )  # fmt: skip
