@@ -13,6 +13,10 @@ def same(x: Any) -> Any:
     return x
 
 
+def linears(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+
+
 class Lambda(nn.Module):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()

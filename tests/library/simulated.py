@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchgpipe.distributed.wires.cuda
 import torchgpipe.engine.graph
 import torchgpipe.tensors.copy
 from torchgpipe import is_recomputing
+
+from .layers import same
 
 
 def working(x: Tensor, work: Callable[[str], object], *parameters: Tensor) -> Tensor:
@@ -61,6 +63,20 @@ def spend(x: Tensor, forward: float, backward: float, name: str = "") -> Tensor:
     """Hand on a tensor; take `forward` seconds now, and `backward` seconds in backward."""
     seconds = {"forward": forward, "backward": backward}
     return working(x, lambda kind: CLOCK.spend(seconds[kind], f"{name} {kind}"))
+
+
+class Spend(nn.Module):
+    """Take seconds in forward and in backward, between functions of what comes in and of what goes out."""
+
+    def __init__(
+        self, forward: float, backward: float = 0.0, name: str = "", *, before: Any = same, after: Any = same
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seconds, self.name, self.before, self.after = (forward, backward), name, before, after
+
+    def forward(self, x: Any) -> Any:
+        return self.after(spend(self.before(x) * self.weight, *self.seconds, self.name))
 
 
 class Event(NamedTuple):

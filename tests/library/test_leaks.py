@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from .layers import Pop, Stash
 from .ledger import Ledger, assert_eventually, assert_no_thread_more
 
 WIDTH, CHUNKS = 8, 4
+linear = partial(nn.Linear, WIDTH, WIDTH)
 BATCH = 16 * CHUNKS
 # Bytes of a tensor of WIDTH features for each sample of a micro-batch.
 UNIT = BATCH // CHUNKS * WIDTH * torch.float32.itemsize
@@ -44,10 +46,6 @@ def only_what_the_tests_make() -> Iterator[None]:
 def pipeline(**options: Any) -> GPipe:
     layers = (layer for _ in range(3) for layer in (linear(), nn.Tanh(), nn.Sigmoid()))
     return piped(nn.Sequential(*layers), [3, 3, 3], CHUNKS, **options)
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 def batch() -> Tensor:

@@ -12,12 +12,10 @@ from torch import nn
 from torchgpipe import GPipe
 from torchgpipe.partition import check_module, choose_devices, split
 
+from .layers import linears
+
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), [torch.device("cuda", k) for k in range(3)]
 X = torch.ones(1)
-
-
-def linears(count: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(1, 1) for _ in range(count)))
 
 
 def one_layer_twice() -> nn.Sequential:
@@ -36,31 +34,19 @@ def changed(change: Callable[[Any], object]) -> Callable[[], object]:
     return check
 
 
+RESIDUAL: Any = type("Residual", (nn.Sequential,), {"forward": torch.sin})()
 chosen: Any = choose_devices
 parts: Any = split
 
 # What is done, the error, and what it says.
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: check_module([nn.Linear(1, 1)]), TypeError, "GPipe wraps an nn.Sequential, but got list"),
-    (
-        lambda: check_module(type("Residual", (nn.Sequential,), {"forward": torch.sin})()),
-        TypeError,
-        "layers of Residual one after another, but it has a method",
-    ),
+    (lambda: check_module(RESIDUAL), TypeError, "layers of Residual one after another, but it has a method"),
     (changed(lambda m: setattr(m, "forward", torch.sin)), TypeError, "it has a forward of its own"),
     (changed(lambda m: m.register_parameter("p", nn.Parameter(X))), TypeError, "it has parameters of its own"),
-    (
-        changed(lambda m: m.register_full_backward_hook(print)),
-        TypeError,
-        "it has hooks of its own, which would be left",
-    ),
+    (changed(lambda m: m.register_full_backward_hook(print)), TypeError, "it has hooks of its own, which would"),
     (changed(lambda m: (m.register_buffer("b", X), m.register_forward_hook(print))), TypeError, "it has buffers and h"),
-    (
-        lambda: check_module(one_layer_twice()),
-        ValueError,
-        "layers 'first' and 'again' are the same module; a layer can be in one place only, "
-        "so give each place a layer of its own",
-    ),
+    (lambda: check_module(one_layer_twice()), ValueError, "layers 'first' and 'again' are the same module; a layer "),
     (lambda: chosen(["cpu"], 2), IndexError, "2 partitions, but 1 devices; give a balance of at most 1 parti"),
     (lambda: chosen("cuda:0", 2), TypeError, "a list of devices, one per partition, but got 'cuda:0'"),
     (lambda: chosen(0, 2), TypeError, "a list of devices, one per partition, but got 0"),
@@ -116,7 +102,7 @@ def test_the_advice_works() -> None:
     with pytest.raises(ValueError, match="balance is required") as caught:
         split(linears(3), None)
     code = "\n".join(line.strip() for line in str(caught.value).split(":\n\n", 1)[1].splitlines())
-    names: dict[str, Any] = {"GPipe": GPipe, "model": linears(3), "sample": torch.rand(2, 1)}
+    names: dict[str, Any] = {"GPipe": GPipe, "model": linears(3), "sample": torch.rand(2, 2)}
 
     exec(code.replace("...", 'devices=["cpu"] * partitions'), names)
 
@@ -132,12 +118,9 @@ def sharing() -> nn.Sequential:
 
 @pytest.mark.parametrize("balance", [[2, 2], [1, 2, 1]], ids=str)
 def test_a_parameter_on_two_devices_is_refused(balance: list[int]) -> None:
-    message = (
-        "'0.weight' and '2.weight' are one parameter, but would be on cpu and meta; "
-        "choose a balance that keeps them in one partition, or give each a parameter of its own"
-    )
     module = sharing()
-    with pytest.raises(ValueError, match=re.escape(message)):
+    message = "'0.weight' and '2.weight' are one parameter, but would be on cpu and meta; choose a balance that keeps"
+    with pytest.raises(ValueError, match=message):
         GPipe(module, balance, devices=["cpu", *["meta"] * (len(balance) - 1)])
     assert {p.device for p in module.parameters()} == {CPU}, "a module that is refused has been moved"
     GPipe(module, [1, 1, 2], devices=["cpu", "meta", "cpu"])
@@ -158,7 +141,7 @@ def test_layers_on_meta_get_memory_and_values() -> None:
     model = GPipe(module, [2, 2], devices=["cpu"] * 2, init=init)
     assert torch.equal(torch.get_rng_state(), before)
     assert model[2].weight is model[0].weight
-    biases = [p.item() for name, p in model.named_parameters() if name.endswith("bias")]
+    biases = [p.mean().item() for name, p in model.named_parameters() if name.endswith("bias")]
     assert [round(bias / 100) for bias in biases] == [0, 1, 2, 3]
     again = GPipe(linears(4), [1, 3], devices=["cpu"] * 2, init=init)
     assert torch.equal(again[3].weight, model[3].weight)

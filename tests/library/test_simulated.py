@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.plan.replay import Costs, Event, replay
-from torchgpipe.tensors.checkpoint import Mode, checkpointed
+from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 
+from ..behaviours.parts.layers import Do
 from .distributed.threads import GPUS, World, play
 from .layers import partitions
 from .simulated import Streams, backward_by_threads, working
-
-MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 
 # Seconds of a forward, by micro-batch and partition; whole ones, so that sums are exact.
 TIMES: dict[str, Callable[[int, int], int]] = {
@@ -177,18 +176,23 @@ def step(
 ) -> list[Event]:
     """Run a pipeline with these costs through one step, in one process or over ranks; return when its tasks ran."""
     m, n = len(costs.forward), len(costs.forward[0])
-    events: list[Event] = []
+    devices, events = [torch.device("cpu", j) for j in range(n)], list[Event]()
 
-    def work(kind: Literal["forward", "recompute", "backward"], i: int, j: int) -> None:
-        stream = streams.of(torch.device("cpu", j))
+    def work(kind: Any, i: int, j: int) -> None:
+        stream = streams.of(devices[j])
         assert stream is not None
         events.append(Event(kind, i, j, *stream.run(getattr(costs, kind)[i][j])))
         if over is not None:
             over.issued[j].append((kind, i))
 
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        """Do the work of a partition, and change nothing. The data is the number of the micro-batch."""
+        i = int(x)
+        return working(x, lambda kind: work(kind, i, layer.j), layer.scale)
+
     def layers() -> tuple[nn.Sequential, list[int]]:
-        given = costs.skips if skips is None else skips
-        return partitions([Working(j, work) for j in range(n)], given, lambda x: x * 0)
+        made = [Do(forward, j=j, scale=nn.Parameter(torch.ones(1))) for j in range(n)]
+        return partitions(made, costs.skips if skips is None else skips, lambda x: x * 0)
 
     assert not isinstance(costs.copy, float)
     streams.seconds = {**{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)}, **costs.skips}
@@ -196,7 +200,7 @@ def step(
     # Before backward all wait for the streams, as if the loss were printed: the replay recomputes nothing before it is
     # there, and a quick host would.
     if over is None:
-        model = GPipe(*layers(), devices=devices(n), chunks=m, checkpoint=mode, engine="graph", **options)
+        model = GPipe(*layers(), devices=devices, chunks=m, checkpoint=mode, engine="graph", **options)
         y = model(x)
         streams.synchronize()
         backward(y.sum())
@@ -206,7 +210,7 @@ def step(
     ready = threading.Barrier(n, action=streams.synchronize, timeout=20)
 
     def program(rank: int) -> None:
-        model = DistributedGPipe(*layers(), device=devices(n)[rank], chunks=m, checkpoint=mode)
+        model = DistributedGPipe(*layers(), device=devices[rank], chunks=m, checkpoint=mode)
         loss = model.loss(lambda y, _: y.sum(), x, None)
         ready.wait()
         loss.backward()
@@ -215,20 +219,3 @@ def step(
 
     assert over.run(program) == [None] * n
     return events
-
-
-def devices(n: int) -> list[torch.device]:
-    return [torch.device("cpu", j) for j in range(n)]
-
-
-class Working(nn.Module):
-    """Do the work of partition `j`, and change nothing. The data is the number of the micro-batch."""
-
-    def __init__(self, j: int, work: Callable[[Any, int, int], None]) -> None:
-        super().__init__()
-        self.j, self.work = j, work
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        i = int(x)
-        return working(x, lambda kind: self.work(kind, i, self.j), self.scale)

@@ -5,27 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
 
 from ...behaviours.parts.layers import Do
 from ..layers import Lambda, Pop, Stash
-from ..simulated import CLOCK, Clock, spend
+from ..simulated import CLOCK, Clock, Spend
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 KiB = 256  # numbers of float32
-
-
-class Spend(nn.Module):
-    """Spend seconds of the clock in forward and in backward."""
-
-    def __init__(self, forward: float, backward: float = 0.0, name: str = "") -> None:
-        super().__init__()
-        self.given = forward, backward, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return spend(x, *self.given)
 
 
 X = torch.zeros(2, 2, requires_grad=True)

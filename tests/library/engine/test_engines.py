@@ -21,7 +21,6 @@ from ...plain import piped
 CASES: list[tuple[EngineName, list[str], str]] = [
     ("auto", ["cpu"], "GraphEngine"),
     ("auto", ["cpu", "cpu"], "WorkersEngine"),
-    ("auto", ["meta", "meta"], "GraphEngine"),
     ("auto", ["cpu", "meta"], "GraphEngine"),
     ("graph", ["cpu", "cpu"], "GraphEngine"),
     ("workers", ["cpu"], "WorkersEngine"),

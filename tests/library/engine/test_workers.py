@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.engine.schedule import clock_cycles
@@ -23,14 +22,14 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.observe import Task
 
 from ...plain import piped
+from ..layers import linears
 
 # Long enough for a busy machine. It passes only if the other side is there, however long that takes.
 WAIT = 120
 
 
-def linears(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
-    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
-    model: GPipe = piped(layers, [1] * n, chunks, checkpoint=checkpoint, engine="workers")
+def pipeline(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
+    model: GPipe = piped(linears(n), [1] * n, chunks, checkpoint=checkpoint, engine="workers")
     return model
 
 
@@ -52,7 +51,7 @@ def test_every_clock_cycle_runs_at_once(m: int, n: int, checkpoint: str) -> None
             cycles[task.kind][task.micro_batch + task.partition].wait(WAIT)
             met.append(task.kind)
 
-    step(linears(n, chunks=m, checkpoint=checkpoint), meet)
+    step(pipeline(n, chunks=m, checkpoint=checkpoint), meet)
     assert Counter(met) == {"forward": m * n, "backward": m * n}
 
 
@@ -66,13 +65,13 @@ def test_recomputation_starts_before_its_gradient_arrives() -> None:
             barrier.wait(WAIT)
             met.append(task)
 
-    step(linears(2, chunks=2, checkpoint="always"), meet)
+    step(pipeline(2, chunks=2, checkpoint="always"), meet)
     assert len(met) == 2
 
 
 def test_each_partition_has_a_thread_of_its_own_for_good() -> None:
     threads: list[set[threading.Thread]] = [set(), set(), set()]
-    model = linears(3, chunks=3, checkpoint="always")
+    model = pipeline(3, chunks=3, checkpoint="always")
     for _ in range(3):
         step(model, lambda task: threads[task.partition].add(threading.current_thread()))
     assert [len(t) for t in threads] == [1, 1, 1]
@@ -84,7 +83,7 @@ def test_each_partition_has_a_thread_of_its_own_for_good() -> None:
 @pytest.mark.parametrize("chunks, n", [(1, 3), (4, 1)])
 def test_no_thread_where_nothing_can_overlap(chunks: int, n: int) -> None:
     before = set(threading.enumerate())
-    step(linears(n, chunks=chunks), lambda task: None)
+    step(pipeline(n, chunks=chunks), lambda task: None)
     assert set(threading.enumerate()) <= before
 
 
@@ -100,7 +99,7 @@ def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Mode) -> None
         yield
         seen.append(("end", task))
 
-    step(linears(n, chunks=m, checkpoint=checkpoint), note)
+    step(pipeline(n, chunks=m, checkpoint=checkpoint), note)
 
     count = checkpointed(checkpoint, m)
     for j in range(n):
@@ -134,7 +133,7 @@ def test_no_partition_is_far_ahead_of_the_next() -> None:
             time.sleep(0.1)
             assert ("forward", 3, 0) not in seen
 
-    step(linears(2, chunks=4), note)
+    step(pipeline(2, chunks=4), note)
 
 
 def at_once(count: int, function: Callable[[], object]) -> None:
@@ -156,14 +155,14 @@ class Slow(SimpleQueue[Any]):
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers get the programs of one caller before those of another, or they would wait for each other."""
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
-    model, done = linears(3, chunks=3), list[Any]()
+    model, done = pipeline(3, chunks=3), list[Any]()
     at_once(4, lambda: done.extend(model(torch.ones(3, 2)) for _ in range(5)))
     assert len(done) == 4 * 5
 
 
 def test_a_thread_that_did_not_start_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     start, left = threading.Thread.start, iter([1])
-    model, done = linears(3, chunks=2), list[Any]()
+    model, done = pipeline(3, chunks=2), list[Any]()
 
     def fails_the_second_time(thread: threading.Thread) -> None:
         if next(left, None) is None:

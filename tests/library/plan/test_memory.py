@@ -1,7 +1,7 @@
 """Predicted bytes are the live bytes of a real pipeline on `meta`, to the byte, in a table of models and setups."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchgpipe.partitioned
-from reproduce.models import amoebanetd, unet
+from reproduce.models import unet
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import Counts, count
@@ -23,7 +23,7 @@ from torchgpipe.plan.predict import Setup
 from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.microbatch import mapped
 
-from ...behaviours.parts.layers import Do
+from ...behaviours.parts.layers import KINDS, WIDTH, Do, freeze, linear
 
 
 class OnMeta(LiveBytes):
@@ -62,24 +62,15 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
 
 
 def real_peaks(
-    model: nn.Sequential,
-    x: Tensor,
-    balance: Sequence[int],
-    chunks: int,
-    checkpoint: Any,
-    make: Any = SGD,
-    *,
-    zeroed: bool = False,
+    model: nn.Sequential, x: Tensor, balance: Any, chunks: int, checkpoint: Any, make: Any = SGD, zeroed: bool = False
 ) -> list[int]:
     """Return each device's peak in the second of two steps, the optimizer's included.
 
     The mini-batch is on the first device, and stays there; the output stays until parameters are updated.
     """
     with pytest.MonkeyPatch.context() as patch:
-        # The mini-batch stays where it is.
-        patch.setattr(
-            torchgpipe.partitioned, "mapped", lambda change, x: mapped(change, x) if change is torch.clone else x
-        )
+        cloned = lambda change, x: mapped(change, x) if change is torch.clone else x  # noqa: E731
+        patch.setattr(torchgpipe.partitioned, "mapped", cloned)
         devices = [f"meta:{j}" for j in range(len(balance))]
         pipeline = GPipe(model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
         # All are on one device, `meta`; groups are updated apart, as devices are.
@@ -130,36 +121,30 @@ def in_place() -> nn.Sequential:
                          nn.Linear(32, 32), nn.ReLU(inplace=True))  # fmt: skip
 
 
+def pairs() -> nn.Sequential:
+    """Two tensors go from layer to layer."""
+    kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
+    return nn.Sequential(*(KINDS[kind](None) for kind in kinds))
+
+
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Sequential]:
     """Have a function of a layer's parameter and the input, whose gradients depend on who holds them."""
     return lambda: nn.Sequential(nn.Linear(8, 8), Do(function, w=nn.Parameter(torch.empty(8))), nn.Linear(8, 8))
-
-
-def frozen(build: Callable[[], nn.Sequential]) -> Callable[[], nn.Sequential]:
-    def made() -> nn.Sequential:
-        model = build()
-        model[3].requires_grad_(False)
-        return model
-
-    return made
 
 
 # A model, the shape of its input, and balances. With few samples the optimizer's step is the fullest moment.
 CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]] = [
     (plain, (24, 8), [[4], [1, 1, 1, 1]]),
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
-    (frozen(mixed), (24, 8), [[3, 5]]),
+    (functools.partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
     (in_place, (24, 8), [[6], [1, 5], [1, 3, 2]]),
     (lambda: unet(2, 1, 4), (8, 3, 16, 16), [[29], [10, 19], [6, 10, 13]]),
-    (
-        weighted(lambda it, x: (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x),
-        (24, 8),
-        [[3], [1, 1, 1]],
-    ),  # a view
+    (weighted(lambda it, x: (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x), (24, 8), [[3], [1, 1, 1]]),  # a view
     (weighted(lambda it, x: (x.sin().sum(0) + it.w).cos() + x), (24, 8), [[3], [1, 1, 1]]),  # copied for a parameter
     (wide, (8, 8), [[7], [2, 3, 2], [2, 1, 4]]),  # of the last one, nothing to update on the second device
     (wide, (4000, 8), [[3, 4]]),
-    (frozen(wide), (8, 8), [[3, 4]]),
+    (functools.partial(freeze, wide, 3), (8, 8), [[3, 4]]),
+    (pairs, (24, WIDTH), [[6], [2, 4], [3, 2, 1]]),
 ]
 ROWS = [(build, shape, balance) for build, shape, balances in CASES for balance in balances]
 
@@ -180,27 +165,13 @@ def test_as_counted_on_a_real_run(
     assert predicted == real_peaks(build(), torch.empty(shape), balance, chunks, checkpoint, make, zeroed=zeroed)
 
 
-@pytest.mark.parametrize(("balance", "chunks", "checkpoint"), [([9], 1, "never"), ([4, 5], 2, "except_last")])
-def test_pairs_of_tensors_between_layers(balance: list[int], chunks: int, checkpoint: Any) -> None:
-    model, x = amoebanetd(3, 16), torch.empty(4, 3, 224, 224)
-    predicted = setup_memory(count(model, x), Setup(4, tuple(balance), chunks, checkpoint, MOMENTUM))
-    assert [device.peak for device in predicted] == real_peaks(model, x, balance, chunks, checkpoint)
-
-
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_any_sequence_of_layers(data: st.DataObject) -> None:
-    kinds: list[Callable[[], nn.Module]] = [
-        lambda: nn.Linear(6, 6),
-        nn.ReLU,
-        nn.Sigmoid,
-        nn.Identity,
-        lambda: nn.BatchNorm1d(6),
-        lambda: nn.LayerNorm(6),
-    ]
-    made = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=7))
-    model, x = nn.Sequential(nn.Linear(6, 6), *(make() for make in made), nn.Linear(6, 6)), torch.empty(12, 6)
+    kinds: Any = [linear, nn.ReLU, nn.Sigmoid, nn.Identity, lambda: nn.BatchNorm1d(WIDTH), lambda: nn.LayerNorm(WIDTH)]
+    found = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=7))
+    model, x = nn.Sequential(linear(), *(make() for make in found), linear()), torch.empty(12, WIDTH)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(model) - 1), max_size=2)))
     balance = [b - a for a, b in pairwise([0, *cuts, len(model)])]
     chunks, mode = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.sampled_from(MODES))

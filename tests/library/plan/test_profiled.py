@@ -16,6 +16,8 @@ from torchgpipe.plan.hardware import here
 from torchgpipe.plan.hardware.here import describe_here
 from torchgpipe.plan.profiled import Curve, predictor_here, profile_layers
 
+from ...parts import explode
+from ..layers import Lambda
 from ..simulated import Clock, spend
 
 CPU = torch.device("cpu")
@@ -131,19 +133,13 @@ def test_a_plan_from_a_profile() -> None:
     assert predictor.step(found.candidates[0].setup).seconds == found.seconds
 
 
-class Greedy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.is_meta:
-            raise torch.OutOfMemoryError
-        return x
-
-
 @pytest.mark.parametrize(
     ("model", "sample", "message"),
     [
         (nn.Sequential(nn.Linear(4, 4)), torch.empty(4, 4, device="meta"),
          "nothing takes time on device 'meta': give a sample on the device .* such as hardware='h100x8'"),
-        (nn.Sequential(nn.Linear(4, 4), Greedy()), torch.rand(6, 4),
+        (nn.Sequential(nn.Linear(4, 4), Lambda(lambda x: x if x.is_meta else explode(torch.OutOfMemoryError()))),
+         torch.rand(6, 4),
          "layer 1 cannot be profiled on cpu with 3 samples, for which it has no memory: give a smaller sample"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The replay against closed forms and its rules, and what a prediction takes from the hardware that it is for."""
+"""The replay against its rules, and what a prediction takes from the hardware that it is for."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,17 +16,6 @@ from torchgpipe.plan.hardware.hardware import load_hardware
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.replay import Costs, Event, Timeline, replay, shared
 from torchgpipe.tensors.observe import Task
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
-@pytest.mark.parametrize("m", [1, 2, 4, 32])
-def test_equal_partitions_without_checkpointing_speed_up_by_nm_over_n_plus_m_minus_1(n: int, m: int) -> None:
-    costs = Costs(forward=[[1.0] * n] * m, backward=[[2.0] * n] * m, recompute=[[0.0] * n] * m)
-    timeline = replay(costs)
-    assert timeline.seconds == pytest.approx(3 * (m + n - 1))
-    assert costs.total / timeline.seconds == pytest.approx(n * m / (n + m - 1))
-    assert timeline.bubble == pytest.approx((n - 1) / (n + m - 1))
-    assert [timeline.busy(j) for j in range(n)] == [3 * m] * n
 
 
 @st.composite

@@ -36,42 +36,28 @@ def forked(run: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def assert_passes_alone(run: Callable[..., None], *args: Any) -> None:
-    """Run something in a new process, which may fork: this one has threads of other tests, and what they locked."""
-    process = get_context("spawn").Process(target=run, args=args)
-    process.start()
-    process.join(PATIENCE)
-    process.kill()
-    process.join()
-    assert process.exitcode == 0
-
-
-def test_a_second_job_is_refused(tmp_path: Path) -> None:
-    assert_passes_alone(two_jobs, tmp_path)
-
-
-def two_jobs(tmp_path: Path) -> None:
+def a_second_job_is_refused(tmp_path: Path) -> None:
     model = piped(1)
     optimizer = adam(model)
     first = Saves(tmp_path)
     first.save(0, model, optimizer)
 
+    def again() -> None:
+        Saves(tmp_path).save(1, model, optimizer)
+
     def second() -> None:
         with pytest.raises(RuntimeError, match=r"another job saves into .* give each job a folder of its own"):
-            Saves(tmp_path).save(1, model, optimizer)
+            again()
 
     assert forked(second) == 0
-    Saves(tmp_path).save(1, model, optimizer)  # this process holds the lock
+    again()  # this process holds the lock
     assert forked(second) == 0, "the lock is still held"
     first.save(0, model, optimizer)
     assert first.load(model, optimizer) == {"step": 0}
 
-    def third() -> None:
-        Saves(tmp_path).save(1, model, optimizer)
-
     files = len(os.listdir("/proc/self/fd"))
     del first
-    assert forked(third) == 0, "the lock is held though nobody needs it"
+    assert forked(again) == 0, "the lock is held though nobody needs it"
     assert len(os.listdir("/proc/self/fd")) < files
 
 
@@ -100,12 +86,8 @@ def dies_at(operation: int, folder: Path) -> None:
     sys.addaudithook(audit)
 
 
-def test_whole_or_not_there(tmp_path: Path) -> None:
+def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
     """Wherever the process dies while it saves, there is the state before or this one, each of them whole."""
-    assert_passes_alone(saves_and_dies, tmp_path)
-
-
-def saves_and_dies(tmp_path: Path) -> None:
     os.fsync = lambda fd: None  # no machine dies here
     saved = [piped(k) for k in (1, 2)]
     optimizers = [*map(adam, saved)]
@@ -133,6 +115,17 @@ def saves_and_dies(tmp_path: Path) -> None:
         if ended:
             break
     assert found == {(False, 0), (False, 1), (True, 1)}
+
+
+@pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
+def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
+    """It may fork: this one has threads of other tests, and what they locked."""
+    process = get_context("spawn").Process(target=run, args=(tmp_path,))
+    process.start()
+    process.join(PATIENCE)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_no_space(tmp_path: Path) -> None:

@@ -102,7 +102,6 @@ def tracking(layer: Any, on: bool) -> Any:
 
 # What happens to a layer after its first micro-batch, up to its last, and how exact its statistics are in the end.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
-    "recomputation": (lambda layer: rest(rest(layer), recomputing()), 1e-6),
     "evaluation": (lambda layer: rest(rest(layer.eval()).train()), 1e-6),
     "tracking switched off": (lambda layer: rest(tracking(rest(tracking(layer, False)), True)), 1e-6),
     "inference": (lambda layer: rest(layer, torch.inference_mode()), 1e-6),

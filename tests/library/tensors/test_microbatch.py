@@ -1,17 +1,14 @@
-"""Micro-batches: what may go in, how it is split, how outputs come together again, and which are checkpointed."""
+"""Micro-batches: what may go in and come out, and which are checkpointed. How they are split is in tests/behaviours."""
 
-import math
 import re
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchgpipe.tensors.checkpoint import MODES, checkpointed
-from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather, scatter, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather, scatter
 
 ONE, SCALAR = torch.ones(1), torch.tensor(1.0)
 
@@ -22,30 +19,6 @@ def test_how_many_micro_batches_are_checkpointed() -> None:
         "except_last": (0, 3),
         "never": (0, 0),
     }
-
-
-@given(
-    batch=st.integers(1, 40),
-    chunks=st.integers(1, 50),
-    shapes=st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=1, max_size=3),
-    atomic=st.booleans(),
-)
-def test_scatter_splits_into_equal_parts_and_a_rest_and_gather_undoes_it(
-    batch: int, chunks: int, shapes: list[list[int]], atomic: bool
-) -> None:
-    """Thirteen samples in eight chunks are seven micro-batches."""
-    tensors = tuple(torch.rand(batch, *shape) for shape in shapes)
-    value: TensorOrTensors = tensors[0] if atomic else tensors
-    size = math.ceil(batch / chunks)
-
-    micro_batches = scatter(value, chunks)
-
-    assert len(micro_batches) == math.ceil(batch / size) <= chunks
-    for i, micro_batch in enumerate(micro_batches):
-        assert type(micro_batch) is type(value)
-        for part, x in zip(tensors_of(micro_batch), tensors_of(value), strict=True):
-            assert torch.equal(part, x[i * size : (i + 1) * size])
-    torch.testing.assert_close(gather(micro_batches), value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("output", [SCALAR, (ONE, SCALAR)], ids=["a scalar", "a scalar in a tuple"])

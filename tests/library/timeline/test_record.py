@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from torchgpipe.plan.replay import Costs, Event, Timeline, replay
 from torchgpipe.timeline import Recording, record
@@ -17,11 +16,11 @@ from torchgpipe.timeline.perfetto import perfetto
 from torchgpipe.timeline.record import mini_batches
 
 from ...plain import piped
+from ..layers import linears
 
 
 def pipeline(n: int) -> Any:
-    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(n)))
-    return piped(layers, [1] * n, 2, checkpoint="never", engine="graph")
+    return piped(linears(n), [1] * n, 2, checkpoint="never", engine="graph")
 
 
 def test_the_bubble_of_tasks_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +29,7 @@ def test_the_bubble_of_tasks_one_after_another(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     with record(model) as recording:
         for _ in range(2):
-            model(torch.rand(2, 1)).sum().backward()
+            model(torch.rand(2, 2)).sum().backward()
     assert [step.seconds for step in recording.steps] == [15, 15]
     assert recording.steps[1].bubble == pytest.approx(1 - 8 / 30)
     assert str(recording) == "2 mini-batches, 30 s: bubble 73.3% (partition 0 73.3%, partition 1 73.3%)"

@@ -50,10 +50,8 @@ def test_loading(make: Callable[[Any], nn.Module]) -> None:
     model.load_state_dict(other)
     assert all(torch.equal(x, other[name]) for name, x in module.state_dict().items())
 
-    wrong = {name: x for name, x in other.items() if name != "inner.bias"} | {
-        "inner.more": torch.ones(1),
-        "x.y": rows(),
-    }
+    wrong = {name: x for name, x in other.items() if name != "inner.bias"}
+    wrong |= {"inner.more": torch.ones(1), "x.y": rows()}
     found = model.load_state_dict(wrong, strict=False)
     assert found.missing_keys == ["inner.bias"]
     assert sorted(found.unexpected_keys) == ["inner.more", "x.y"]

@@ -19,18 +19,6 @@ from ....behaviours.parts.layers import KINDS
 from ...layers import Lambda
 
 
-def test_layers_of_unet() -> None:
-    model = unet(2, 1, 4)
-    counts = count(model, torch.empty(1, 3, 16, 16))
-    layers = counts.at(3)
-    assert [layer.name for layer in layers] == list(model._modules)
-    assert [layer.parameters for layer in layers] == [sum(p.nbytes for p in layer.parameters()) for layer in model]
-    assert sorted(s.skip for layer in layers for s in layer.stashes) == [0, 1]
-    assert sorted(skip for layer in layers for skip in layer.pops) == [0, 1]
-    assert counts.input == 3 * 16 * 16 * 4
-    assert layers[0].output == 3 * 4 * 16 * 16 * 4
-
-
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))

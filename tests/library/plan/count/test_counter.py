@@ -142,11 +142,9 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (nn.Conv2d, 6, {"kernel_size": 3, "padding": 2, "bias": True}, True, True),
     (nn.Conv2d, 64, {"kernel_size": 3, "padding": 1}, True, True),
     (nn.Conv2d, 16, {"kernel_size": 3, "stride": 2}, False, True),
-    (nn.Conv2d, 16, {"kernel_size": 1}, False, True),
     (nn.Conv2d, 16, {"kernel_size": 5}, False, True),
     (nn.Conv2d, 16, {"kernel_size": 3, "dilation": 2}, False, True),
     (nn.Conv2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
-    (nn.Conv2d, 16, {"kernel_size": 3, "groups": C}, False, False),
     (nn.ConvTranspose2d, 16, {"kernel_size": 3}, False, False),
     (nn.ConvTranspose2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
 ]

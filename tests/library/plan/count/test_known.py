@@ -22,11 +22,9 @@ from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Setup
 from torchgpipe.skip.skippable import skips_of
 
+from .test_counter import meta
+
 X = torch.empty(4, 6)
-
-
-def meta(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
 
 
 class Pair(nn.Module):

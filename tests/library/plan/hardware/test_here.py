@@ -5,7 +5,6 @@ import math
 import os
 import threading
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,10 +15,9 @@ from torchgpipe.balance.profile import profile_times
 from torchgpipe.plan.hardware import here, timing
 from torchgpipe.plan.hardware.here import describe_here, sharing
 from torchgpipe.plan.hardware.timing import time_alone, time_step
-from torchgpipe.skip import pop, skippable, stash
 
-from ...layers import same
-from ...simulated import CLOCK, spend
+from ...layers import Pop, Stash
+from ...simulated import CLOCK, Spend, spend
 
 CPU = torch.device("cpu")
 
@@ -33,10 +31,7 @@ def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.devices, found.memory, found.link_bandwidth, found.transfer(1e9)) == (3, 4.0, math.inf, 0.5)
     assert describe_here(CPU, 2, None).memory == 6.0
     assert describe_here(CPU, 2, 3.0).memory == 3.0
-
-
-def test_a_lone_device_hands_nothing_over() -> None:
-    assert describe_here(CPU, 1, 3.0).transfer(1e9) == 0.0
+    assert describe_here(CPU, 1, 3.0).transfer(1e9) == 0.0, "a lone device hands nothing over"
 
 
 @pytest.mark.parametrize("others", [1, 3])
@@ -75,60 +70,32 @@ def test_memory_is_what_a_container_allows(text: str | None, limited: bool, tmp_
     assert here._main_memory(file) == (4096 if limited else machine)
 
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("clock")
-
-
-class Layer(nn.Module):
-    """Take seconds, between functions of what comes in and of what goes out."""
-
-    def __init__(self, forward: float, backward: float, before: Any = same, after: Any = same) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.seconds, self.before, self.after = (forward, backward), before, after
-
-    def forward(self, x: Any) -> Any:
-        return self.after(spend(self.before(x) * self.weight, *self.seconds))
-
-
-@skippable(stash=["skip"])
-class Stash(Layer):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return super().forward(x)
-
-
-@skippable(pop=["skip"])
-class Pop(Layer):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return super().forward(x + skip)
 
 
 def pair(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.ones(1)  # which takes no gradient
 
 
-def in_place(forward: float, backward: float) -> Layer:
-    return Layer(forward, backward, lambda x: x.mul_(2))
+def in_place(forward: float, backward: float) -> Spend:
+    return Spend(forward, backward, before=lambda x: x.mul_(2))
 
 
-def frozen(*seconds: float) -> Layer:
-    return Layer(*seconds).requires_grad_(False)
+def frozen(forward: float, backward: float) -> Spend:
+    return Spend(forward, backward).requires_grad_(False)
 
 
-CASES: dict[str, tuple[list[Layer], list[float], list[float]]] = {
-    "plain": ([Layer(1, 2), Layer(3, 5), Layer(7, 4)], [1, 3, 7], [2, 5, 4]),
-    "a skip": ([Layer(2, 1), Stash(1, 2), Layer(3, 5), Pop(7, 4)], [2, 1, 3, 7], [1, 2, 5, 4]),
-    "two tensors": (
-        [Layer(2, 1), Layer(1, 2, same, pair), Layer(3, 5, lambda pair: pair[0])],
-        [2, 1, 3],
-        [1, 2, 5],
-    ),
-    "the first ones frozen": ([frozen(1, 2), frozen(2, 3), Layer(3, 5), Layer(7, 4)], [1, 2, 3, 7], [0, 0, 5, 4]),
-    "one between frozen": ([Layer(1, 2), frozen(2, 3), Layer(3, 5)], [1, 2, 3], [2, 3, 5]),
-    "in place": ([Layer(1, 2), in_place(3, 5), Layer(7, 4)], [1, 3, 7], [2, 5, 4]),
-    "in place at first": ([in_place(3, 5), Layer(7, 4)], [3, 7], [5, 4]),
+STASH, POP = nn.Sequential(Stash(), Spend(1, 2)), nn.Sequential(Pop(), Spend(7, 4))
+FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
+# Layers, the seconds of their forwards, and of their backwards where the sample takes no gradient.
+CASES: dict[str, tuple[list[nn.Module], list[float], list[float]]] = {
+    "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
+    "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
+    "two tensors": ([Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO], [2, 1, 3], [1, 2, 5]),
+    "the first ones frozen": ([frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)], [1, 2, 3, 7], [0, 0, 5, 4]),
+    "one between frozen": ([Spend(1, 2), frozen(2, 3), Spend(3, 5)], [1, 2, 3], [2, 3, 5]),
+    "in place": ([Spend(1, 2), in_place(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
+    "in place at first": ([in_place(3, 5), Spend(7, 4)], [3, 7], [5, 4]),
     "all frozen": ([frozen(1, 2), frozen(2, 3)], [1, 2], [0, 0]),
 }
 
@@ -136,11 +103,11 @@ CASES: dict[str, tuple[list[Layer], list[float], list[float]]] = {
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(("layers", "forward", "backward"), CASES.values(), ids=CASES)
 def test_each_layer_has_its_own_seconds(
-    layers: list[Layer], forward: list[float], backward: list[float], needs_grad: bool
+    layers: list[nn.Module], forward: list[float], backward: list[float], needs_grad: bool
 ) -> None:
     model, x = nn.Sequential(*layers), torch.ones(3, 2, requires_grad=needs_grad)
     if needs_grad:  # then the frozen ones go backward, too
-        backward = [layer.seconds[1] for layer in layers]
+        backward = [layer.seconds[1] for layer in model.modules() if isinstance(layer, Spend)]
     for found in (time_step(model, x, CPU), *time_alone(model, x, CPU, runs=2)):
         assert found == (forward, forward, backward)
     total = [a + b for a, b in zip(forward, backward, strict=True)]
@@ -148,7 +115,7 @@ def test_each_layer_has_its_own_seconds(
         assert profile_times(model, x, timeout, CPU) == total
 
 
-class Cold(Layer):
+class Cold(Spend):
     """Take other seconds in a copy's first run."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,5 +137,5 @@ def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) ->
         return CLOCK.now
 
     monkeypatch.setattr(timing, "perf_counter", ticking)
-    found = time_step(nn.Sequential(Layer(1, 2), nn.Identity(), Layer(3, 5)), torch.ones(3, 2), CPU)
+    found = time_step(nn.Sequential(Spend(1, 2), nn.Identity(), Spend(3, 5)), torch.ones(3, 2), CPU)
     assert found.backward == pytest.approx([2, 0, 5], abs=0.01) and min(found.backward) >= 0
