@@ -125,10 +125,10 @@ def test_errors_between_calls() -> None:
     loss_of(threads).backward()
     assert_same_gradients(ours, threads)
 
-    ours.silence = 7
-    with pytest.raises(RuntimeError, match=r"silence was changed from 300.0 to 7 .* call close\(\)"):
+    ours.timeout = 7
+    with pytest.raises(RuntimeError, match=r"timeout was changed from 300.0 to 7 .* call close\(\)"):
         loss_of(ours)
-    ours.silence = 300.0
+    ours.timeout = 300.0
 
     with pytest.raises(RuntimeError, match="a pipeline over ranks cannot run within a backward"):
         plain_checkpoint.checkpoint(ours, X, use_reentrant=False).sum().backward()
@@ -143,7 +143,7 @@ def test_errors_between_calls() -> None:
         "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
         r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1": ("balance", [2, 0, 1]),
         "but training is True on rank 0 and False on rank 1": ("training", False),
-        "but silence is 300.0 on rank 0 and None on rank 1": ("silence", None),
+        "but timeout is 300.0 on rank 0 and None on rank 1": ("timeout", None),
     }
     for message, (name, value) in wrong.items():
         before = getattr(ours, name)
@@ -166,7 +166,7 @@ def test_wrong_arguments() -> None:
         r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number": {"balance": [5]},
         r"mesh must be one dimension of a DeviceMesh, such as mesh\['pp'\], but got 3": {"mesh": 3},
         r"device must be this rank's device, but got \['cpu'\]": {"device": ["cpu"]},
-        "silence must be a positive number of seconds, or None, but got 0": {"silence": 0},
+        "timeout must be a positive number of seconds, or None, but got 0": {"timeout": 0},
     }
     for message, options in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
