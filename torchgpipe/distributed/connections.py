@@ -64,14 +64,13 @@ class Connections:
     """
 
     def __init__(self, ranks: Sequence[int], own: int, timeout: float | None) -> None:
-        self.own, self.n = own, len(ranks)
+        self.own, self.n, self.timeout = own, len(ranks), timeout
         self._others = [peer for peer in range(self.n) if peer != own]
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._met, self.serial = False, 0
         # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
         which = (*ranks,)
         self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
-        self.timeout = timeout
         self._gather()
         _made[which] += 1  # now, as all others do, also if a connection fails
         before = sockets()
@@ -144,8 +143,7 @@ class Connections:
         """Return this rank's end of a wire to or from another one, made when first asked for."""
         if (end, kind, peer) not in self._ends:
             self._ends[end, kind, peer] = end(self._address(kind, peer, partial(self.liveness.broken, peer)))
-        found: E = self._ends[end, kind, peer]
-        return found
+        return cast(E, self._ends[end, kind, peer])
 
     def _senders(self) -> list[Sender]:
         return [end for end in [*self._ends.values()] if isinstance(end, Sender)]

@@ -22,12 +22,16 @@ WORLD = 3
 pytestmark = pytest.mark.ranks(WORLD)
 
 
+def linears(count: int = WORLD, wrap: Callable[..., nn.Module] = lambda layer: layer) -> nn.Sequential:
+    return nn.Sequential(*(wrap(nn.Linear(4, 4)) for _ in range(count)))
+
+
 def small(**options: Any) -> Any:
     """Return a pipeline over ranks, one over threads, and a step of either, whose gradients it returns."""
     pair = []
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
-        pair.append(make(nn.Sequential(*(nn.Linear(4, 4) for _ in range(WORLD))), [1] * WORLD, chunks=3, **options))
+        pair.append(make(linears(), [1] * WORLD, chunks=3, **options))
     return pair
 
 
@@ -155,8 +159,7 @@ def test_errors_between_calls() -> None:
 
 
 def test_ranks_on_other_kinds_of_devices_are_refused() -> None:
-    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(WORLD)))
-    model = DistributedGPipe(layers, [1] * WORLD, device=["cpu", "meta", "cpu"][dist.get_rank()])
+    model = DistributedGPipe(linears(), [1] * WORLD, device=["cpu", "meta", "cpu"][dist.get_rank()])
     with pytest.raises((ValueError, RankFailed), match="the kind of device is 'cpu' on rank 0 and 'meta' on rank 1"):
         loss_of(model)
 
@@ -170,7 +173,23 @@ def test_wrong_arguments() -> None:
     }
     for message, options in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
-            DistributedGPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), **({"balance": [1, 2, 2]} | options))
+            DistributedGPipe(linears(5), **({"balance": [1, 2, 2]} | options))
+
+
+def test_the_old_name_of_the_timeout() -> None:
+    said = "silence is called timeout now, and the old name will go"
+    with pytest.warns(DeprecationWarning, match=said) as warned:
+        model = DistributedGPipe(linears(), [1] * WORLD, silence=7)
+    assert model.timeout == 7
+    with pytest.warns(DeprecationWarning, match=said) as warned_again:
+        model.silence = 9
+    with pytest.warns(DeprecationWarning, match=said) as warned_in_the_end:
+        assert model.silence == 9
+    assert {each[0].filename for each in (warned, warned_again, warned_in_the_end)} == {__file__}
+    state = model.__getstate__()  # as of a pipeline that was pickled under the old name
+    state["silence"] = state.pop("timeout")
+    model.__setstate__(state)
+    assert model.timeout == 9 and "silence" not in vars(model)
 
 
 def test_averaging_layers_by_themselves_is_refused() -> None:
@@ -178,7 +197,7 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
     own = dist.new_group([rank], use_local_synchronization=True)
     average = partial(DistributedDataParallel, process_group=own)
     with pytest.raises(TypeError, match="a partition runs once for each micro-batch"):
-        DistributedGPipe(nn.Sequential(*(average(nn.Linear(4, 4)) for _ in range(WORLD))), [1] * WORLD)
+        DistributedGPipe(linears(wrap=average), [1] * WORLD)
     changes: dict[str, Callable[[Any], object]] = {
         r"would miss the calls of a pipeline's loss\(\)": average,
         "runs once for each": lambda model: average(model.partition),

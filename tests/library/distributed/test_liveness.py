@@ -168,7 +168,7 @@ def monitoring(
     try:
         yield monitor, activity, wrong
     finally:
-        monitor.stop()
+        monitor.ended.set()
         monitor.thread.join()
 
 

@@ -86,10 +86,7 @@ class Liveness:
         self._break_all()
 
     def tell_last(self, why: str | None = None, told_by: int | None = None) -> None:
-        """Tell others that this rank has ended, or `why` one has failed, and wait until they have heard it.
-
-        For a connection that closes may lose what is sent.
-        """
+        """Tell others that this rank has ended, or `why` one has failed, and wait: to close too early might lose it."""
         told = self._monitor.others - {told_by}
         for peer in told:
             self._tell(peer, Message(0, (_LAST, why), ()))
@@ -108,7 +105,7 @@ class Liveness:
         if self.stopped:
             self._told.wait(2 * GRACE)
         self._break_all()
-        self._monitor.stop()
+        self._monitor.ended.set()
         for sender in self._senders.values():
             sender.stop()
         return [*self._threads, *(sender.thread for sender in self._senders.values()), self._monitor.thread]

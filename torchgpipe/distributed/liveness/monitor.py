@@ -103,13 +103,14 @@ class Activity:
 
 
 class RankMonitor:
-    """Monitor all ranks for rank `own`, in a thread, until `stop` is called or something is wrong.
+    """Monitor all ranks for rank `own`, in a thread, until it is `ended` or something is wrong.
 
     With a `timeout` of `None` nothing is wrong for it. `tell` sends this rank's label to another one, and does not
     wait. `report_failure` is called with a line that says what is wrong.
 
     Attributes:
         others: the other ranks, without those that have ended.
+        ended: an event that ends the thread.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class RankMonitor:
         self._idle = Idle(_TALK * len(others))
         self._labels: dict[int, Label] = {}
         self._unchanged_since = 0.0
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="gpipe-monitor", daemon=True)
         self.thread.start()
 
@@ -165,10 +166,6 @@ class RankMonitor:
             return late
         return paused if time.monotonic() - until < self._timeout else 0.0
 
-    def stop(self) -> None:
-        """End the thread."""
-        self._ended.set()
-
     def _now(self) -> float:
         return time.monotonic() - self._late
 
@@ -178,7 +175,7 @@ class RankMonitor:
     def _run(self) -> None:
         wrong, count = None, 0
         try:
-            while wrong is None and not self._ended.wait(self._interval * (count > 0)):
+            while wrong is None and not self.ended.wait(self._interval * (count > 0)):
                 wrong, count = self._look(tells=count % 2 == 0), count + 1
         except BaseException as error:  # without its labels, others would take this rank for a silent one
             self._report_failure(f"the monitor of rank {self._own} failed: {type(error).__name__}: {error}")

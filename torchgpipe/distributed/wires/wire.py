@@ -232,8 +232,7 @@ class Receiver(_End):
 
     def _receive(self, x: Tensor) -> Callable[..., Any]:
         try:
-            wait: Callable[..., Any] = self._group.recv([x], self._rank, self._tag).wait
-            return wait
+            return self._group.recv([x], self._rank, self._tag).wait
         except RuntimeError as error:  # the connection is closed: no matter, if nothing more is to come
             # Its text: the error would keep the frames that it has come through alive, and so all of the mini-batch.
             return partial(_fail, str(error))
