@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from reproduce.run.engines.launch import Ended, Launched
-from torchgpipe.distributed.connections import _open
+from torchgpipe.distributed.liveness.ending import open_connections
 
 WORLD = 4
 PATIENCE = 60  # seconds; only what hangs takes as long
@@ -194,13 +194,13 @@ class Rank:
 
     def _close(self, *, failed: bool) -> None:
         """Close what has been used."""
-        for wires in [*_open] if failed else ():
-            wires.close()  # or other ranks would wait for this one
+        for connections in [*open_connections] if failed else ():
+            connections.abort()  # or other ranks would wait for this one
         for pipeline in self._used.values():
             pipeline.close()
         self._used.clear()
-        for wires in [*_open]:
-            wires.part()  # what a test has left open would go on to watch
+        for connections in [*open_connections]:
+            connections.close()  # what a test has left open would still be monitored
 
     def _run(self, config: pytest.Config, item: pytest.Item) -> str:
         """Run a test; return what to say about it, nothing if it passed."""

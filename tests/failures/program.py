@@ -29,7 +29,7 @@ def pipeline(engine: str) -> Any:
     layers = nn.Sequential(*(layer for _ in range(WORLD) for layer in (nn.Linear(4, 4), Fails())))
     options: dict[str, Any] = {"chunks": 2, "checkpoint": "always"}
     if engine == "ranks":
-        return DistributedGPipe(layers, [2] * WORLD, silence=SILENCE, **options)
+        return DistributedGPipe(layers, [2] * WORLD, timeout=SILENCE, **options)
     return GPipe(layers, [2] * WORLD, devices=["cpu"] * WORLD, engine=engine, **options)  # type: ignore[arg-type]
 
 

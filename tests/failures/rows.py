@@ -14,7 +14,7 @@ class Row:
     Attributes:
         does: what; `None` leaves out the backward.
         place: forward, recompute or backward, of the second partition's first task; criterion, saving, or outside.
-        others: what other ranks raise within the silence and 2 s, a pattern; nothing if they go on.
+        others: what other ranks raise within the timeout and 2 s, a pattern; nothing if they go on.
         own: what the rank itself raises, if it can.
         engine: ranks are three processes, others one.
         rank: where it happens.

@@ -1,6 +1,7 @@
 """`DistributedGPipe`: a pipeline whose partitions are processes."""
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.distributed.connections import Connections
-from torchgpipe.distributed.rank_batch import RankBatch, shared_failure
+from torchgpipe.distributed.rank_batch import RankBatch
 from torchgpipe.partition import Init, choose_devices
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.skip.layout import Crossing, skip_layout
@@ -43,13 +44,14 @@ class DistributedGPipe(Partitioned):
         device: this rank's; `"cuda"` is the current GPU. Between GPUs, tensors travel by NCCL if each rank has one of
             its own, or else through the host's memory.
         init: as for `GPipe`, for the layers of this rank.
-        silence: after how many seconds a rank counts as failed that gives no sign of life, or whose task neither ends
+        timeout: after how many seconds a rank counts as failed that gives no sign of life, or whose task neither ends
             nor computes, and all ranks if all wait for each other; `None` is never. It has to be longer than the
             largest message takes.
+        silence: the old name of `timeout`, which will go.
         chunks, checkpoint, deferred_batch_norm: as for `GPipe`.
 
     Attributes:
-        balance, chunks, checkpoint, observer, silence: as of `GPipe` and above.
+        balance, chunks, checkpoint, observer, timeout: as of `GPipe` and above.
         partition: this rank's layers, an `nn.Sequential`.
         rank: the index of this rank's partition.
 
@@ -70,10 +72,14 @@ class DistributedGPipe(Partitioned):
         checkpoint: Mode = "except_last",
         deferred_batch_norm: bool = False,
         init: Init | None = None,
-        silence: float | None = 300.0,
+        timeout: float | None = 300.0,
+        silence: Any = ...,
     ) -> None:
         super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
-        self.silence = silence
+        self.timeout: float | None = timeout
+        if silence is not ...:
+            _warn_of_silence(2)
+            self.timeout = silence
         if not dist.is_initialized():
             raise RuntimeError(
                 "ranks have not met: call torch.distributed.init_process_group(), in a program that torchrun started"
@@ -100,9 +106,22 @@ class DistributedGPipe(Partitioned):
         super()._build()
         self._connections: Connections | None = None
         self._serial = 0
+        if "silence" in vars(self):  # of a pipeline that was pickled when `timeout` was called that
+            self.timeout = vars(self).pop("silence")
 
     def _layout(self) -> list[Crossing]:
         return self._crossings
+
+    @property
+    def silence(self) -> float | None:
+        """The old name of `timeout`."""
+        _warn_of_silence(2)
+        return self.timeout
+
+    @silence.setter
+    def silence(self, timeout: float | None) -> None:
+        _warn_of_silence(3)  # through `nn.Module.__setattr__`
+        self.timeout = timeout
 
     @property
     def partition(self) -> nn.Sequential:
@@ -138,8 +157,8 @@ class DistributedGPipe(Partitioned):
     @contextmanager
     def _together(self, doing: str) -> Iterator[Callable[[Tensor], list[Tensor]]]:
         connections = self._connected()
-        with shared_failure(connections, self._serial, doing):
-            yield partial(connections.exchange, self._serial, doing)
+        with connections.call(self._serial, doing):
+            yield partial(connections.exchange, doing)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -154,25 +173,25 @@ class DistributedGPipe(Partitioned):
         All ranks call it: in the end, or after a failure, where some may have begun one mini-batch more than others.
         """
         if self._connections is not None:
-            self._connections.part()
+            self._connections.close()
         self._serial = 0
 
     def _connected(self) -> Connections:
         if self._connections is None or self._connections.closed:
-            s = self.silence
+            s = self.timeout
             if s is not None and (not isinstance(s, int | float) or s is True or not 0 < s < inf):
-                raise ValueError(f"silence must be a positive number of seconds, or None, but got {s!r}")
+                raise ValueError(f"timeout must be a positive number of seconds, or None, but got {s!r}")
             if not dist.is_initialized() or dist.get_rank() != self._ranks[self.rank]:
                 raise RuntimeError(
                     f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank only; to begin with "
                     "other ranks, make a pipeline and load the state"
                 )
-            self._connections = Connections(self._ranks, self.rank, self.silence)
+            self._connections = Connections(self._ranks, self.rank, self.timeout)
             # Not the connections themselves, which a pipeline may close; those that are open are kept by their threads.
-            weakref.finalize(self, _part, weakref.ref(self._connections)).atexit = False
-        if self._connections.silence != self.silence:
+            weakref.finalize(self, _close, weakref.ref(self._connections)).atexit = False
+        if self._connections.timeout != self.timeout:
             raise RuntimeError(
-                f"silence was changed from {self._connections.silence} to {self.silence} while ranks are connected; "
+                f"timeout was changed from {self._connections.timeout} to {self.timeout} while ranks are connected; "
                 "call close() on all of them first"
             )
         return self._connections
@@ -194,7 +213,7 @@ class DistributedGPipe(Partitioned):
 
         def run() -> Any:
             micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
-            connections.meet(self._serial, stage.device, self._crossings)
+            connections.meet(stage.device, self._crossings)
             kind = stage.device.type
             settings = {
                 "the balance": (*self.balance,),
@@ -205,14 +224,12 @@ class DistributedGPipe(Partitioned):
                 "autocast": kind != "meta" and torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)),
                 "a loss": criterion is not None,
                 "the kind of device": kind,
-                "silence": self.silence,
+                "timeout": self.timeout,
             }
-            step = RankBatch(
-                connections, self._serial, stage, self._crossings, settings, self.observer, micro_batches, owner=self
-            )
-            return step.forward(finish)
+            batch = RankBatch(connections, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
+            return batch.forward(finish)
 
-        with shared_failure(connections, self._serial, "the call"):
+        with connections.call(self._serial, "the call"):
             if backward_id() != -1:
                 raise RuntimeError(
                     "a pipeline over ranks cannot run within a backward, which each rank reaches at a time of its own "
@@ -237,7 +254,12 @@ class DistributedGPipe(Partitioned):
         return self._micro_batches(args[0])
 
 
-def _part(reference: weakref.ref[Connections]) -> None:
+def _close(reference: weakref.ref[Connections]) -> None:
     # In a thread of its own: nothing may wait where a pipeline is collected, which can be anywhere.
     if (connections := reference()) is not None:
-        threading.Thread(target=connections.part, name="gpipe-parts", daemon=True).start()
+        threading.Thread(target=connections.close, name="gpipe-closes", daemon=True).start()
+
+
+def _warn_of_silence(level: int) -> None:
+    line = "DistributedGPipe: silence is called timeout now, and the old name will go"
+    warnings.warn(line, DeprecationWarning, stacklevel=level + 1)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.connections import Connections, check_serial
-from torchgpipe.distributed.wires.wire import Message, Receiver, Sender
+from torchgpipe.distributed.connections import Connections
+from torchgpipe.distributed.wires.wire import Receiver, Sender
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.skip.layout import Crossing
@@ -24,20 +24,18 @@ class Messages(Links):
     kind: str
     step: int
 
-    def __init__(self, connections: Connections, serial: int, crossings: Sequence[Crossing]) -> None:
+    def __init__(self, connections: Connections, crossings: Sequence[Crossing]) -> None:
         own = connections.own
         before, after = own - self.step, own + self.step
-        self._connections, self._serial = connections, serial
-        self._before = connections.receiver(self.kind, before) if 0 <= before < connections.n else None
-        self._after = connections.sender(self.kind, after) if 0 <= after < connections.n else None
+        self._connections = connections
+        # `Any`: a program asks for nothing before the first rank, and for nothing after the last.
+        self._before: Any = connections.wire(Receiver, self.kind, before) if 0 <= before < connections.n else None
+        self._after: Any = connections.wire(Sender, self.kind, after) if 0 <= after < connections.n else None
         self._between: dict[int, list[Crossing]] = defaultdict(list)  # this rank and another
         for crossing in crossings:
             if own in (crossing.source, crossing.target):
                 self._between[self._other(crossing)].append(crossing)
-        skips: list[Sender | Receiver] = [
-            (connections.sender if (other - own) * self.step > 0 else connections.receiver)(f"{self.kind} skips", other)
-            for other in self._between
-        ]
+        skips = [self._skips(Sender if (other - own) * self.step > 0 else Receiver, other) for other in self._between]
         for end in (self._before, self._after, *skips):
             if end is not None:
                 end.begin()
@@ -49,22 +47,13 @@ class Messages(Links):
             raise Stopped
 
     def admit(self) -> None:
-        assert self._after is not None
         self._after.settle()
 
     def announce(self) -> None:
-        assert self._after is not None
-        self._after.give(Message(self._serial, "soon", ()))
+        self._connections.give(self._after, "soon", ())
 
     def expect(self) -> None:
-        self._read(self._before)
-
-    def _give(self, about: Hashable, tensors: Flat) -> None:
-        assert self._after is not None
-        self._after.give(Message(self._serial, about, tensors))
-
-    def _take(self) -> tuple[Any, Flat]:
-        return self._read(self._before)
+        self._connections.take(self._before)
 
     def _leave(self, crossing: Crossing, about: Hashable, tensor: Tensor | None) -> None:
         # All skips of a micro-batch for one rank are one message. They are fetched in another order than they are left.
@@ -73,26 +62,23 @@ class Messages(Links):
         left[crossing] = about, tensor
         if len(left) == len(between):
             abouts, skips = zip(*(left[each] for each in between), strict=True)
-            sender = self._connections.sender(f"{self.kind} skips", other)
+            sender = self._skips(Sender, other)
             sender.settle(abs(other - self._connections.own))
-            sender.give(Message(self._serial, abouts, skips))
+            self._connections.give(sender, abouts, skips)
             left.clear()
 
     def _fetch(self, crossing: Crossing) -> tuple[Any, Tensor | None]:
         if crossing not in self._arrived:
             other = self._other(crossing)
-            abouts, skips = self._read(self._connections.receiver(f"{self.kind} skips", other))
+            abouts, skips = self._connections.take(self._skips(Receiver, other))
             self._arrived.update(zip(self._between[other], zip(abouts, skips, strict=True), strict=True))
         return self._arrived.pop(crossing)
 
     def _other(self, crossing: Crossing) -> int:
         return crossing.target if crossing.source == self._connections.own else crossing.source
 
-    def _read(self, receiver: Receiver | None) -> tuple[Any, Flat]:
-        assert receiver is not None
-        message = receiver.take()
-        check_serial(message, self._serial)
-        return message.about, message.tensors
+    def _skips(self, end: Any, other: int) -> Any:
+        return self._connections.wire(end, f"{self.kind} skips", other)
 
 
 class Forward(Messages):
@@ -105,17 +91,17 @@ class Forward(Messages):
     kind, step = "forward", 1
 
     def __init__(
-        self, connections: Connections, serial: int, crossings: Sequence[Crossing], seeds: Seeds, *, in_order: bool
+        self, connections: Connections, crossings: Sequence[Crossing], seeds: Seeds, *, in_order: bool
     ) -> None:
-        super().__init__(connections, serial, crossings)
+        super().__init__(connections, crossings)
         self._seeds, self._in_order = seeds, in_order
 
     def give(self, item: Item) -> None:
         state = (torch.get_rng_state(),) if self._in_order else ()
-        self._give((*_about(item), self._seeds.drew), (*item.flat, *state))
+        self._connections.give(self._after, (*_about(item), self._seeds.drew), (*item.flat, *state))
 
     def take(self) -> Item:
-        (*about, drew), tensors = self._take()
+        (*about, drew), tensors = self._connections.take(self._before)
         self._seeds.drew = self._seeds.drew or drew
         if self._in_order:
             state, tensors = tensors[-1], tensors[:-1]
@@ -137,10 +123,10 @@ class Backward(Messages):
     kind, step = "backward", -1
 
     def give(self, grads: Flat) -> None:
-        self._give("gradients", grads)
+        self._connections.give(self._after, "gradients", grads)
 
     def take(self) -> Flat:
-        return self._take()[1]
+        return self._connections.take(self._before)[1]
 
     def leave(self, i: int, crossing: Crossing, grad: Tensor | None) -> None:
         self._leave(crossing, "gradient", grad)

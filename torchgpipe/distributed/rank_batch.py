@@ -1,7 +1,6 @@
-"""One rank's part of a mini-batch: what ranks agree on, the program between, and what becomes of a failure."""
+"""One rank's part of a mini-batch: its program, and what ranks agree on before and after that."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.links import Backward, Forward
 from torchgpipe.engine.batch import Batch, linked, one_node
-from torchgpipe.engine.program import Program
-from torchgpipe.engine.relay import Stopped
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import leaves
@@ -19,36 +16,8 @@ from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors
 from torchgpipe.tensors.observe import Observer
 
 
-@contextmanager
-def shared_failure(connections: Connections, serial: int, call: str, program: Program | None = None) -> Iterator[None]:
-    """Let all ranks raise if one does: tell them what is raised within, and raise here what another one tells.
-
-    This rank is in a call for mini-batch `serial`, which may run a program.
-    """
-    if connections.parted:
-        raise RuntimeError(
-            "the pipeline's connections were closed by close() since this mini-batch; call backward() first"
-        )
-    liveness = connections.liveness
-    with liveness.activity.call(serial, call, program):
-        try:
-            if liveness.stopped:
-                raise Stopped
-            yield
-        except Stopped as stopped:
-            stopped.__traceback__ = None  # as by `caught`, and all of it: nobody sees where this rank waited
-            try:
-                raise liveness.failure() from None
-            finally:
-                connections.close()
-        except BaseException as error:
-            connections.fail(error)
-            connections.close()
-            raise
-
-
 class RankBatch(Batch):
-    """Run the partition of one rank in mini-batch number `serial`, and tell and hear what concerns all ranks.
+    """Run the partition of one rank in a mini-batch, and tell and hear what concerns all ranks.
 
     The first rank has the `micro_batches`, and decides how many there are and what seeds begin with. The last rank has
     the outputs. `settings` are what every rank has to call the pipeline with alike, and `owner` is that pipeline.
@@ -57,7 +26,6 @@ class RankBatch(Batch):
     def __init__(
         self,
         connections: Connections,
-        serial: int,
         stage: Stage,
         crossings: Sequence[Crossing],
         settings: dict[str, Any],
@@ -66,8 +34,8 @@ class RankBatch(Batch):
         owner: object,
     ) -> None:
         self._owner = owner  # a pipeline that is collected closes its connections
-        self._connections, self._serial, self._micro_batches = connections, serial, micro_batches
-        self._crossings = crossings
+        self._connections, self._serial = connections, connections.serial
+        self._micro_batches, self._crossings = micro_batches, crossings
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
         self._first, self._last = connections.own == 0, connections.own + 1 == connections.n
         m, base = (len(micro_batches), None) if self._first else self._hear_head()
@@ -82,18 +50,17 @@ class RankBatch(Batch):
         its graph; if it takes a gradient, its backward is this rank's.
         """
         inputs = [x for micro_batch in self._micro_batches for x in tensors_of(micro_batch)]
-        links = Forward(self._connections, self._serial, self._crossings, self._seeds, in_order=not self._overlaps)
+        links = Forward(self._connections, self._crossings, self._seeds, in_order=not self._overlaps)
         with self._seeded():
             if self._first:
                 head = torch.tensor([len(self._micro_batches), self._seeds.base or 0], device="cpu")
-                self._connections.tell("head", self._serial, (head,), tuple(self._settings.values()))
+                self._connections.tell("head", (head,), tuple(self._settings.values()))
             outputs = self.program.forward(links, self._micro_batches)
-            self._connections.release()
+            self._connections.deliver()
             self._check_kept()
             if not self._last:
-                (scalar, *state), (needs, ours, self._seeds.drew) = self._connections.hear(
-                    "tail", self._serial, self._connections.n - 1
-                )
+                (scalar, *state), about = self._connections.hear("tail", self._connections.n - 1)
+                needs, ours, self._seeds.drew = about
         if self._last:
             before = torch.get_rng_state()
             output = gather(linked(self, outputs, inputs))
@@ -105,28 +72,25 @@ class RankBatch(Batch):
             after = torch.get_rng_state()
             state = [after] * (not self._overlaps or not torch.equal(before, after))
             about = (scalar.requires_grad, scalar.requires_grad and bool(through), self._seeds.drew)
-            self._connections.tell("tail", self._serial, (scalar.detach().cpu(), *state), about)
+            self._connections.tell("tail", (scalar.detach().cpu(), *state), about)
             return result
         if state:
             torch.set_rng_state(state[0])
-        self._connections.flush()  # all has been received by now
         scalar = scalar.to(self.program.stage.device)
         (scalar,) = leaves((scalar,), (needs,))
         return one_node(self, [1], (scalar,), inputs)[0] if ours else scalar
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs, on the first rank."""
-        with shared_failure(self._connections, self._serial, "backward", self.program):
+        with self._connections.call(self._serial, "backward", self.program):
             ambient = self._begin_backward()
-            links = Backward(self._connections, self._serial, self._crossings)
+            links = Backward(self._connections, self._crossings)
             grads = self.program.backward(links, ambient, output_grads, keep=keep)
-            self._connections.release()
-            # What was not sent would be lost if the process ended now.
-            self._connections.flush()
+            self._connections.deliver()  # what was not sent would be lost if the process ended now
         return grads
 
     def _hear_head(self) -> tuple[int, int]:
-        (head,), theirs = self._connections.hear("head", self._serial, 0)
+        (head,), theirs = self._connections.hear("head", 0)
         for (name, own), first in zip(self._settings.items(), theirs, strict=True):
             if own != first:
                 raise ValueError(

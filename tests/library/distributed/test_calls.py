@@ -22,12 +22,16 @@ WORLD = 3
 pytestmark = pytest.mark.ranks(WORLD)
 
 
+def linears(count: int = WORLD, wrap: Callable[..., nn.Module] = lambda layer: layer) -> nn.Sequential:
+    return nn.Sequential(*(wrap(nn.Linear(4, 4)) for _ in range(count)))
+
+
 def small(**options: Any) -> Any:
     """Return a pipeline over ranks, one over threads, and a step of either, whose gradients it returns."""
     pair = []
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
-        pair.append(make(nn.Sequential(*(nn.Linear(4, 4) for _ in range(WORLD))), [1] * WORLD, chunks=3, **options))
+        pair.append(make(linears(), [1] * WORLD, chunks=3, **options))
     return pair
 
 
@@ -125,10 +129,10 @@ def test_errors_between_calls() -> None:
     loss_of(threads).backward()
     assert_same_gradients(ours, threads)
 
-    ours.silence = 7
-    with pytest.raises(RuntimeError, match=r"silence was changed from 300.0 to 7 .* call close\(\)"):
+    ours.timeout = 7
+    with pytest.raises(RuntimeError, match=r"timeout was changed from 300.0 to 7 .* call close\(\)"):
         loss_of(ours)
-    ours.silence = 300.0
+    ours.timeout = 300.0
 
     with pytest.raises(RuntimeError, match="a pipeline over ranks cannot run within a backward"):
         plain_checkpoint.checkpoint(ours, X, use_reentrant=False).sum().backward()
@@ -143,7 +147,7 @@ def test_errors_between_calls() -> None:
         "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
         r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1": ("balance", [2, 0, 1]),
         "but training is True on rank 0 and False on rank 1": ("training", False),
-        "but silence is 300.0 on rank 0 and None on rank 1": ("silence", None),
+        "but timeout is 300.0 on rank 0 and None on rank 1": ("timeout", None),
     }
     for message, (name, value) in wrong.items():
         before = getattr(ours, name)
@@ -155,8 +159,7 @@ def test_errors_between_calls() -> None:
 
 
 def test_ranks_on_other_kinds_of_devices_are_refused() -> None:
-    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(WORLD)))
-    model = DistributedGPipe(layers, [1] * WORLD, device=["cpu", "meta", "cpu"][dist.get_rank()])
+    model = DistributedGPipe(linears(), [1] * WORLD, device=["cpu", "meta", "cpu"][dist.get_rank()])
     with pytest.raises((ValueError, RankFailed), match="the kind of device is 'cpu' on rank 0 and 'meta' on rank 1"):
         loss_of(model)
 
@@ -166,11 +169,27 @@ def test_wrong_arguments() -> None:
         r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number": {"balance": [5]},
         r"mesh must be one dimension of a DeviceMesh, such as mesh\['pp'\], but got 3": {"mesh": 3},
         r"device must be this rank's device, but got \['cpu'\]": {"device": ["cpu"]},
-        "silence must be a positive number of seconds, or None, but got 0": {"silence": 0},
+        "timeout must be a positive number of seconds, or None, but got 0": {"timeout": 0},
     }
     for message, options in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
-            DistributedGPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), **({"balance": [1, 2, 2]} | options))
+            DistributedGPipe(linears(5), **({"balance": [1, 2, 2]} | options))
+
+
+def test_the_old_name_of_the_timeout() -> None:
+    said = "silence is called timeout now, and the old name will go"
+    with pytest.warns(DeprecationWarning, match=said) as warned:
+        model = DistributedGPipe(linears(), [1] * WORLD, silence=7)
+    assert model.timeout == 7
+    with pytest.warns(DeprecationWarning, match=said) as warned_again:
+        model.silence = 9
+    with pytest.warns(DeprecationWarning, match=said) as warned_in_the_end:
+        assert model.silence == 9
+    assert {each[0].filename for each in (warned, warned_again, warned_in_the_end)} == {__file__}
+    state = model.__getstate__()  # as of a pipeline that was pickled under the old name
+    state["silence"] = state.pop("timeout")
+    model.__setstate__(state)
+    assert model.timeout == 9 and "silence" not in vars(model)
 
 
 def test_averaging_layers_by_themselves_is_refused() -> None:
@@ -178,7 +197,7 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
     own = dist.new_group([rank], use_local_synchronization=True)
     average = partial(DistributedDataParallel, process_group=own)
     with pytest.raises(TypeError, match="a partition runs once for each micro-batch"):
-        DistributedGPipe(nn.Sequential(*(average(nn.Linear(4, 4)) for _ in range(WORLD))), [1] * WORLD)
+        DistributedGPipe(linears(wrap=average), [1] * WORLD)
     changes: dict[str, Callable[[Any], object]] = {
         r"would miss the calls of a pipeline's loss\(\)": average,
         "runs once for each": lambda model: average(model.partition),

@@ -20,7 +20,8 @@ from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.distributed.wires import cuda
 from torchgpipe.distributed.wires.cuda import Departure, Transfer
 from torchgpipe.distributed.wires.layout import dense
-from torchgpipe.distributed.wires.wire import Message, Sender, WireAddress
+from torchgpipe.distributed.wires.message import Message
+from torchgpipe.distributed.wires.wire import Sender, WireAddress
 from torchgpipe.engine.relay import Stopped
 
 from ...parts import Fails

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchgpipe.distributed import connections
 from torchgpipe.distributed.wires import cuda
-from torchgpipe.distributed.wires.layout import SLOT
+from torchgpipe.distributed.wires.message import SLOT
 from torchgpipe.engine import batch
 from torchgpipe.task.seeds import Seeds
 
@@ -62,6 +62,7 @@ class Group:
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         self.world.sent[connections.KINDS[tag], self.own, peer] += 1
+        self.world.bytes += tensors[0].numel()
         return self._posted(tensors[0].clone(), peer, (self.name, self.own, peer, tag), 0)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
@@ -167,8 +168,8 @@ class Waited:
 class World:
     """All ranks.
 
-    `streams` say how long NCCL takes between two of them, `issued` what each rank's program has given it, and `sent`
-    how often gloo has sent by each wire.
+    `streams` say how long NCCL takes between two of them, `issued` what each rank's program has given it, `sent`
+    how often gloo has sent by each wire, and `bytes` how much by all.
     """
 
     n: int
@@ -176,6 +177,7 @@ class World:
     boxes: dict[Any, deque[Any]] = field(default_factory=dict)
     closed: set[Any] = field(default_factory=set)
     sent: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    bytes: int = 0
     pairs: list[Pair] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     here: threading.local = field(default_factory=threading.local)

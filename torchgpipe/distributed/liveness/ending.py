@@ -1,36 +1,42 @@
-"""What this process ends by: nothing, or an error that nobody has caught."""
+"""What becomes of connections when this process ends, with an error that nobody has caught or without, or forks."""
 
 import atexit
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
+from weakref import WeakSet
 
-_processes: list[int] = []  # those that `at_end` was called in: this one, and those that it was forked from
+open_connections: WeakSet[Any] = WeakSet()
+
+_kept: list[Any] = []
 _seen: list[BaseException] = []  # errors that have left what `multiprocessing` runs here
 
 
-def at_end(call: Callable[[BaseException | None], None]) -> None:
-    """Call a function once when this process ends, with the error that it ends by."""
-    if os.getpid() in _processes:
-        return
-    _processes.append(os.getpid())
-
-    def end() -> None:
-        error = sys.exc_info()[1] or (_seen[-1] if _seen else getattr(sys, "last_value", None))
-        if isinstance(error, SystemExit):  # `torch.multiprocessing` exits with 1 after an error
-            error = error.__context__ if error.code else None
-        call(error)
-
-    atexit.register(end)  # not at import: from Python 3.13 on, `multiprocessing` forgets it in a new process
+def end_with_process(connections: Any) -> None:
+    """Let connections end when this process ends: by `fail`, with the error that it ends by, or by `close`."""
+    open_connections.add(connections)
+    atexit.unregister(_end)
+    atexit.register(_end)  # not at import: from Python 3.13 on, `multiprocessing` forgets it in a new process
     if multiprocessing.parent_process() is not None:
         if sys.version_info < (3, 13):
-            Finalize(None, end, exitpriority=0)  # called while the error is on its way out
+            Finalize(None, _end, exitpriority=0)  # called while the error is on its way out
         else:
             _see_errors()
+
+
+def _end() -> None:
+    error = sys.exc_info()[1] or (_seen[-1] if _seen else getattr(sys, "last_value", None))
+    if isinstance(error, SystemExit):  # `torch.multiprocessing` exits with 1 after an error
+        error = error.__context__ if error.code else None
+    for connections in [*open_connections]:
+        if error is None:
+            connections.close()
+        else:
+            connections.fail(error)
 
 
 def _see_errors() -> None:
@@ -44,3 +50,26 @@ def _see_errors() -> None:
         monitoring.use_tool_id(tool, "torchgpipe")
         monitoring.register_callback(tool, unwind, lambda code, _, error: _seen.append(error) if code is main else None)
         monitoring.set_events(tool, unwind)
+
+
+def _leave_all() -> None:
+    """Leave connections to the process that this one was forked from, such as a data loader's worker."""
+    _kept.extend(open_connections)  # never let go of: gloo's threads are not there, and to end them would crash
+    open_connections.clear()
+    for connections in _kept:
+        for number, _ in connections.sockets & sockets():  # or they would stay open when the other process ends
+            os.close(number)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
+
+
+def sockets() -> set[tuple[int, str]]:
+    """Return the sockets that this process has open, by number and name; none where the system does not list them."""
+    found = set()
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it may be closed by now
+                found.add((int(number), os.readlink(f"/proc/self/fd/{number}")))
+    return {(number, name) for number, name in found if name.startswith("socket:")}

@@ -21,58 +21,40 @@ from torch import nn
 HARDLY = 0.02
 """CPU seconds per second, up to which a process counts as idle; its threads that wait and talk to others take less."""
 
-
 _counting = threading.Lock()
 _looking = 0.0  # CPU seconds of all threads that look
 
 
 class Idle:
-    """Find out for how long a task has been idle, by looks from a thread of its own, several in `silence` seconds.
+    """Find out for how long a task has been idle, by looks from a thread of its own.
 
     Other threads that are no part of the task may take `besides` CPU seconds per second.
     """
 
-    def __init__(self, silence: float, besides: float = 0.0) -> None:
-        self._silence, self._hardly = silence, HARDLY + besides
-        self._late = silence / 2
+    def __init__(self, besides: float = 0.0) -> None:
+        self._hardly = HARDLY + besides
         self._task: Hashable = None
-        self._since = self._looked = self._cpu = self._own = 0.0
-        self._descendants: float | None = None
+        self._cpu: float | None = None
+        self._since = self._own = 0.0
 
-    def look(self, task: Hashable) -> float:
+    def look(self, task: Hashable, now: float) -> float:
         """Return for how many seconds the task has been this one, with hardly any CPU time spent; `None` is no task.
 
-        What threads spend that look does not count. If this one comes late, all of the process was stopped meanwhile,
-        and the task is counted anew.
+        What threads spend that look does not count. `now` are the seconds of a clock.
         """
-        now = time.monotonic()
-        late, self._looked = now - self._looked > self._late, now
-        cpu = self._cpu_time()
-        same = task == self._task and not late
-        if not same or self._spent(cpu - self._cpu, now):
-            self._task, self._since, self._cpu, self._descendants = task, now, cpu, None
-        elif task is not None and self._descendants is None:
-            # Not before, since it takes a while, and most tasks are over at the second look.
-            self._since, self._cpu, self._descendants = now, cpu, cpu_time_of_descendants()
-        elif (
-            self._descendants is not None
-            and now - self._since >= self._silence
-            # It can also be less than before: one has ended that its parent did not wait for.
-            and self._spent(cpu - self._cpu + cpu_time_of_descendants() - self._descendants, now)
-        ):
-            self._since, self._cpu, self._descendants = now, cpu, None
-        return 0.0 if task is None else now - self._since
-
-    def _spent(self, cpu: float, now: float) -> bool:
-        return abs(cpu) > self._hardly * (now - self._since)
-
-    def _cpu_time(self) -> float:
-        """Return the CPU seconds of this process, without threads that look."""
         global _looking
         with _counting:
             before, self._own = self._own, time.thread_time()
             _looking += self._own - before
-            return time.process_time() - _looking
+            cpu = time.process_time() - _looking
+        if task is None or task != self._task:
+            self._task, self._cpu = task, None
+            return 0.0
+        cpu += cpu_time_of_descendants()  # not before: it takes a while, and most tasks are over at the second look
+        # It can also be less than before: a descendant has ended that its parent did not wait for.
+        if self._cpu is None or abs(cpu - self._cpu) > self._hardly * (now - self._since):
+            self._since, self._cpu = now, cpu
+        return now - self._since
 
 
 def cpu_time_of_descendants() -> float:
@@ -95,9 +77,11 @@ def place(ident: int) -> str:
     while frame is not None:
         layer = _layer(frame)
         if layer or frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            inner = inner or _words(frame, layer)
+            of = f" of {type(layer).__name__}" if layer else ""
+            here = f"{frame.f_code.co_name}{of}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            inner = inner or here
             if layer:
-                return inner if inner == _words(frame, layer) else f"{inner}, in {_words(frame, layer)}"
+                return inner if inner == here else f"{inner}, in {here}"
         if frame.f_globals.get("__name__") in _AROUND_TASKS:
             break
         frame = frame.f_back
@@ -110,11 +94,6 @@ def _layer(frame: FrameType) -> nn.Module | None:
     own = code.co_argcount > 0 and code.co_filename != nn.modules.module.__file__
     layer = frame.f_locals.get(code.co_varnames[0]) if own else None
     return layer if isinstance(layer, nn.Module) else None
-
-
-def _words(frame: FrameType, layer: nn.Module | None) -> str:
-    of = f" of {type(layer).__name__}" if layer else ""
-    return f"{frame.f_code.co_name}{of}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 _LIBRARIES = {*sys.stdlib_module_names, "torch"}

@@ -1,19 +1,17 @@
-"""The watch of a rank: every second, or more often, it tells all others what this one does, and hears the same of them.
+"""The monitor of a rank: every second, or more often, it tells all others what this one does, and hears what they do.
 
-It ends the pipeline where nothing else would:
+It ends the pipeline where nothing else would, when one of these has lasted for `timeout` seconds:
 
-    silence   nothing has come from a rank for so long: its process is stopped, or the network is cut
-    a hang    this rank's own task has neither ended nor computed for so long
-    a circle  all ranks wait, and none has got any further for so long: one has left out a call
+    silence   nothing has come from a rank: its process is stopped, or the network is cut
+    a hang    this rank's own task has neither ended nor computed
+    a circle  all ranks wait, and none has got any further: one has left out a call
 
-A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time in which the watch
+A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time in which the monitor
 itself did not run, such as between Ctrl-Z and `fg`, does not count.
 """
 
 from __future__ import annotations
 
-import itertools
-import struct
 import threading
 import time
 from collections import defaultdict
@@ -29,8 +27,7 @@ from torchgpipe.distributed.liveness.idle import Idle, place
 from torchgpipe.engine.program import Program
 from torchgpipe.tensors._autograd import sharded
 
-_NUMBERS = struct.Struct("<q?")
-_WORDS = 200  # bytes
+_BYTES = 200  # of a label
 
 _TALK = 0.001
 """CPU seconds per second that hearing and telling one other rank may take; about twice what was seen."""
@@ -45,16 +42,15 @@ class Label(NamedTuple):
 
     def packed(self) -> Tensor:
         """Return it as a tensor, always of the same size."""
-        words = self.words.encode()[:_WORDS].ljust(_WORDS)
-        return torch.frombuffer(bytearray(_NUMBERS.pack(self.calls, self.waits) + words), dtype=torch.uint8)
+        content = f"{self.calls} {self.waits:d} {self.words}".encode()[:_BYTES].ljust(_BYTES)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     @staticmethod
     def unpacked(packed: Tensor | None) -> Label:
         """Return what was packed."""
         assert packed is not None
-        content = bytes(packed.tolist())
-        calls, waits = _NUMBERS.unpack_from(content)
-        return Label(calls, waits, content[_NUMBERS.size :].decode(errors="ignore").rstrip())
+        calls, waits, words = bytes(packed.tolist()).decode(errors="ignore").split(" ", 2)
+        return Label(int(calls), waits == "1", words.rstrip())
 
 
 class Activity:
@@ -62,34 +58,25 @@ class Activity:
 
     Attributes:
         program: the one that runs in this call, once there is one.
+        hears: whether the call waits for another rank apart from a program's links.
         thread: the one that the call is in.
     """
 
     def __init__(self) -> None:
         self._calls = self._serial = 0
         self._name: str | None = None
-        self._hears = False
         self.program: Program | None = None
-        self.thread = 0
+        self.hears, self.thread = False, 0
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None) -> Iterator[None]:
         """Enter a call for a mini-batch."""
         self._calls, self._serial, self._name = self._calls + 1, serial, name
-        self.program, self.thread = program, threading.get_ident()
+        self.program, self.hears, self.thread = program, False, threading.get_ident()
         try:
             yield
         finally:
             self._name = self.program = None
-
-    @contextmanager
-    def hearing(self) -> Iterator[None]:
-        """Wait for another rank, apart from a program's links."""
-        self._hears = True
-        try:
-            yield
-        finally:
-            self._hears = False
 
     @property
     def doing(self) -> str:
@@ -110,18 +97,20 @@ class Activity:
         """Return all this for other ranks."""
         if self._name is None:
             return Label(self._calls, False, self.doing)
-        waits = self._hears or (self.program is not None and self.computing is None)
+        waits = self.hears or (self.program is not None and self.computing is None)
         waiting = "waiting for other ranks " if waits else ""
         return Label(self._calls, waits, f"{waiting}{self.doing} of mini-batch {self._serial}")
 
 
 class RankMonitor:
-    """Watch all ranks on behalf of rank `own`, in a thread, until `stop` is called or something is wrong.
+    """Monitor all ranks for rank `own`, in a thread, until it is `ended` or something is wrong.
 
-    With a `silence` of `None` nothing is wrong for it.
+    With a `timeout` of `None` nothing is wrong for it. `tell` sends this rank's label to another one, and does not
+    wait. `report_failure` is called with a line that says what is wrong.
 
-    `beat` sends this rank's label to another one, and does not wait. What comes from others is given to `heard`.
-    `report_failure` is called with a line that says what is wrong.
+    Attributes:
+        others: the other ranks, without those that have ended.
+        ended: an event that ends the thread.
     """
 
     def __init__(
@@ -129,25 +118,24 @@ class RankMonitor:
         own: int,
         others: Collection[int],
         activity: Activity,
-        silence: float | None,
-        beat: Callable[[int, Label], None],
+        timeout: float | None,
+        tell: Callable[[int, Label], None],
         report_failure: Callable[[str], None],
     ) -> None:
-        self._own, self._activity, self._beat, self._report_failure = own, activity, beat, report_failure
-        self._silence = inf if silence is None else silence
-        self._interval = min(0.5, self._silence / 8)  # between looks; every second time it tells others
+        self._own, self._activity, self._tell, self._report_failure = own, activity, tell, report_failure
+        self._timeout = inf if timeout is None else timeout
+        self._interval = min(0.5, self._timeout / 8)  # between looks; every second time it tells others
         self._looked = time.monotonic()
         self._paused = 0.0, 0.0  # for how long it was stopped last, and until when
         self._late = 0.0  # seconds in which this thread should have looked, and did not run
-        # Nothing is known of a rank that has not spoken yet: it may still be connecting.
+        # Nothing is known of a rank that has not told anything yet: it may still be connecting.
         self._heard: dict[int, tuple[float, Label]] = {}
-        self._others = {*others}
-        self._idle = Idle(self._silence, _TALK * len(others))
+        self.others = self._all = frozenset(others)
+        self._idle = Idle(_TALK * len(others))
         self._labels: dict[int, Label] = {}
-        self._gone: list[int] = []
         self._unchanged_since = 0.0
-        self._ended = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="gpipe-watch", daemon=True)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="gpipe-monitor", daemon=True)
         self.thread.start()
 
     def heard(self, peer: int, label: Label) -> None:
@@ -156,14 +144,13 @@ class RankMonitor:
 
     def forget(self, peer: int) -> None:
         """Expect nothing more from a rank, which has ended."""
-        self._others.discard(peer)
+        self.others -= {peer}
         self._heard.pop(peer, None)
-        self._gone.append(peer)
 
     def answers(self, peer: int) -> bool:
         """Return whether a rank that is told something now can be expected to answer."""
         heard, _ = self._heard.get(peer, (inf, None))
-        return peer in self._others and self._now() - heard < 6 * self._interval
+        return self._now() - heard < 6 * self._interval
 
     def last(self, peer: int) -> str:
         """Return what a rank did when it was last heard of, and how long ago that was, if it was heard of."""
@@ -174,79 +161,74 @@ class RankMonitor:
 
     def pause(self) -> float:
         """Return for how many seconds this process did not run just now, or 0: others may have reported it."""
-        late = time.monotonic() - self._looked - self._interval
-        if late < self._silence / 2:
-            late, until = self._paused
-            late *= time.monotonic() - until < self._silence
-        return late
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._ended.set()
+        late, (paused, until) = self._overdue(), self._paused
+        if late >= self._timeout / 2:
+            return late
+        return paused if time.monotonic() - until < self._timeout else 0.0
 
     def _now(self) -> float:
         return time.monotonic() - self._late
 
-    def _watch(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:  # without its beats, others would take this rank for a silent one
-            self._report_failure(f"the watch of rank {self._own} failed: {type(error).__name__}: {error}")
-            raise
+    def _overdue(self) -> float:
+        return max(0.0, time.monotonic() - self._looked - self._interval)
 
     def _run(self) -> None:
-        for count in itertools.count():
-            if self._ended.wait(self._interval * bool(count)):
-                return
-            late = max(0.0, time.monotonic() - self._looked - self._interval)
-            self._looked = time.monotonic()
-            self._late += late
-            if late > self._silence / 2:
-                self._paused = late, self._looked
-            label = self._activity.label()
-            for peer in self._others.copy() if count % 2 == 0 else ():
-                self._beat(peer, label)
-            wrong = self._silent() or self._hang() or self._circle(label)
-            if wrong is not None:
-                self._report_failure(wrong)
-                return
+        wrong, count = None, 0
+        try:
+            while wrong is None and not self.ended.wait(self._interval * (count > 0)):
+                wrong, count = self._look(tells=count % 2 == 0), count + 1
+        except BaseException as error:  # without its labels, others would take this rank for a silent one
+            self._report_failure(f"the monitor of rank {self._own} failed: {type(error).__name__}: {error}")
+            raise
+        if wrong is not None:
+            self._report_failure(wrong)
+
+    def _look(self, *, tells: bool) -> str | None:
+        late, self._looked = self._overdue(), time.monotonic()
+        self._late += late
+        if late > self._timeout / 2:
+            self._paused = late, self._looked
+        label = self._activity.label()
+        for peer in self.others if tells else ():
+            self._tell(peer, label)
+        return self._silent() or self._hang() or self._circle(label)
 
     def _silent(self) -> str | None:
         now, heard = self._now(), self._heard.copy()
-        if all(now - at < self._silence for at, _ in heard.values()):
+        if all(now - at < self._timeout for at, _ in heard.values()):
             return None
         # Several may have been cut off at once.
-        begin = now - self._silence + 3 * self._interval
+        begin = now - self._timeout + 3 * self._interval
         silent = {peer: label for peer, (at, label) in heard.items() if at < begin}
         one = len(silent) == 1
         return (
-            f"{_named([*silent])} {'has' if one else 'have'} given no sign of life for {self._silence:g} s: "
+            f"{_named([*silent])} {'has' if one else 'have'} given no sign of life for {self._timeout:g} s: "
             f"{'is its process' if one else 'are their processes'} stopped, or is the network cut? "
             f"When last heard of, {_each(silent)}"
         )
 
     def _hang(self) -> str | None:
-        task = self._activity.computing
-        if self._idle.look(task) < self._silence or task is None:
+        task, program = self._activity.computing, self._activity.program
+        if self._idle.look(task, self._now()) < self._timeout or task is None or program is None:
             return None
-        program = self._activity.program
-        if program is None or sharded([program.stage.partition]):
+        if sharded([program.stage.partition]):
             return None  # it may wait for a rank of another pipeline, which is only slow
         return (
-            f"rank {self._own} hangs in {task[1]}: for {self._silence:g} s it has neither ended nor used the "
+            f"rank {self._own} hangs in {task[1]}: for {self._timeout:g} s it has neither ended nor used the "
             f"CPU, in {place(self._activity.thread)}"
         )
 
     def _circle(self, own: Label) -> str | None:
         labels = {self._own: own} | {peer: label for peer, (_, label) in self._heard.copy().items()}
-        waits = len(labels) > len(self._others) and all(label.waits for label in labels.values())
+        waits = len(labels) > len(self.others) and all(label.waits for label in labels.values())
         if labels != self._labels or not waits:
             self._labels, self._unchanged_since = labels, self._now()
-        if self._now() - self._unchanged_since < self._silence:
+        if self._now() - self._unchanged_since < self._timeout:
             return None
+        gone = self._all - self.others
         return (
-            f"all ranks wait for each other, and none has got any further for {self._silence:g} s: {_each(labels)}"
-            f"{f'; {_named(self._gone)} had ended' if self._gone else ''}. "
+            f"all ranks wait for each other, and none has got any further for {self._timeout:g} s: {_each(labels)}"
+            f"{f'; {_named(gone)} had ended' if gone else ''}. "
             "Has a rank left out a call of the pipeline, or a backward()?"
         )
 
@@ -259,5 +241,5 @@ def _each(labels: dict[int, Label]) -> str:
     return "; ".join(f"{_named(same)} {'was' if len(same) == 1 else 'were'} {words}" for words, same in ranks.items())
 
 
-def _named(ranks: list[int]) -> str:
+def _named(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"

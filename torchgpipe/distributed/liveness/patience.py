@@ -22,8 +22,8 @@ def waiting_for(what: str, tell: Callable[[str], object] = say) -> Iterator[None
         tell(f"gave up after {LIMIT:g} s of waiting for {what}")
         os._exit(1)  # whatever its threads wait for
 
-    notice = threading.Timer(NOTICE, tell, [f"waited {NOTICE:g} s for {what}"])
-    timers = notice, threading.Timer(LIMIT, give_up)
+    notice = f"waited {NOTICE:g} s for {what}"
+    timers = threading.Timer(NOTICE, tell, [notice]), threading.Timer(LIMIT, give_up)
     for timer in timers:
         timer.daemon = True
         timer.start()

@@ -6,8 +6,7 @@ Descriptions of messages always go over gloo. The tensors go one of two ways, th
     staging   through pinned memory of the hosts, and over gloo with their description
 
 NCCL needs a GPU for each rank. Either way a wire has a stream of its own, so that tensors travel while tasks compute.
-It waits for what the program's stream has been given, and the program's stream waits for what arrives. The thread that
-runs the program waits for no stream; those of the wires do.
+This waits for the program's stream, and the program's stream for what arrives. Only threads of wires wait for streams.
 
 An operation of NCCL keeps a part of its GPU busy until the other rank has begun its own. So a rank receives only when
 a description has arrived: by then the other rank has given the sending to its stream. And rank s sends a skip for rank

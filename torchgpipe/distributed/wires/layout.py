@@ -6,15 +6,12 @@ where it is not. Neither gaps nor repetitions travel.
 
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-SLOT = 2**16
-"""Bytes of the first part of a message, in which small tensors travel together."""
 
 
 class Layout(NamedTuple):
@@ -25,18 +22,6 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
     bytes: int
     meta: bool
-
-
-def places(layouts: Iterable[Layout | None], at: int) -> Iterator[tuple[int, int | None]]:
-    """Yield each tensor's size and its place in the slot, of which `at` bytes are taken; `None` where it is too large.
-
-    Tensors without contents are left out.
-    """
-    for layout in layouts:
-        if layout is not None and layout.bytes:
-            fits = at + layout.bytes <= SLOT
-            yield layout.bytes, at if fits else None
-            at += layout.bytes * fits
 
 
 def layout_of(x: Tensor) -> Layout:
