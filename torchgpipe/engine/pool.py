@@ -127,11 +127,11 @@ def _give(inbox: Inbox, program: Callable[[], None]) -> threading.Lock:
     return end
 
 
-def _wait(ends: Sequence[threading.Lock]) -> None:
-    """Wait until the programs have ended. Each lock is free again after that, so this may be called once more."""
-    for end in ends:
-        with end:
-            pass
+def _wait(ends: list[threading.Lock]) -> None:
+    """Wait until the programs have ended. If an interrupt comes at any line, this may be called again for the rest."""
+    while ends:
+        with ends[-1]:
+            ends.pop()
 
 
 def _serve(inbox: Inbox) -> None:
