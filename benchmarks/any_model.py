@@ -84,9 +84,9 @@ def _without_paths(said: str) -> str:
 
 
 def ours(experiment: str, name: str, case: Case) -> Result:
-    """Make a sequence of the model, and compare it in all configurations; what differs, once more in float64.
+    """Make a sequence of the model, and compare it in all configurations; if it differs, once more in float64.
 
-    There a difference that was rounding around zero, such as the gradient of a bias before a norm, is none.
+    In float64, what was only rounding around zero is no difference, such as the gradient of a bias before a norm.
 
     Raises:
         Unequal: it differs; the message says in what.

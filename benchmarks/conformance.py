@@ -83,7 +83,7 @@ def found(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render how many checks end how, the table of all, and what there is to say of those that are not equal."""
+    """Render counts of how checks ended, a table of all checks, and the messages of those that are not equal."""
     cases = by_case(record)
     engines = list(dict.fromkeys(result.row for result in record.results))
     kinds = {(r.experiment, r.row): str(r.values["outcome"]) for r in record.results}

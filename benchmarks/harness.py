@@ -1,8 +1,8 @@
 """What all benchmarks share: options, and a record that is rewritten as results come.
 
 A benchmark has cases, and in each of them several *ways* to do the same work take turns: engines, versions, a plain
-loop (`reproduce.regression.interleave`). Its record has a result for each: the case is the result's experiment, the way
-its row. Of its samples the record has a summary.
+loop. Its record has a result for each: the case is the result's experiment, the way its row. Of the samples the record
+keeps a summary.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from reproduce.tables.layout import grid
 
 render = grid
 Found = Generator[Sequence[Result], None, None]
-"""Results with their samples, as they come: those that are new, or have more samples."""
+"""Yields results with their samples as they come; a result comes again when it has more samples."""
 
 
 def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
@@ -101,7 +101,7 @@ def summarized(result: Result) -> Result:
 
 
 def keep(record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]) -> Record:
-    """Add what is `found`, in so many parts, to a record, and rewrite its file each time; at the end print the table.
+    """Add what is `found`, in `total` parts, to a record, and rewrite its file after each; at the end print the table.
 
     Ctrl-C, or an error of a measuring process, ends the program; what is finished is printed and kept all the same.
     """
@@ -110,7 +110,7 @@ def keep(record: Record, path: Path | None, found: Found, total: int, table: Cal
         recorder.put(result)
     save = recorder.save if path is not None else lambda: None
     progress = Progress()
-    why: tuple[int, str] | None = None  # it is not finished: an exit code and a line
+    why: tuple[int, str] | None = None  # if it does not finish: an exit code and the reason
     try:
         with interruptible() as check, closing(found):
             progress.show(f"0 of {total}")

@@ -19,7 +19,7 @@ def evenly(layers: nn.Sequential, n: int) -> list[int]:
 def on_cpu(layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any) -> GPipe:
     """Return a pipeline; `engine` is as in `GPipe`, `None` for its choice, or `"across"`.
 
-    That is the graph engine as it works across devices, but for the copies: each task is a node, with ties.
+    That is the graph engine as it works across devices, but without copies: each task is a node, with ties.
     """
     if engine is not None:
         options["engine"] = "graph" if engine == "across" else engine

@@ -2,6 +2,9 @@
 
 Start at `GPipe`, or with any module at `pipeline` and `sequential`; `torchgpipe.balance` finds the balance,
 `torchgpipe.skip` declares skip connections.
+
+Folders from the bottom up: `skip`, `tensors`, `task`, `engine`, beside these `trace` and `balance`, and on top
+`distributed`, `state`, `plan` and `timeline`. Each may import from those below it.
 """
 
 from torchgpipe.__version__ import __version__

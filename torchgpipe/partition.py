@@ -71,7 +71,7 @@ def check_module(module: object) -> None:
 
 
 def _overridden(kind: type) -> list[str]:
-    """Return the methods of `nn.Sequential` that a subclass has of its own, but for those that only show it."""
+    """Return the methods of `nn.Sequential` that a subclass overrides, except those that only show it."""
     before = kind.__mro__[: kind.__mro__.index(nn.Sequential)]
     names = dict.fromkeys(
         name for each in before for name in vars(each) if callable(getattr(nn.Sequential, name, None))
@@ -186,7 +186,7 @@ class Elsewhere:
 
 
 def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | None], init: Init | None) -> None:
-    """Move the partitions to their devices, but for those that have none; fill their layers by `init`.
+    """Move the partitions to their devices, except those that have none; fill their layers by `init`.
 
     Layers on `meta` get memory. The random numbers of layer k depend on k and the default generator's seed alone.
 

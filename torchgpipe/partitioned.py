@@ -79,7 +79,7 @@ class Partitioned(nn.Module, ABC):
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
 
     def _hold(self, devices: Sequence[torch.device | None], places: Iterable[object], init: Init | None) -> None:
-        """Move the partitions to their devices; let go of those that have none here. `places` says where each is."""
+        """Move the partitions to their devices; drop those whose device is `None`. `places` says where each is."""
         partitions = [partition for partition in self._partitions if isinstance(partition, nn.Sequential)]
         check_parameters(partitions, places)
         self._held = [(j, device) for j, device in enumerate(devices) if device is not None]
@@ -99,7 +99,7 @@ class Partitioned(nn.Module, ABC):
         self._look()
 
     def _look(self) -> None:
-        """Find out what the layers consist of now: one may have been replaced inside of another."""
+        """Find the modules within the layers anew: one may have been replaced inside of another."""
         if any([stage.look() for stage in self._stages]):
             if averages_gradients(module for stage in self._stages for module in stage.modules):
                 raise TypeError(AVERAGED)
@@ -173,7 +173,7 @@ class Partitioned(nn.Module, ABC):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, exchange)
 
     def _together(self, doing: str) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
-        """Enter what all ranks do together, with a function that returns what each of them gives."""
+        """Return a context for what all ranks do together: a function by which each gives a tensor and gets all."""
         return nullcontext(lambda own: [own])
 
     def train(self: P, mode: bool = True) -> P:

@@ -63,10 +63,10 @@ CONFIGURATIONS: dict[str, Any] = {
 
 
 class Counts(NamedTuple):
-    """Of one training step, forward and backward, that makes the parameters' gradients anew.
+    """What is counted of one training step, forward and backward, before which parameters have no gradients.
 
-    `operators`, by name, and `nodes` are what the pipeline adds to a plain loop over the same layers and micro-batches,
-    which runs the checkpointed ones forward twice: what layers do may differ between versions of PyTorch.
+    `operators` (by name) and `nodes` are those that the pipeline has more than a plain loop over the same layers and
+    micro-batches, which runs the checkpointed ones forward twice. So versions of PyTorch may differ in what layers do.
     """
 
     operators: Counter[str]
@@ -82,12 +82,12 @@ def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
     """Count a step of the pipeline and one of the plain loop, the last of a few."""
     build, shape, options = MODELS[model]
     x = torch.randn(m * SAMPLES, *shape)
-    layers, twice = build(), checkpointed(checkpoint, m)
+    layers, recomputed = build(), checkpointed(checkpoint, m)
 
     def plain(x: Tensor) -> Tensor:
         outputs = []
         for i, micro_batch in enumerate(x.chunk(m) if m > 1 else [x]):
-            if i < twice:
+            if i < recomputed:
                 with torch.no_grad():
                     layers(micro_batch)
             outputs.append(layers(micro_batch))

@@ -6,8 +6,8 @@
 All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
 of them. A speed-up is the median over rounds of naive's time by the configuration's. The replay is what the schedule
 allows with the partitions' own task times: medians over the same rounds, each task measured with nothing else running.
-Where recomputation starts before its gradient arrives, it hides in the bubble; "if it waited" is the replay
-without that.
+A recomputation that starts before its gradient arrives hides in the bubble; "if it waited" is the replay of one that
+waits for its gradient.
 """
 
 import statistics

@@ -4,9 +4,9 @@
     nodes       of autograd graphs that backward goes through, in whatever graph
     waits       where a thread may have to wait for another: items put into queues, locks, events, threads started
 
-Chance decides whether one has to wait, and how often a loop takes from a queue; but not how many items are put there.
-What shall be tallied has to start its threads, and make its queues (`SimpleQueue`) and locks, meanwhile. These are seen
-in the library's own modules.
+Whether a thread then really waits is chance, and so is how often a loop takes from a queue. How many items are put into
+the queue is not. Threads are seen if they are started while the tally runs; queues (`SimpleQueue`) and locks, if the
+library's own modules make them meanwhile.
 """
 
 import sys
@@ -26,11 +26,10 @@ import torchgpipe.tensors._autograd
 
 
 class Tally:
-    """What was seen since the last `clear`. Lists, since appending needs no lock."""
+    """What was seen since the last `clear`, in `threads`. Lists, since appending needs no lock."""
 
     def __init__(self) -> None:
         self.threads = {threading.current_thread()}
-        """Those whose doings count."""
         self.clear()
 
     def clear(self) -> None:
@@ -61,7 +60,7 @@ def tallied() -> Iterator[Tally]:
 
 
 class _Operators(TorchDispatchMode):
-    """Not to be shared by threads."""
+    """Tally the operators of one thread."""
 
     def __init__(self, tally: Tally) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,7 +72,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
-    """Yield objects, an attribute of each, and what shall stand there."""
+    """Yield what is replaced for a tally: an object, the name of its attribute, and the new value."""
     start, engine = threading.Thread.start, torch.autograd.Variable._execution_engine
 
     def noted_start(thread: threading.Thread) -> None:
@@ -129,7 +128,7 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 
 
 class _Noted:
-    """What threads wait for each other by, and it is noted."""
+    """A queue, lock or event that tells the tally of each call by which a thread may wait."""
 
     def __init__(self, other: Any, tally: Tally) -> None:
         self._other, self._tally = other, tally

@@ -1,4 +1,4 @@
-"""Adapters of pipelines, this library's and others', to the rows of tests/behaviours/rows/training.py.
+"""Adapters that run the rows of tests/behaviours/rows/training.py on this library's pipelines and on others.
 
-They import those rows: both are development code, and none of it is installed.
+They may import `tests.behaviours`, `tests.plain`, `benchmarks.pipelines`, `reproduce.run.engines` and `torchgpipe`.
 """

@@ -1,7 +1,7 @@
 """Run a row by an adapter, in processes of its own, and say how it ended.
 
 Processes are forked from one that has imported torch already. Their process group is set up through a file that they
-share. Each rank says what the row has left there (losses, gradients, parameters); here this is put together.
+share. Each rank sends what the row has left on it (losses, gradients, parameters), and `run` compares all of it.
 """
 
 import importlib
@@ -26,9 +26,9 @@ from reproduce.run.engines.launch import Ended, Launched
 from tests.behaviours.compare import difference
 from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
 
-LIMIT = 60.0  # seconds for a row; those of a process group are fewer
-PATIENCE = timedelta(seconds=12)  # of all process groups, for one operation
-AFTER = 2.0  # seconds that other ranks have after one has failed or ended
+LIMIT = 60.0  # seconds for a row
+PATIENCE = timedelta(seconds=12)  # for one operation of a process group
+AFTER = 2.0  # seconds for other ranks to end, after one has failed or ended
 TOLERANCE = 1e-4  # of the largest value of a tensor
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
@@ -64,8 +64,8 @@ class Outcome(NamedTuple):
     said: str = ""
 
 
-class Left(NamedTuple):
-    """What a row left on a rank: what was found, or how it ended otherwise."""
+class RowResult(NamedTuple):
+    """What a row left on a rank: tensors and numbers by name, or how it ended otherwise."""
 
     found: Found
     outcome: Outcome | None
@@ -77,7 +77,7 @@ def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
     found = run_ranks(row, adapter, limit)
-    if isinstance(found, Outcome) and found.kind == "hangs":  # or the machine has
+    if isinstance(found, Outcome) and found.kind == "hangs":  # once more: it may have been the machine
         found = run_ranks(row, adapter, limit)
     return found if isinstance(found, Outcome) else compared(found, expected[0])
 
@@ -97,7 +97,7 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
     """Run a row on as many ranks as it has partitions; return what it leaves on each, or how it ended otherwise."""
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
-    left: dict[int, Left] = {}
+    left: dict[int, RowResult] = {}
     ended: dict[int, str] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -113,10 +113,10 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
                     left[k] = torch.load(io.BytesIO(said), weights_only=False)
                 if k in ended or left[k].outcome is not None:
                     end = min(end, time.monotonic() + AFTER)
-    # What a rank raises because it has heard of another's failure says less than that failure.
+    # The failure itself comes first: a rank that only heard of it says less.
     errors = [each.outcome for each in left.values() if each.outcome is not None]
-    first = min(errors, key=_told, default=None)
-    if first is not None and (not ended or (first.kind == "refused" and not _told(first))):
+    first = min(errors, key=_after_another, default=None)
+    if first is not None and (not ended or (first.kind == "refused" and not _after_another(first))):
         return first
     if ended:
         return Outcome("ends", next(iter(ended.values()))[:300])
@@ -125,8 +125,8 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
     return [left[k].found for k in range(ranks)]
 
 
-def _told(outcome: Outcome) -> bool:
-    """Say whether a rank ended as another one had failed."""
+def _after_another(outcome: Outcome) -> bool:
+    """Return whether a rank only ended because another one had failed."""
     return outcome.said.startswith("RankFailed")
 
 
@@ -162,10 +162,10 @@ def _rank(number: int, link: Connection, name: str, adapter: Adapter, ranks: int
         traceback.print_exc()
         outcome = judged(error, package)
     content = io.BytesIO()
-    torch.save(Left(found, outcome), content)
+    torch.save(RowResult(found, outcome), content)
     link.send(content.getvalue())
     if outcome is None:
-        link.poll(None)  # till it is ended: a connection that closes too early would be a failure of its own
+        link.poll(None)  # waits to be ended: if a connection closed too early, other ranks would fail
     os._exit(1)
 
 

@@ -1,1 +1,4 @@
-"""Times of single parts of the library, under pytest-benchmark. May import `benchmarks.pipelines` and `reproduce`."""
+"""Times of single parts of the library, under pytest-benchmark.
+
+They may import `benchmarks.pipelines`, `reproduce.models` and `torchgpipe`.
+"""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.plan.hardware.operators import tensors_in
+from torchgpipe.trace.parts import tensors_in
 
 
 class LiveBytes:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
-from torchgpipe.plan.hardware.operators import tensors_in
 from torchgpipe.tensors.observe import Task
+from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):

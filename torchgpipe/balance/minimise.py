@@ -102,7 +102,7 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
-    """Return the cut, from first to last, nearest to the share; of those that are, nearest to the count."""
+    """Return the cut, from first to last, that is nearest to the share; of equal ones, the nearest to the count."""
     # Layers without cost make several cuts of one cost.
     return min(range(first, last + 1), key=lambda cut: (abs(prefix[cut] - share), prefix[cut], abs(cut - count)))
 

@@ -61,12 +61,12 @@ def profile_sizes(
 
 
 class Rehearsal:
-    """A layer and what enters it; its copy, made when it is first needed, runs as often as needed."""
+    """Layer number `index` and what enters it. A copy of the layer runs; `make` makes it when it is first needed."""
 
     def __init__(
-        self, original: nn.Module, value: TensorOrTensors, skips: Scope, make: Callable[[], nn.Module]
+        self, original: nn.Module, value: TensorOrTensors, skips: Scope, make: Callable[[], nn.Module], index: int = 0
     ) -> None:
-        self.original = original
+        self.original, self.index = original, index
         self._make = make
         self.value = value
         """What enters it; runs get copies."""
@@ -106,7 +106,7 @@ def rehearse(
     known: dict[int, tuple[TensorOrTensors, TensorOrTensors]] = {}  # by id, on meta, where they take no memory
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
-        rehearsal = Rehearsal(layer, value, skips, functools.partial(placed_copy, module, index, device))
+        rehearsal = Rehearsal(layer, value, skips, functools.partial(placed_copy, module, index, device), index)
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
         if device.type == "meta":

@@ -1,4 +1,4 @@
-"""What runs tasks in their order: programs for threads and ranks, and the graph engine.
+"""What runs tasks in their order: the graph engine, and programs, which are threads here and ranks in `distributed`.
 
 It may import `task`, `tensors` and `skip`.
 """

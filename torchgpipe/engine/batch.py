@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.program import Program, in_order
+from torchgpipe.engine.program import Program
 from torchgpipe.engine.schedule import overlaps
 from torchgpipe.task.ambient import Ambient, Modes
 from torchgpipe.task.parameters import TOKEN
-from torchgpipe.task.seeds import Seeds
+from torchgpipe.task.seeds import Seeds, in_order
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms
@@ -40,15 +40,15 @@ class Batch(ABC):
         recomputed = checkpointed(mode, m) if ambient.grad else 0
         self._overlaps = overlaps(m, n)
         self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, alone=len(stages) < n, base=base)
-        # On a GPU, a rank's tasks draw from a generator that no other rank draws from in between.
-        self._private = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
-        draws = self._seeds.of if self._private else in_order
+        # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another, as plain layers do.
+        self._tasks_have_seeds = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
+        draws = self._seeds.of if self._tasks_have_seeds else in_order
         self.programs = [Program(stage, n, m, recomputed, ambient, draws, observer) for stage in stages]
         self.snapshots = [program.snapshot for program in self.programs if program.snapshot is not None]
 
     def _seeded(self) -> AbstractContextManager[object]:
-        """Return what to enter around the forward."""
-        return self._seeds if self._private else NOTHING
+        """Return a context for the forward, in which the tasks' seeds are drawn, if they have any."""
+        return self._seeds if self._tasks_have_seeds else NOTHING
 
     def _check_kept(self) -> None:
         """Check, after the forward, that layers have kept their parameters."""
@@ -56,7 +56,7 @@ class Batch(ABC):
             snapshot.check_kept()
 
     def _begin_backward(self) -> Ambient:
-        """Prepare the layers; return the modes, which are those where backward is called, as in a plain one."""
+        """Prepare the layers; return the modes where backward was called, in which plain layers would go backward."""
         for snapshot in self.snapshots:
             snapshot.begin(backward_id())
         return Ambient([program.stage.device for program in self.programs])

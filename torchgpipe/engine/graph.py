@@ -26,7 +26,8 @@ from torch import Tensor
 from torchgpipe.engine.schedule import clock_cycles
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.parameters import gate
-from torchgpipe.task.randomness import default_generators, in_turn
+from torchgpipe.task.randomness import default_generators
+from torchgpipe.task.seeds import in_turn
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms
@@ -179,10 +180,10 @@ class _Task(TaskGraph):
     atomic: bool = True
 
     def run(self, item: Item, before: Tensor | None, *, tied: bool) -> tuple[Flat, Tensor | None]:
-        """Run the task; return its outputs and its tie, if it shall be `tied`.
+        """Run the task; return its outputs and, if it shall be `tied`, its tie.
 
-        `before` is the tie of the task before it in this partition. Backward comes to this task first, then to that
-        one, and to the one that its inputs come from.
+        `before` is the tie of the partition's task before it, and the item has that of the task that its inputs come
+        from. As they are inputs of this task's node, both of those tasks go backward after this one.
         """
         outputs: Flat = _TaskNode.apply(self, item, tied, self.partition.gate, before, item.tie, *item.flat)
         if not tied:
@@ -212,7 +213,7 @@ class _Task(TaskGraph):
 class _TaskNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, task: _Task, item: Item, tied: bool, opened: Tensor, before: Tensor | None, sender: Tensor | None,
+        ctx: Any, task: _Task, item: Item, tied: bool, gate: Tensor, before: Tensor | None, source: Tensor | None,
         *inputs: Tensor | None,
     ) -> Flat:  # fmt: skip
         ctx.task, ctx.tied = task, tied

@@ -13,13 +13,19 @@ from queue import SimpleQueue
 from torchgpipe.engine.relay import Relay
 
 _running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar("running", default=())
-"""The workers whose programs the code that looks at it is part of."""
+"""The workers that run the present code; several where a pipeline is among the layers of another."""
 
 
 class Workers:
-    """Threads that wait for programs; `count` of them, started when first needed.
+    """Threads that run programs; `count` of them, started when first needed.
 
-    A program meets the context variables (`contextvars`) of the thread that calls `run`.
+    A pipeline has one such object for as long as it lives. So `run` has to do with more than its threads:
+
+    - a fork, which leaves the threads behind in the parent process;
+    - a layer or hook that runs the same pipeline again, while all of its threads are busy;
+    - context variables (`contextvars`), which programs shall find as the caller has them;
+    - an interrupt (Ctrl-C), after which no program may run on;
+    - the end of the pipeline (`close`), which can come in the middle of a run.
     """
 
     def __init__(self, count: int) -> None:
@@ -31,57 +37,57 @@ class Workers:
         self._closed = False
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run one program per worker and a last one in this thread; return when all have ended.
+        """Run one program in each thread and the last one in the caller's; return when all have ended.
 
-        Raises the first exception of any program, with its own traceback. On an interrupt (Ctrl-C) the programs
-        stop after their present tasks; a second interrupt does not wait for that.
+        Raises the first exception of any program, with its own traceback. After an interrupt, programs stop when their
+        present tasks are over; a second interrupt does not wait for that.
         """
         if os.getpid() != self._process:
-            # A fork leaves the threads behind, and whatever they held.
-            Workers.__init__(self, self._count)
+            Workers.__init__(self, self._count)  # the lock, too: another thread may have held it at the fork
         if self in _running.get():
-            # A layer or a hook of a program runs the pipeline again: these threads are busy until that returns.
-            with closing(Workers(self._count)) as again:
-                return again.run(relay, programs)
-        # In a context of the programs' own: what an interrupt could leave behind in the caller's would stay there.
-        context = contextvars.copy_context()
-        context.run(_running.set, (*_running.get(), self))
+            with closing(Workers(self._count)) as others:
+                return others.run(relay, programs)
         try:
-            self._run_all(relay, [partial(context.copy().run, program) for program in programs])
+            self._run_all(relay, self._in_contexts(programs))
             if relay.error is not None:
                 raise relay.error
         finally:
-            # Break the cycle: the error's traceback refers to this frame, and the frame to the error.
-            relay.error = None
+            relay.error = None  # its traceback refers to this frame, which refers to the relay: a cycle
             if self._closed:
                 with self._lock:
                     self._end()
 
+    def _in_contexts(self, programs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Return programs that run in copies of the caller's context, where an interrupt can leave nothing behind."""
+        context = contextvars.copy_context()
+        context.run(_running.set, (*_running.get(), self))
+        return [partial(context.copy().run, program) for program in programs]
+
     def _run_all(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run the programs to their ends; a first interrupt lets each end after its present task."""
+        """Run the programs to their ends; a first interrupt ends each after its present task."""
         *others, own = programs
-        given: list[threading.Lock] = []
+        ends: list[threading.Lock] = []
         try:
-            # Two threads may run a mini-batch each. The lock lets all workers get the two in one order.
+            # If two threads run a mini-batch each, all workers have to get the two in the same order.
             with self._lock:
                 self._start()
                 for inbox, program in zip(self._inboxes, others, strict=True):
-                    given.append(_give(inbox, partial(relay.attempt, program)))
+                    ends.append(_give(inbox, partial(relay.attempt, program)))
             relay.attempt(own)
-            _wait(given)
+            _wait(ends)
         except KeyboardInterrupt as interrupt:
             if isinstance(relay.error, KeyboardInterrupt):
                 raise
             relay.stop(interrupt)
-            _wait(given)
+            _wait(ends)
 
     def close(self) -> None:
         """End the threads when their present programs have ended.
 
-        A later run, by the backward of an output that outlives the pipeline, starts them again and then ends them.
+        A later run starts them again, and ends them itself: an output can outlive the pipeline, and then go backward.
         """
         self._closed = True
-        # The pipeline may be collected in any thread, also during a run. That run ends the threads itself.
+        # This may be called during a run, even in its thread, as the pipeline is collected. Then that run ends them.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -90,8 +96,7 @@ class Workers:
 
     def _start(self) -> None:
         for j, thread in enumerate(self._threads):
-            # Not alive is also one that has failed to start.
-            if thread is None or not thread.is_alive():
+            if thread is None or not thread.is_alive():  # one that failed to start is not alive either
                 self._threads[j] = new = threading.Thread(
                     target=_serve, args=(self._inboxes[j],), name=f"gpipe-partition-{j}", daemon=True
                 )
@@ -108,29 +113,29 @@ Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 def _give(inbox: Inbox, program: Callable[[], None]) -> threading.Lock:
-    """Give a program to the worker that serves `inbox`; return a lock that is taken until the program has ended."""
-    running = threading.Lock()
-    running.acquire(blocking=False)
+    """Give a program to the worker that serves `inbox`; return a lock that is free when the program has ended."""
+    end = threading.Lock()
+    end.acquire(blocking=False)
 
     def run() -> None:
         try:
             program()
         finally:
-            running.release()
+            end.release()
 
     inbox.put(run)
-    return running
+    return end
 
 
-def _wait(given: Sequence[threading.Lock]) -> None:
-    # Each is free again after that, so that this can be called once more where Ctrl-C has ended it.
-    for running in given:
-        with running:
-            pass
+def _wait(ends: list[threading.Lock]) -> None:
+    """Wait until the programs have ended. If an interrupt comes at any line, this may be called again for the rest."""
+    while ends:
+        with ends[-1]:
+            ends.pop()
 
 
 def _serve(inbox: Inbox) -> None:
-    # Refers to nothing but its inbox, so that a waiting thread keeps no pipeline alive.
+    """Run the programs that come, in a thread that refers to its inbox only: while it waits it keeps nothing alive."""
     while True:
         program = inbox.get()
         if program is None:

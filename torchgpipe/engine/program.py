@@ -1,15 +1,24 @@
 """A program: what one partition does in a mini-batch, forward and backward, over its links to other partitions.
 
 It is the same whether partitions are threads, whose links are queues (relay.py), or processes, whose links are messages
-(distributed/links.py). The programs of a mini-batch run at once and meet only at their links. These keep the order for
-which the graph engine needs ties, since each program goes through the micro-batches one after another.
+(distributed/links.py). The programs of a mini-batch run at once and meet only at their links. Each goes through the
+micro-batches one after another, so they need no ties as the graph engine does.
 
-A recomputation fills memory, so it is not done before there is a use for it: it starts when partition j + 1 has begun
-the backward that its gradient comes from, and partition j - 1 has taken the gradient of the micro-batch before. That
-costs no time unless a recomputation takes longer than the backward of the partition after it.
+Forward of a micro-batch on partition j, with its links to j - 1 and j + 1:
+
+    take, compute, admit (wait until j + 1 has room), give
+
+Backward, in which j + 1 gives and j - 1 takes:
+
+    not checkpointed    take, compute, admit (wait until j - 1 has room), give
+    checkpointed        admit, expect (wait until j + 1 announces its gradient), recompute,
+                        take, announce (the own gradient, to j - 1), compute, give
+
+A recomputation fills memory. So it waits until its result can be used soon: the gradient is being computed, and there
+is room for what comes of it. That costs no time, unless a recomputation takes longer than the backward of j + 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,42 +26,38 @@ from torch import Tensor
 
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.randomness import Randomness, default_generators, in_turn
+from torchgpipe.task.seeds import Draws
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, leaves
 from torchgpipe.tensors.item import Item, shared_by
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of
 from torchgpipe.tensors.observe import Observer, observed
 
-Draws = Callable[[int, Stage, bool], Randomness]
-"""Returns the random numbers of micro-batch i's task on a stage; the last argument: whether it is recomputed."""
-
 
 class Links(Protocol):
-    """One program's links to the others: in forward from partition j - 1 to j + 1, in backward the other way round.
+    """One program's links: to the one that it takes items from, and to the next, which it gives items to.
 
-    For each micro-batch the giving program calls `admit` and `give`, the taking one `take`. The giver may call
-    `announce` in between; then the taker calls `expect` before `take`. Everything that waits raises `Stopped` once
-    another program has failed.
+    For each item one end calls `admit`, `announce` and `give`, and the other `expect` and `take`; but both leave out
+    `announce` and `expect` where nobody needs to know early. What waits raises `Stopped` once a program has failed.
     """
 
     def check(self) -> None:
         """Raise `Stopped` if a program has failed; called before each task, so that none starts after that."""
 
     def admit(self) -> None:
-        """Wait until the next program is not too far behind for another item."""
+        """Wait until there is room for another item. What the next program does not need yet only fills memory."""
 
     def announce(self) -> None:
-        """Let the next program know that its next item is being made."""
+        """Tell the next program that its next item is being computed."""
 
     def give(self, item: Any) -> None:
         """Hand an item to the next program."""
 
     def expect(self) -> None:
-        """Wait until the program before announces its next item."""
+        """Wait until the item that comes next is announced."""
 
     def take(self) -> Any:
-        """Wait for the next item from the program before."""
+        """Wait for the item that comes next, and return it."""
 
     def leave(self, i: int, crossing: Crossing, skip: Any) -> None:
         """Leave micro-batch i's skip, or its gradient, for the program at the crossing's other end."""
@@ -62,22 +67,22 @@ class Links(Protocol):
 
 
 class Program:
-    """Run partition `stage`, one of `n`, on the `m` micro-batches of a mini-batch; keep what its backward needs.
+    """Run partition `stage`, one of `n`, on `m` micro-batches, of which the first `checkpointed` are recomputed.
 
     Attributes:
         snapshot: what the layers hold, if there may be a backward.
-        doing: what it does now or did last, in words.
-        computing: the same while a task is computed; `None` while it waits for other programs, or has ended.
+        doing: what it does now or did last, as text for messages.
+        computing: the same text while it computes; `None` while it waits for other programs, and at the end.
     """
 
     def __init__(
-        self, stage: Stage, n: int, m: int, recomputed: int, ambient: Ambient, draws: Draws, observer: Observer | None
+        self, stage: Stage, n: int, m: int, checkpointed: int, ambient: Ambient, draws: Draws, observer: Observer | None
     ) -> None:
         self.stage = stage
         self.ambient = ambient
-        self.snapshot = stage.snapshot(recomputed=recomputed > 0) if ambient.grad else None
+        self.snapshot = stage.snapshot(recomputed=checkpointed > 0) if ambient.grad else None
         self._j, self._n, self._m = stage.index, n, m
-        self._recomputed = recomputed
+        self._checkpointed = checkpointed
         self._draws = draws
         self._observer = observer
         self._graphs: list[TaskGraph] = []
@@ -92,7 +97,7 @@ class Program:
             for i in range(self._m):
                 self.doing = f"forward of micro-batch {i}"
                 item = self._enter(micro_batches[i]) if j == 0 else links.take()
-                if j:  # micro-batches that enter are parts of one tensor, which counts the changes of all of them
+                if j:  # not of the caller's micro-batches: they are views of one tensor, and share its version counter
                     item.check_handed_on(j)
                 for arrival in stage.arrivals:
                     item = item.with_skip(links.fetch(i, arrival), j)
@@ -110,8 +115,7 @@ class Program:
                     links.give(item)
                 else:
                     results.append(item)
-                # A tensor that was handed over is not kept alive here while waiting for the next.
-                del item
+                del item  # or its memory would stay while this waits for the next one
         return results
 
     def backward(self, links: Links, ambient: Ambient, output_grads: Sequence[Flat], *, keep: bool) -> list[Flat]:
@@ -126,18 +130,15 @@ class Program:
         with ambient.again():
             for i in reversed(range(self._m)):
                 self.doing = f"backward of micro-batch {i}"
-                recomputed = i < self._recomputed
-                if recomputed:
-                    self._wait_for_use(links)
-                links.check()
-                if recomputed and not (last and all_none(output_grads[i])):
-                    with self.computes(f"recomputation of micro-batch {i}"):
-                        self._graphs[i].recompute(keep=keep)
+                checkpointed = i < self._checkpointed
+                if checkpointed:
+                    needed = not (last and all_none(output_grads[i]))
+                    self._recompute(i, links, keep=keep, needed=needed)
                 grads: Flat = output_grads[i] if last else links.take()
                 grads = (*grads, *(links.fetch(i, departure) for departure in stage.departures))
 
                 links.check()
-                if recomputed and not first:
+                if checkpointed and not first:
                     links.announce()
                 with self.computes(f"backward of micro-batch {i}"):
                     grads = self._graphs[i].backward(grads, keep=keep)
@@ -148,22 +149,26 @@ class Program:
                 if first:
                     results[i] = grads
                 else:
-                    if not recomputed:  # else there was room before the recomputation
+                    if not checkpointed:  # otherwise the recomputation has waited for that
                         links.admit()
                     links.give(grads)
                 del grads
         return results
 
-    def _wait_for_use(self, links: Links) -> None:
-        """Wait until both neighbours have come so far that a recomputation is of use (see the top of this file)."""
+    def _recompute(self, i: int, links: Links, *, keep: bool, needed: bool) -> None:
+        """Wait for both neighbours (see the top of this file), then recompute micro-batch i, if that is `needed`."""
         if self._j > 0:
             links.admit()
         if self._j + 1 < self._n:
             links.expect()
+        links.check()
+        if needed:
+            with self.computes(f"recomputation of micro-batch {i}"):
+                self._graphs[i].recompute(keep=keep)
 
     @contextmanager
     def computes(self, task: str) -> Iterator[None]:
-        """Compute a task."""
+        """Note that this program computes the task named so, and no longer waits."""
         self.doing = self.computing = task
         try:
             yield
@@ -181,14 +186,9 @@ class Program:
             with observed(self._observer, "forward", i, j), self._draws(i, stage, False).first():
                 outputs, atomic = stage.run(flat, item.atomic, item.shared)
             return Item(outputs, atomic, shared_by(outputs, flat, item.shared))
-        recomputed = i < self._recomputed
-        randomness = self._draws(i, stage, recomputed)
-        graph = TaskGraph(stage, self.snapshot, self.ambient, randomness, i, self._observer, recomputed)
+        checkpointed = i < self._checkpointed
+        randomness = self._draws(i, stage, checkpointed)
+        graph = TaskGraph(stage, self.snapshot, self.ambient, randomness, i, self._observer, checkpointed)
         self._graphs.append(graph)
         outputs, atomic = graph.forward(flat, item.atomic, item.shared)
         return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.snapshot.held))
-
-
-def in_order(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return the random numbers of a task where tasks run one after another: those of a plain run."""
-    return in_turn(default_generators(stage.device), stage.generators, recomputed=recomputed)

@@ -1,4 +1,4 @@
-"""A relay: programs run at once, one per partition, each handing items to the next; one fails, all stop."""
+"""A relay: programs run at once, one per partition, and each hands items to the next. If one fails, all stop."""
 
 import threading
 from collections.abc import Callable
@@ -29,7 +29,8 @@ class Relay:
 
     def __init__(self, length: int) -> None:
         self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
-        # A ticket for each item that may be on its way. Two simple queues are much quicker than one with a limit.
+        # Whoever gives an item takes a ticket before, and whoever takes the item puts it back. Two simple queues are
+        # much quicker than one with a limit.
         self._tickets: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
         for tickets in self._tickets:
             for _ in range(self.LEAD):
@@ -64,7 +65,7 @@ End = tuple[SimpleQueue[Any], SimpleQueue[Any]]
 """The queue of items between two programs, and that of tickets."""
 
 NO_END: End = (SimpleQueue(), SimpleQueue())
-"""In place of the queues before the first program and after the last, which these do not touch."""
+"""In place of the queues before the first program and after the last, which these two never use."""
 
 
 class Queues(Links):

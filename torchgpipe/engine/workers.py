@@ -74,7 +74,7 @@ class _MiniBatch(Batch):
         return grads
 
     def _run(self, what: Callable[[Program, Links], list[T]], *, reverse: bool = False) -> list[list[T]]:
-        """Run `what` of every program, which hand items on, in `reverse` from the last to the first; return results."""
+        """Call `what` for each program, at once if they can overlap; return results. In `reverse`, items go back."""
         n = len(self.programs)
         relay = Relay(n)
         links = relay.links[:: -1 if reverse else 1]

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import Stashed
-from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
+from torchgpipe.plan.count.task_bytes import TaskBytes
 from torchgpipe.plan.predict import Setup, crossing
 from torchgpipe.tensors.checkpoint import checkpointed
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceBytes:
     """A device's peak of allocated bytes, and its parts at that moment."""
 
     parameters: float
@@ -47,21 +47,21 @@ class Device:
         return model + self.stashed + self.working + self.skips + self.copies
 
 
-def setup_memory(counts: Counts, setup: Setup) -> list[Device]:
+def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
     """Return every device's peak in each step after the first.
 
     Micro-batches count as equal: as the largest, if the last is smaller.
     """
     crossings = crossing(counts.footprints(setup.sizes[0]), setup.cuts)
-    devices = (_Step(counts, setup, j, crossings) for j in range(len(setup.cuts)))
+    devices = (_DeviceStep(counts, setup, j, crossings) for j in range(len(setup.cuts)))
     return [max(device.moments(), key=lambda x: x.peak) for device in devices]
 
 
-class _Step:
-    """A step on device `j`, moment by moment.
+class _DeviceStep:
+    """What device `j` holds in a step, moment by moment.
 
-    On the last device the user holds the gathered output and its gradient throughout backward, and the output in the
-    optimizer's step; gathering takes the pieces and the whole at once.
+    On the last device the user holds the gathered output, also during the optimizer's step, and its gradient throughout
+    backward. While outputs are gathered, the micro-batches' outputs and the whole are there at once.
     """
 
     def __init__(self, counts: Counts, setup: Setup, j: int, crossings: Sequence[tuple[int, int, Stashed]]) -> None:
@@ -70,10 +70,11 @@ class _Step:
         self._first, self._last = j == 0, j == self._n - 1
         start, stop = setup.cuts[j]
         layers, self._recomputed = counts.low[start:stop], checkpointed(setup.checkpoint, self._m)
-        # Only what is needed: these take most of the time.
-        self._checkpointed = _task(counts, setup.sizes[0], start, stop, self._recomputed > 0)
+        # Bytes of a checkpointed task and of a plain one. Only what is needed is worked out: it takes most of the time.
+        size = setup.sizes[0]
+        self._checkpointed = counts.task(size, start, stop, checkpoint=self._recomputed > 0)
         plain = self._recomputed < self._m or start == 0
-        self._plain = _task(counts, setup.sizes[0], start, stop, False) if plain else self._checkpointed
+        self._plain = counts.task(size, start, stop, checkpoint=False) if plain else self._checkpointed
         output = (self._plain.output, self._plain.output_grad) if self._last else (0.0, 0.0)
         self._output, self._output_grad = output
         self._parameters = float(sum(layer.parameters for layer in layers))
@@ -82,12 +83,12 @@ class _Step:
         given = counts.input * setup.batch_size if self._first else 0.0
         frozen = sum(layer.frozen for layer in layers) + given
         optimizer = setup.optimizer.state * self._parameters
-        self._always = Device(self._parameters + frozen, self._kept_grads, optimizer)
+        self._always = DeviceBytes(self._parameters + frozen, self._kept_grads, optimizer)
 
-    def moments(self) -> Iterator[Device]:
+    def moments(self) -> Iterator[DeviceBytes]:
         """Yield what the device holds at each moment that may be its fullest."""
-        m, n, last = self._m, self._n, self._recomputed - 1
-        # Between these, everything grows or shrinks evenly.
+        m, n, last = self._m, self._n, self._recomputed - 1  # the last one that is recomputed
+        # Between these micro-batches, everything grows or shrinks evenly.
         looked_at = sorted({*range(min(m, n)), *(i for i in (last, last + 1, m - 2, m - 1) if 0 <= i < m)})
         yield from map(self._forward, looked_at)
         gathered = m * self._output
@@ -104,7 +105,7 @@ class _Step:
         recomputed = min(count, self._recomputed)
         return recomputed * self._checkpointed.inputs + (count - recomputed) * self._plain.kept
 
-    def _forward(self, i: int) -> Device:
+    def _forward(self, i: int) -> DeviceBytes:
         task = self._task(i)
         leaving = [(target - self._j, x) for source, target, x in self._crossings if source == self._j]
         return replace(
@@ -115,9 +116,9 @@ class _Step:
             copies=0.0 if self._first or i + 1 == self._m else task.inputs - task.arrivals,
         )
 
-    def _backward(self, i: int) -> Iterator[Device]:
-        """Yield micro-batch i's recomputation, if there is one, and its backward."""
-        task, begins = self._task(i), i == self._m - 1
+    def _backward(self, i: int) -> Iterator[DeviceBytes]:
+        """Yield the moments of micro-batch i's recomputation, if there is one, and of its backward."""
+        task, begins = self._task(i), i == self._m - 1  # backward begins with the last micro-batch
         held = replace(
             self._always,
             gradients=self._kept_grads + (0.0 if begins else self._parameters),
@@ -127,7 +128,7 @@ class _Step:
         )
         if i < self._recomputed:
             yield replace(held, working=task.inputs + task.graph)
-        # Where nothing is copied or recomputed, all tasks share one graph; otherwise each has its own.
+        # Tasks have graphs of their own if there are copies or recomputation. If not, all share one graph.
         if self._n > 1 or self._recomputed > 0:
             peak = task.first if begins else task.later
         elif begins:
@@ -137,10 +138,11 @@ class _Step:
         yield replace(held, working=task.kept + peak)
 
     def _skip_grads(self, i: int) -> float:
+        """Return the bytes of skips' gradients that are on this device during micro-batch i's backward."""
         j = self._j
         if self._counts.copied:
             return sum((1 + min(i, target - j)) * x.grad for source, target, x in self._crossings if source == j)
-        # What is no copy counts where it was made.
+        # A gradient that is not copied counts on the device that made it.
         waiting = self._m - 1 - i
         return sum(min(waiting, j - source) * x.grad for source, target, x in self._crossings if target == j)
 
@@ -148,11 +150,3 @@ class _Step:
         """Return the bytes of copies: the gradient of the output, and that of the last input, which is on its way."""
         arrived = self._plain.output_grad if self._counts.copied and not self._last else 0.0
         return arrived + (0.0 if begins or self._first else task.input_grad)
-
-
-def _task(counts: Counts, size: int, start: int, stop: int, checkpoint: bool) -> TaskBytes:
-    key = (size, start, stop, checkpoint)
-    if key not in counts.tasks:
-        footprints = counts.footprints(size)
-        counts.tasks[key] = task_bytes(footprints, start, stop, checkpoint=checkpoint, copied=counts.copied)
-    return counts.tasks[key]

@@ -40,7 +40,7 @@ class Plan:
     candidates: Sequence[Candidate]
     """The best for each number of partitions, the fastest first."""
     bound: float
-    """Seconds that no setup can beat, of those that were asked for."""
+    """Seconds that none of the setups that were asked for can beat."""
     memory: float
     """Bytes of each device."""
     room: float

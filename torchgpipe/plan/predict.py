@@ -128,7 +128,7 @@ class Predictor:
         recompute: list[list[float]] = []
         rows: dict[tuple[int, bool, bool], tuple[list[float], list[float], list[float]]] = {}
         for i, size in enumerate(sizes):
-            # The last goes backward first, so that there is nothing to add gradients to.
+            # The last one goes backward first: there are no gradients yet to which its own are added.
             kind = size, i < recomputed, i == len(sizes) - 1 and not setup.zeroed
             if kind not in rows:
                 rows[kind] = self._row(cuts, *kind)
@@ -140,14 +140,14 @@ class Predictor:
         return Costs(forward, backward, recompute, copies, skips=skips, blocking=not setup.streams, ahead=ahead)
 
     def _row(
-        self, cuts: Sequence[tuple[int, int]], size: int, again: bool, first: bool
+        self, cuts: Sequence[tuple[int, int]], size: int, recomputed: bool, first: bool
     ) -> tuple[list[float], list[float], list[float]]:
-        """Return a micro-batch's forward, backward and recomputation on each partition."""
+        """Return a micro-batch's forward, backward and recomputation on each partition; `first` is its backward."""
         layers = self.layers(size)
         graph = [sum(layers.graph[a:b]) for a, b in cuts]
-        forward = [sum(layers.forward[a:b]) for a, b in cuts] if again else graph
+        forward = [sum(layers.forward[a:b]) for a, b in cuts] if recomputed else graph
         backward = [sum(layers.backward[a:b]) + (0.0 if first else sum(layers.accumulate[a:b])) for a, b in cuts]
-        return forward, backward, graph if again else [0.0] * len(cuts)
+        return forward, backward, graph if recomputed else [0.0] * len(cuts)
 
     def copies(self, setup: Setup) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy, and of the skips that go from one partition to another."""
@@ -162,7 +162,7 @@ class Predictor:
                 for j in range(source, target):
                     through[j] += stashed.bytes
         transfer = self.hardware.transfer
-        return [transfer(x) for x in through], {route: transfer(x) for route, x in beside.items()}
+        return [transfer(x) for x in through], {pair: transfer(x) for pair, x in beside.items()}
 
     def step(self, setup: Setup) -> PredictedStep:
         """Predict one step."""

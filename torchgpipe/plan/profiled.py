@@ -144,8 +144,8 @@ def _copy(module: nn.Sequential, device: torch.device) -> nn.Sequential:
 def profile_layers(module: nn.Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
     """Time the layers on the sample's device, in micro-batches as large as the sample, half as large, and so on.
 
-    They are timed as parts of `whole` steps, on a copy of the model; or, if asked for or where there is no memory for
-    that, each alone. Layers on `meta` are timed too, with random parameters.
+    They are timed as parts of `whole` steps, on a copy of the model. Without `whole`, or without memory for that, each
+    is timed alone. Layers on `meta` are timed too, with random parameters.
 
     Raises:
         ValueError: the sample is on `meta`, or a layer does not fit the device.
@@ -206,7 +206,7 @@ def _sizes(module: nn.Module, sample: TensorOrTensors) -> tuple[int, ...]:
 
 
 def _rows(module: nn.Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return the sample with `size` rows: its first, over again where it has fewer."""
+    """Return the first `size` rows of the sample; if it has fewer, they are repeated."""
 
     def take(x: Tensor, grows: bool = True) -> Tensor:
         rows = torch.arange(size, device=x.device) % len(x) if grows else ...

@@ -9,7 +9,7 @@ from torchgpipe.plan.search.search import Found
 from torchgpipe.plan.search.trial import Candidate
 
 MUCH = 0.1
-"""From which share on something is said to be in the way."""
+"""The least share of time that is worth a sentence."""
 
 
 def reason(predictor: Predictor, found: Mapping[int, Found], memory: float) -> str:
@@ -17,8 +17,8 @@ def reason(predictor: Predictor, found: Mapping[int, Found], memory: float) -> s
     best = min((each.best for each in found.values() if each.best is not None), key=lambda x: x.seconds)
     n = len(best.setup.balance)
     sentences = [_bubble(predictor, best, found, memory)]
-    if best.seconds > found[n].free * (1 + MUCH):
-        faster = best.seconds / found[n].free - 1
+    if best.seconds > found[n].unlimited * (1 + MUCH):
+        faster = best.seconds / found[n].unlimited - 1
         sentences.append(f"Memory is in the way: with enough of it, n = {n} would be {faster:.0%} faster.")
     return " ".join(filter(None, sentences))
 

@@ -30,7 +30,7 @@ def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> lis
         stashes, pops = skips_of(partition)
         origin.update(dict.fromkeys(stashes, j))
         for key in pops:
-            # Inside of a partition there is one stop, and nothing to cross.
+            # The partitions that the skip comes to: a single one if it is stashed and popped in the same.
             stops = range(origin[key], j + 1, max(1, j - origin[key]) if portals else 1)
             crossings += [Crossing(key, source, target) for source, target in pairwise(stops)]
     return crossings

@@ -1,4 +1,4 @@
-"""What a training goes on from: its state, saves of it, and their files.
+"""The state of a training: what it consists of, and how it is saved in files and loaded.
 
 It may import `partitioned` and what that imports, not `distributed` or `plan`.
 """

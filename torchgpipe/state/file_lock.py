@@ -1,7 +1,8 @@
 """A lock on a file, which one process has at a time.
 
-It is not flock's: processes that are forked from this one would have that, too, and may outlive it. This one goes when
-any descriptor of the file is closed, so all who need it share one.
+It is a lock of POSIX (`lockf`), which forked processes do not have. They would have one of `flock`, and might outlive
+this process. But a lock of POSIX ends when this process closes any descriptor of the file. So there is one object for
+each file, which all share (`FileLock.all`).
 """
 
 from __future__ import annotations

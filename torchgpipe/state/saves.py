@@ -140,15 +140,15 @@ class Saves:
             with readable(path):
                 saved = FileSystemReader(path).read_metadata()
                 training = read(path, saved, ["training"])["training"]
-            as_many = training["ranks"] == ranks.n
+            same_ranks = training["ranks"] == ranks.n
             state = State(model, optimizer, ranks.own)
             here = ranks.all((_forms(state.fixed()), state.kind(), [*state.options()]))
             _check_alike(path, saved, training, here)
             with readable(path):
-                content = read(path, saved, state.wanted(saved.state_dict_metadata, as_many=as_many))
+                content = read(path, saved, state.wanted(saved.state_dict_metadata, same_ranks=same_ranks))
             packed = state.packed(content, training["options"])
             ranks.all(None)  # all have read
-            state.put(content, packed, as_many=as_many)
+            state.put(content, packed, same_ranks=same_ranks)
             return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:

@@ -91,11 +91,11 @@ class State:
     def _group_states(self) -> list[dict[str, Any]]:
         return [] if self._optimizer is None else self._optimizer.state_dict()["param_groups"]
 
-    def wanted(self, keys: Collection[str], *, as_many: bool) -> list[str]:
-        """Return which of the keys of a saved state concern this process; `as_many` ranks saved it as there are now."""
+    def wanted(self, keys: Collection[str], *, same_ranks: bool) -> list[str]:
+        """Return the keys of a saved state that this process reads. `same_ranks`: as many ranks have saved it."""
         fixed, names = self.fixed(), {*self._names}
         wanted = [key for key in keys if key in fixed or parameter(key) in names]
-        return wanted + [self._random(as_many)] + [key for _, key in self._devices(keys, as_many)]
+        return wanted + [self._random(same_ranks)] + [key for _, key in self._devices(keys, same_ranks)]
 
     def packed(self, content: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
         """Return the optimizer's state as its `load_state_dict` takes it.
@@ -126,7 +126,7 @@ class State:
         numbered = {k: states[name] for k, name in enumerate(self._names) if name in states}
         return {"state": numbered, "param_groups": groups}
 
-    def put(self, content: Mapping[str, Any], packed: dict[str, Any] | None, *, as_many: bool) -> None:
+    def put(self, content: Mapping[str, Any], packed: dict[str, Any] | None, *, same_ranks: bool) -> None:
         """Change layers, optimizer and generators to what was read; let go of gradients, which are of another state."""
         for p in self._parameters.values():
             p.grad = None
@@ -141,19 +141,19 @@ class State:
                 for key, x in values.items():
                     if isinstance(x, Tensor) and state[key].dtype != x.dtype:  # cast to the type of the parameter
                         state[key] = x.to(state[key].device)
-        torch.set_rng_state(content[self._random(as_many)])
-        for generator, key in self._devices(content, as_many):
+        torch.set_rng_state(content[self._random(same_ranks)])
+        for generator, key in self._devices(content, same_ranks):
             generator.set_state(content[key])
 
-    def _random(self, as_many: bool) -> str:
-        return f"random.{self._rank if as_many else 0}"
+    def _random(self, same_ranks: bool) -> str:
+        return f"random.{self._rank if same_ranks else 0}"
 
-    def _devices(self, keys: Collection[str], as_many: bool) -> Iterator[tuple[torch.Generator, str]]:
+    def _devices(self, keys: Collection[str], same_ranks: bool) -> Iterator[tuple[torch.Generator, str]]:
         """Yield the default generators of devices, and the key of each."""
         for j, device in self._model._held:
             for generator in default_generators(device)[1:]:
                 key = f"random.device.{j}"
-                key = key if as_many and key in keys else "random.device.0"
+                key = key if same_ranks and key in keys else "random.device.0"
                 if key in keys:
                     yield generator, key
 

@@ -1,4 +1,4 @@
-"""One task: its graph, and the parameters, buffers, random numbers, modes and batch norm that its layers meet.
+"""One task: its graph, and what its layers meet in it: parameters, buffers, random numbers, modes, batch normalization.
 
 It may import `tensors` and `skip`.
 """

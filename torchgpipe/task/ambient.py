@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
-from torchgpipe.task.randomness import PrivateGenerator
+from torchgpipe.task.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import default_device, torch_function_enabled, with_torch_function
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
 from torchgpipe.tensors.observe import NOTHING
@@ -22,7 +22,8 @@ _AUTOCAST = ("cpu", "cuda", "xpu")
 class Ambient:
     """Remember the modes of the thread that makes it, to enter them in another thread or at a later time.
 
-    They are grad mode, inference mode, autocast, the default device, and the pass of an outer pipeline.
+    They are grad mode, inference mode, autocast, the default device, whether `__torch_function__` is on, and which pass
+    an outer pipeline is in.
 
     Attributes:
         context: the thread's context variables, which a recomputation runs in, too.
@@ -52,21 +53,21 @@ class Ambient:
 
         Autocast must not cache weights there: a cast made without grad would cut later tasks off from the weight.
         """
-        return self._changed(False, False) if self.casts else NOTHING
+        return self._as_before(False, False) if self.casts else NOTHING
 
     def again(self) -> AbstractContextManager[object]:
-        """Return what enters, in this thread, the modes that a first pass met: autocast, on or off, and the others."""
+        """Return a context that sets autocast, the default device and `__torch_function__` (no other) as they were."""
         cast = self.casts or True in map(torch.is_autocast_enabled, self._types)
-        moved = default_device() != self._device
-        hidden = self._torch_function and not torch_function_enabled()
-        return self._changed(moved, hidden) if cast or moved or hidden else NOTHING
+        other_device = default_device() != self._device
+        turned_off = self._torch_function and not torch_function_enabled()
+        return self._as_before(other_device, turned_off) if cast or other_device or turned_off else NOTHING
 
     @contextmanager
-    def _changed(self, moved: bool, hidden: bool) -> Iterator[None]:
+    def _as_before(self, other_device: bool, turned_off: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            if hidden:
+            if turned_off:
                 stack.enter_context(with_torch_function())
-            if moved:
+            if other_device:
                 stack.enter_context(self._device or torch.device("cpu"))
             for device_type, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(device_type):

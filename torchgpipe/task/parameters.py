@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,36 @@ BY_ANOTHER_WAY = (
     "a backward reached a partition's layers by another way than its outputs: a layer keeps a tensor that has a graph, "
     "such as an auxiliary loss, which it should return, or calls backward() in its forward (torch.autograd.grad works)"
 )
+_SCRIPTED = (
+    "a scripted layer ({}) keeps its parameters to itself, so that a pipeline cannot hand on their gradients; use the "
+    "layer that was scripted, or torch.compile it"
+)
+_LAZY = "{} has no shape for {!r} before its first input: run the layers once, then train"
 
 TOKEN = torch.empty(0, requires_grad=True)
 """A dummy input that requires grad. With it, autograd makes a node even if no other input requires grad."""
 
 
 class StandInParameters:
-    """Stand-ins for the parameters of `modules` that take gradients; one for a parameter that occurs twice."""
+    """Stand-ins for the parameters of `modules` that take gradients; one for a parameter that occurs twice.
+
+    In a backward, calls come in this order. An error is raised where gradients are there that no task has added.
+
+        begin                      by the first task that the backward reaches
+        check_without_gradients    after a recomputation; it matters until the first task has added gradients
+        phase = "adding"           by each task, before it adds gradients to the stand-ins
+        take                       by the gate, after all tasks; not if only gradients of inputs are asked for
+        _end                       by autograd, at the very end; not if the backward fails
+
+    Attributes:
+        parameters: those that have stand-ins.
+        phase: "idle" before a backward and after `take`, "begun" until a task adds gradients, then "adding".
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         made: dict[Tensor, Tensor] = {}
-        self._places: list[dict[str, Any]] = []
-        self._dicts: list[dict[str, Tensor | None]] = []
+        self._places: list[dict[str, Any]] = []  # attributes of the modules that have parameters
+        self._dicts: list[dict[str, Tensor | None]] = []  # what stands there for `_parameters` while a task runs
         self._all: list[tuple[str, Tensor]] = []
         modules = list(modules)
         kept = sharded(modules)
@@ -43,19 +61,13 @@ class StandInParameters:
             if not module._parameters or module in kept:
                 continue
             if isinstance(module, torch.jit.ScriptModule):
-                raise RuntimeError(
-                    f"a scripted layer ({module.original_name}) keeps its parameters to itself, so that a pipeline "
-                    "cannot hand on their gradients; use the layer that was scripted, or torch.compile it"
-                )
+                raise RuntimeError(_SCRIPTED.format(module.original_name))
             replaced: dict[str, Tensor | None] = {}
             for name, p in module._parameters.items():
                 replaced[name] = p
                 if p is not None:
                     if nn.parameter.is_lazy(p):
-                        raise RuntimeError(
-                            f"{type(module).__name__} has no shape for {name!r} before its first input: run the layers "
-                            "once, then train"
-                        )
+                        raise RuntimeError(_LAZY.format(type(module).__name__, name))
                     self._all.append((name, p))
                     if p.requires_grad:
                         replaced[name] = made.get(p)
@@ -64,17 +76,14 @@ class StandInParameters:
             self._places.append(module.__dict__)
             self._dicts.append(replaced)
         self._versions = [p._version for _, p in self._all]
-        self._watched: list[dict[str, Any]] = [
-            *self._dicts,
-            *(module._parameters for module in modules if module not in kept),
-        ]
+        own = [module._parameters for module in modules if module not in kept]
+        self._watched: list[dict[str, Any]] = [*self._dicts, *own]  # a layer must not change these in its forward
         self._ids = [id(x) for d in self._watched for x in d.values()]
         self.parameters = list(made)
         self._stand_ins = list(made.values())
-        self._backward = -1
-        self._under_way = False
-        self._thread: int | None = None
-        self.untouched = False  # true from the start of a backward until its first task has run
+        self.phase: Literal["idle", "begun", "adding"] = "idle"
+        self._backward = -1  # the number of the latest backward
+        self._thread: int | None = None  # where it began, until it has ended
 
     def in_place(self) -> InPlace:
         """Put the stand-ins into the modules. The caller holds the lock of the modules."""
@@ -107,13 +116,13 @@ class StandInParameters:
             )
 
     def check_without_gradients(self) -> None:
-        """Raise `RuntimeError` if a stand-in has a gradient before the first task of this backward has run."""
-        if self.untouched and any(stand_in.grad is not None for stand_in in self._stand_ins):
-            raise RuntimeError(BY_ANOTHER_WAY)
-        self.untouched = False
+        """Raise `RuntimeError` if a stand-in has a gradient before the first task of this backward adds one."""
+        if self.phase == "begun":
+            _refuse_any(self._grads())
+            self.phase = "adding"
 
     def begin(self, backward: int) -> bool:
-        """Start a backward; return `False` if it has started already. Drop the gradients of an earlier one that failed.
+        """Start the backward of this number; return `False` if it has started already.
 
         Raises:
             RuntimeError: two backwards go through one mini-batch at the same time, or one went through its layers
@@ -121,39 +130,42 @@ class StandInParameters:
         """
         if backward == self._backward:
             return False
-        here = threading.get_ident()
-        if backward < self._backward or (self._under_way and self._thread not in (None, here)):
+        here, idle = threading.get_ident(), self.phase == "idle"
+        if backward < self._backward or not (idle or self._thread in (None, here)):
             raise RuntimeError(
                 "two backwards go through one mini-batch at the same time; let one end before the other begins"
             )
-        expected = self._under_way
-        if any(grad is not None for grad in self.take()) and not expected:
-            raise RuntimeError(BY_ANOTHER_WAY)
-        self._backward, self._under_way, self.untouched = backward, True, True
-        self._thread = here
+        left = self.take()
+        if idle:  # otherwise they are of a backward that failed, or did not come to the gate, and are dropped
+            _refuse_any(left)
+        self._backward, self._thread, self.phase = backward, here, "begun"
         if backward_id() >= 0:
             at_end(self._end)
         return True
 
     def _end(self) -> None:
-        """Note, as the last thing of a backward, that it has ended, with no gradient left that nobody takes."""
+        """Note that the backward has ended; raise `RuntimeError` if a gradient was added after `take`."""
         self._thread = None
-        if not self._under_way and any(stand_in.grad is not None for stand_in in self._stand_ins):
-            raise RuntimeError(BY_ANOTHER_WAY)
+        if self.phase == "idle":
+            _refuse_any(self._grads())
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
         """Return the summed gradients of `parameters` and clear them. With `last`, any later gradient is an error."""
-        grads = [stand_in.grad for stand_in in self._stand_ins]
+        grads = self._grads()
         for stand_in in self._stand_ins:
             stand_in.grad = None
             if last:
-                stand_in.register_hook(_refuse)
-        self._under_way = False
+                stand_in.register_hook(lambda grad: _refuse_any([grad]))
+        self.phase = "idle"
         return grads
 
+    def _grads(self) -> list[Tensor | None]:
+        return [stand_in.grad for stand_in in self._stand_ins]
 
-def _refuse(_: Tensor) -> None:
-    raise RuntimeError(BY_ANOTHER_WAY)
+
+def _refuse_any(grads: list[Tensor | None]) -> None:
+    if any(grad is not None for grad in grads):
+        raise RuntimeError(BY_ANOTHER_WAY)
 
 
 def gate(stand_ins: StandInParameters, device: torch.device) -> Tensor:

@@ -1,48 +1,69 @@
-"""Seeds: which tasks of a pipeline at work draw random numbers of their own, and with which seed.
+"""Which way a task draws random numbers, and with which seed. There are four.
 
-Tasks of workers run at once, so they have private generators. Those of a rank are alone in their process, and have the
-default generator, put into a state of their own. Both draw the same numbers.
+    the generators as they are (`in_turn`)      tasks run one after another, in one thread
+    a private generator (`PrivateGenerator`)    tasks of workers, which run at once
+    the seeded default one (`SeededDefault`)    tasks of a rank, which are alone in their process
+    none (`Seeds._watch`)                       tasks of a partition whose first task drew nothing
 
-A private generator watches every operator, which costs time, so not every task has one. In each mini-batch a
-partition's first task has, and if that draws, the others have, too. A layer that draws in a later micro-batch only
-would go unseen. But then the default generator has changed in the end. So where it has, the recomputations of that
-mini-batch are watched, and refused if they draw. If only another thread of the program drew, the check finds nothing,
-and no error follows.
+For the recomputation, the first are set back to the states before the first pass. The second and third are seeded anew.
+With none, a draw is an error. A layer's own `torch.Generator` is always set back, like the first.
+
+The last saves time, as a private generator has to watch every operator. In each mini-batch a partition's first task has
+one. Only if that draws, the others have, too. A layer that draws in a later micro-batch alone is not seen then, but it
+leaves the default generator changed. Where that has changed, the recomputations of the mini-batch are watched, and
+refused if they draw. If only another thread of the program has drawn, they do not, and nothing follows.
 
 A layer may set the default generator back by itself and draw again in backward, as checkpoint functions do. With a
-private generator it would draw other numbers, so the backward of a partition's first task is watched, too, if that task
-has drawn.
+private generator it would draw other numbers. So where the first task has drawn, its backward is watched, too.
 """
 
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
-from torchgpipe.task.randomness import (
-    DEFAULT_GENERATOR_LOCK,
-    PrivateGenerator,
-    Randomness,
-    SeededDefault,
-    within_plain_checkpoint,
-)
+from torchgpipe.task.randomness import Randomness, default_generators
+from torchgpipe.task.seeded import DEFAULT_GENERATOR_LOCK, PrivateGenerator, SeededDefault
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.observe import NOTHING
+
+Draws = Callable[[int, Stage, bool], Randomness]
+"""Returns how micro-batch i's task on a stage draws random numbers; the last argument: whether it is recomputed."""
 
 APART = 1_000_003
 """Between the seeds of mini-batches in several threads. The CPU's generator looks at the lowest 32 bits only."""
 
-_under_way = 0  # mini-batches that draw seeds and have not ended, in all threads
+_under_way = 0  # forwards that have seeds and have not ended, in all threads
+
+
+def in_turn(defaults: Sequence[torch.Generator], own: Sequence[torch.Generator], *, recomputed: bool) -> Randomness:
+    """Return how a task draws whose mini-batch runs in one thread: from the generators as they are.
+
+    `defaults` are those of the task's device, and `own` the layers'. `recomputed` says whether the task will run twice.
+    """
+    if PrivateGenerator.present() is None:
+        return Randomness([*defaults, *own] if recomputed else ())
+    # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
+    # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    return Randomness(own if recomputed else (), lambda: PrivateGenerator(seed, lambda: None))
+
+
+def in_order(i: int, stage: Stage, recomputed: bool) -> Randomness:
+    """Return how a task draws where the programs' tasks run one after another: as a plain run does."""
+    return in_turn(default_generators(stage.device), stage.generators, recomputed=recomputed)
 
 
 class Seeds:
-    """Seed the tasks of one mini-batch on `n` partitions. Enter it around the forward.
+    """Seed the tasks of one mini-batch on `n` partitions, which run at once. Enter it around the forward.
 
     The default generator decides the seeds, and goes on by one number if any task has drawn. `recomputed` says whether
-    some tasks will run twice, and `alone` whether this process runs one task at a time.
+    some tasks will run twice, and `alone` whether this is a rank, whose tasks are alone in their process.
 
     Attributes:
         base: what the seeds begin with; drawn on entering, unless it was given.
-        drew: whether any task has drawn, of those that are known of.
+        drew: whether any task has drawn, as far as this process knows.
     """
 
     def __init__(self, n: int, *, recomputed: bool, grad: bool, alone: bool = False, base: int | None = None) -> None:
@@ -51,20 +72,20 @@ class Seeds:
         self.drew = False
         self._recomputed = recomputed
         self._grad = grad
-        self._drew = [False] * n
-        self._watched = False
+        self._drew = [False] * n  # whether a task of each partition has
+        self._unseen = False  # whether somebody has drawn from the default generator meanwhile
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
-        """Return the random numbers of micro-batch i's task on a stage."""
+        """Return how micro-batch i's task on a stage draws random numbers."""
         j, own = stage.index, stage.generators if recomputed else ()
-        if i == 0 or self._drew[j]:
-            seed = (self.base or 0) + i * self._n + j
-            if self._alone:
-                seeded = SeededDefault(seed, lambda: self._note(j))
-                return Randomness(own, lambda: seeded)
-            guard = (lambda: self._guard(j)) if i == 0 else None
-            return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)), guard)
-        return Randomness(own, self._watch if self._recomputed else None)
+        if i > 0 and not self._drew[j]:
+            return Randomness(own, self._watch if self._recomputed else None)
+        seed = (self.base or 0) + i * self._n + j
+        if self._alone:
+            seeded = SeededDefault(seed, lambda: self._note(j))
+            return Randomness(own, lambda: seeded)
+        watch = (lambda: self._watch_backward(j)) if i == 0 else None
+        return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)), watch)
 
     def __enter__(self) -> None:
         global _under_way
@@ -78,12 +99,12 @@ class Seeds:
         global _under_way
         with DEFAULT_GENERATOR_LOCK:
             _under_way -= 1
-            self._watched = not torch.equal(self._state, torch.default_generator.get_state())
-            if self.drew and not PrivateGenerator.in_use():
+            self._unseen = not torch.equal(self._state, torch.default_generator.get_state())
+            if self.drew and PrivateGenerator.present() is None:
                 torch.randint(2**62, (), device="cpu")
 
     def _draw(self) -> int:
-        if PrivateGenerator.in_use():
+        if PrivateGenerator.present() is not None:
             # The layers of an outer pipeline: the seed is one of the outer task's numbers.
             return int(torch.randint(2**62, (), device="cpu"))
         generator = torch.Generator()
@@ -92,17 +113,17 @@ class Seeds:
 
     def _note(self, j: int) -> None:
         self._drew[j] = self.drew = True
-        if self._grad and not self._alone and within_plain_checkpoint():
+        if self._grad and not self._alone and _within_plain_checkpoint():
             raise RuntimeError(
                 f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "
                 "worker thread; use engine='graph', or let the pipeline checkpoint instead"
             )
 
-    def _guard(self, j: int) -> AbstractContextManager[object]:
+    def _watch_backward(self, j: int) -> AbstractContextManager[object]:
         return PrivateGenerator(0, _refuse_in_backward) if self._drew[j] else NOTHING
 
     def _watch(self) -> AbstractContextManager[object]:
-        return PrivateGenerator(0, _refuse) if self._watched else NOTHING
+        return PrivateGenerator(0, _refuse) if self._unseen else NOTHING
 
 
 def _refuse_in_backward() -> None:
@@ -117,3 +138,14 @@ def _refuse() -> None:
         "a layer drew random numbers in a later micro-batch, but not in the first one, so its recomputation would draw "
         "others; draw in every micro-batch, or use GPipe with engine='graph'"
     )
+
+
+def _within_plain_checkpoint() -> bool:
+    """Return whether the caller is a layer within `torch.utils.checkpoint`."""
+    plain = sys.modules.get("torch.utils.checkpoint")
+    frame = sys._getframe() if plain is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == plain.__file__:  # type: ignore[union-attr]
+            return True
+        frame = frame.f_back
+    return False

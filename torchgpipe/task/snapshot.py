@@ -43,14 +43,14 @@ Buffers = tuple[_Slot, ...]
 
 
 class LayerSnapshot:
-    """What the layers of partition `index` hold now. `recomputed`: whether some task will run them twice.
+    """What the layers of partition `index` hold when this is made. `recomputed`: whether a task will run them twice.
 
     Attributes:
         modules: all of the partition's modules, itself first.
-        leaves: what tasks use in place of the parameters.
+        stand_ins: what tasks use in place of the parameters.
         held: the storages of parameters and buffers.
         lock: what keeps other threads from running the layers.
-        begins_in_place: whether the first layer changes its input in place, by its own account (`inplace`).
+        begins_in_place: whether the first layer says, by its attribute `inplace`, that it changes its input in place.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LayerSnapshot:
             self._modes = [module.training for module in modules]
             self._hooks = [_hooks(module) for module in modules]
             self._settings = _settings(modules)
-            # Norms in training that track statistics. Their output does not depend on these.
+            # Norms that track statistics, in training: there their output does not depend on the statistics.
             self._norms = {m for m in modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE}
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
 
@@ -76,7 +76,7 @@ class LayerSnapshot:
         """Prepare for `backward`, unless that was done.
 
         Raises:
-            RuntimeError: a gradient was added to the leaves meanwhile, or the layers are not the same any more.
+            RuntimeError: a gradient was added to the stand-ins meanwhile, or the layers are not the same any more.
         """
         if not self.stand_ins.begin(backward) or not self._recomputed:
             return
@@ -100,7 +100,7 @@ class LayerSnapshot:
 
     def before_first_pass(self) -> Buffers:
         """Return the buffers as they are now, with copies of the small ones. The caller holds the lock."""
-        held = [(m, name, x) for m in self._holders() for name, x in m._buffers.items()]
+        held = [(m, name, x) for m in self._with_buffers() for name, x in m._buffers.items()]
         if not held:
             return ()
         storages = Counter(storage_of(x) for x in {id(x): x for _, _, x in held if x is not None}.values())
@@ -119,7 +119,7 @@ class LayerSnapshot:
                 )
 
     def second_pass(self, buffers: Buffers) -> AbstractContextManager[object]:
-        """Run a recomputation within this: the layers hold what they held in the first pass, then the present again.
+        """Return a context for a recomputation, in which the layers hold what they held in the first pass.
 
         Raises:
             RuntimeError: something has changed that cannot be put back.
@@ -127,9 +127,9 @@ class LayerSnapshot:
         self.stand_ins.check_unchanged(self._index)
         same = [module.training for module in self.modules] == self._modes
         same = same and [_hooks(module) for module in self.modules] == self._hooks
-        return NOTHING if same and not (buffers or self._norms or self._holders()) else self._put_back(buffers)
+        return NOTHING if same and not (buffers or self._norms or self._with_buffers()) else self._put_back(buffers)
 
-    def _holders(self) -> list[nn.Module]:
+    def _with_buffers(self) -> list[nn.Module]:
         return [module for module in self.modules if module._buffers and module not in self._norms]
 
     def _slot(self, module: nn.Module, name: str, buffer: Tensor | None, *, apart: bool) -> _Slot:
@@ -148,13 +148,13 @@ class LayerSnapshot:
 
     @contextmanager
     def _put_back(self, buffers: Buffers) -> Iterator[None]:
-        dicts = self._dicts(buffers)
+        replaced = self._first_buffers(buffers)
         norms = [norm.__dict__ for norm in self._norms]
         with (
             InPlace("training", [module.__dict__ for module in self.modules], self._modes),
             self._first_hooks(),
             InPlace("track_running_stats", norms, [False] * len(norms)),
-            InPlace("_buffers", [module.__dict__ for module in dicts], [*dicts.values()]),
+            InPlace("_buffers", [module.__dict__ for module in replaced], [*replaced.values()]),
         ):
             yield
 
@@ -167,9 +167,9 @@ class LayerSnapshot:
                 stack.enter_context(InPlace(kind, places, [OrderedDict(hooks[k]) for _, hooks in changed]))
             yield
 
-    def _dicts(self, buffers: Buffers) -> dict[nn.Module, dict[str, Tensor | None]]:
-        """Return the buffers of the first pass by module, of small ones fresh copies, which a pass may change."""
-        found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._holders()}
+    def _first_buffers(self, buffers: Buffers) -> dict[nn.Module, dict[str, Tensor | None]]:
+        """Return by module the buffers as the first pass met them; small ones as fresh copies, which may be changed."""
+        found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._with_buffers()}
         copies: dict[int, Tensor] = {}  # one for a buffer that has two places
         for slot in buffers:
             if slot.copy is None and versions((slot.tensor,)) != slot.version:
@@ -180,7 +180,7 @@ class LayerSnapshot:
             if slot.copy is not None and id(slot.tensor) not in copies:
                 copies[id(slot.tensor)] = slot.copy.clone()
             found.setdefault(slot.module, {})[slot.name] = copies.get(id(slot.tensor), slot.tensor)
-        return found | {norm: _Absent(norm._buffers) for norm in self._norms}
+        return found | {norm: _WithoutStatistics(norm._buffers) for norm in self._norms}
 
     def _describe(self, slot: _Slot) -> str:
         return f"buffer {slot.name!r} of {type(slot.module).__name__} in partition {self._index}"
@@ -234,7 +234,7 @@ def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
 _STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
 
 
-class _Absent(dict[str, Any]):
+class _WithoutStatistics(dict[str, Any]):
     """The buffers of a batch norm in a recomputation: it normalizes by its input, and needs no statistics."""
 
     def __getitem__(self, name: str) -> Any:
@@ -247,7 +247,7 @@ class _Absent(dict[str, Any]):
 
 
 def begins_in_place(partition: nn.Module) -> bool:
-    """Return whether the first layer changes its input in place, by its own account (`inplace`)."""
+    """Return whether the first layer says, by its attribute `inplace`, that it changes its input in place."""
     layers = [partition]
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]

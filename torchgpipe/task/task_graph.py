@@ -2,11 +2,11 @@
 
     inputs ─▶ entrance ─▶ layers ─▶ edges of the outputs
                             ▲
-    leaves of the parameters
+    stand-ins for the parameters
 
 Backward through it starts at the edges, with the outputs' gradients. It ends at the entrance, where the inputs'
-gradients are taken off, and at the leaves, which add up the parameters' gradients over all tasks of a mini-batch.
-Between forward and backward nothing holds the inputs or outputs but the layers that saved them.
+gradients are taken off, and at the stand-ins, where the parameters' gradients add up over all tasks of a mini-batch.
+Between forward and backward, inputs and outputs are kept only if a layer has saved them for its backward.
 
 A checkpointed task keeps its inputs instead, and builds its graph only in the recomputation (GPipe paper, section 2.3).
 That is a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
@@ -68,7 +68,7 @@ class TaskGraph:
     def recompute(self, *, keep: bool = False) -> None:
         """Build the graph of a checkpointed task by running its layers a second time, unless it is there.
 
-        Without `keep` it is the last time: the inputs are let go of, but for those that the layers save.
+        Without `keep` it is the last time, and inputs are let go of that the layers have not saved.
 
         Raises:
             RuntimeError: what the layers would meet is not what they met in the first pass.
@@ -115,7 +115,7 @@ class TaskGraph:
             )
 
     def backward(self, grads: Flat, *, keep: bool = False) -> Flat:
-        """Add the parameters' gradients to the leaves; return those of the inputs, `None` where there is none.
+        """Add the parameters' gradients to the stand-ins; return those of the inputs, `None` where there is none.
 
         With `keep`, the task can go backward again.
         """
@@ -138,8 +138,8 @@ class TaskGraph:
         roots = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
         if not roots:
             return
-        self.snapshot.stand_ins.untouched = False
-        # Within the leaves, too: a layer may run again in backward, by torch.utils.checkpoint.
+        self.snapshot.stand_ins.phase = "adding"
+        # With the stand-ins in place: a layer may run again in backward, by torch.utils.checkpoint.
         with self.snapshot.lock, self.snapshot.stand_ins.in_place(), self.randomness.backward():
             try:
                 run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)

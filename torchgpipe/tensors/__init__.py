@@ -1,4 +1,4 @@
-"""Micro-batches, what tasks hand on, copies between devices, observers, checkpoint flags, PyTorch's private autograd.
+"""What tasks hand on: micro-batches, skips, copies between devices. Also observers, and all private names of PyTorch.
 
-It may import `torchgpipe.skip`.
+It may import `skip`.
 """

@@ -26,7 +26,7 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward in progress; a later backward has a higher one."""
 
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""Return whether tensor subclasses see what is called on them; not so in the backward of a loss that is such a one."""
+"""Return whether tensor subclasses see what is called on them; not in the backward of a loss of such a subclass."""
 
 with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 """Let tensor subclasses see the functions that are called on them."""

@@ -2,14 +2,16 @@
 
 All tensors that a task sends to another device are copied together, by one node of the autograd graph:
 
-    the task ends      the source's compute stream is marked by an event
-    copy               on the two streams of this path, which wait for that event
-    the next begins    the target's compute stream waits for the copy
+    the task ends      the source's compute stream records an event             `StreamFence.leave`
+    the copy begins    a copy stream of either device waits for that event      `hold`
+    the copy ends      the target's copy stream records an event                `expect`
+    the next begins    the target's compute stream waits for that event         `arrive`
 
-Backward mirrors them. So a copy overlaps the computation of both devices. Memory that is used on another stream than
-the one it was allocated on is recorded there.
+In backward, gradients are copied back in the same way. So a copy overlaps the computation of both devices. Memory that
+is used on another stream than the one it was allocated on is recorded there.
 
-A stream that waits holds up what it is given later. So every wait is for an event, and no two paths share a stream.
+A stream that waits holds up all later work on it. So it waits for events, not for other streams' later work, and no two
+paths share a stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,10 +48,10 @@ class CopyStreams:
 
 
 class StreamFence:
-    """One side of a task, where tensors leave for other devices or arrive from them.
+    """The side of a task where inputs arrive, or that where outputs leave: the waits that are listed above.
 
-    What a task takes in arrives in forward, and its gradients leave in backward; what it gives out, the other way
-    round. The compute stream is the one that is current when the fence is made.
+    Gradients of inputs leave in backward, and gradients of outputs arrive. The compute stream is the one that is
+    current when the fence is made.
     """
 
     __slots__ = ("_compute", "_expected", "_left")
@@ -60,12 +62,12 @@ class StreamFence:
         self._expected: list[torch.cuda.Event] = []
 
     def leave(self) -> None:
-        """Mark what the compute stream has been given by now: copies that leave will wait for that."""
+        """Record an event on the compute stream: what leaves is ready when the work up to here is done."""
         if self._compute is not None:
             self._left = self._compute.record_event()
 
     def arrive(self, tensors: Flat) -> None:
-        """Let the compute stream wait for the copies that `tensors` are, from now on."""
+        """Let the compute stream wait until copies have ended, which `tensors` are the results of."""
         if self._compute is not None and self._expected:
             for event in self._expected:
                 self._compute.wait_event(event)
@@ -73,13 +75,13 @@ class StreamFence:
             self._expected.clear()
 
     def hold(self, stream: torch.cuda.Stream | None, tensors: Flat) -> None:
-        """Let a copy stream wait for `tensors`, which leave."""
+        """Let a copy stream wait until `tensors`, which leave, are ready."""
         if stream is not None and self._left is not None:
             stream.wait_event(self._left)
             _keep(tensors, stream)
 
     def expect(self, stream: torch.cuda.Stream | None) -> None:
-        """Expect what a copy stream was given to do."""
+        """Record an event on a copy stream: what arrives is there when the work up to here is done."""
         if stream is not None and self._compute is not None:
             self._expected.append(stream.record_event())
 

@@ -1,8 +1,8 @@
 """Items: what one task hands to another, a micro-batch or a skip, and whether it shares memory.
 
-Layers without a pipeline may hand on one tensor in two ways: as an output and as a skip, or twice in a tuple. If a
-later layer changes one of the two in place, the other changes with it, and their gradients, too. Between partitions
-the two go ways of their own, so that a change of one would be missing from the other. Such a change is refused.
+A layer may hand on one tensor in two ways: as an output and as a skip, or twice in a tuple. Without a pipeline, if a
+later layer changes one of the two in place, the other changes with it. Between partitions the two are copied apart, so
+that the other would not change. So such a change is refused.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Portals = dict[tuple[int, SkipKey], Item]
 def shared_by(outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()) -> Shared:
     """Return which outputs of a task share memory: with each other, or with what its layers hold.
 
-    `held` are the storages of its layers' parameters and buffers. Inputs that are `shared` and handed on stay so.
+    `held` are the storages of its layers' parameters and buffers. An input that is `shared` stays so as an output.
     """
     if len(outputs) == 1 and True not in shared:
         return (bool(held) and outputs[0] is not None and storage_of(outputs[0]) in held,)
@@ -87,8 +87,8 @@ def versions(tensors: Flat) -> list[int | None]:
 
 def check_unchanged(partition: int, before: list[int | None], inputs: Flat, shared: Shared) -> None:
     """Raise `RuntimeError` if a task has changed an input in place that shares memory with another tensor."""
-    for old, new, twice in zip(before, versions(inputs), shared, strict=True):
-        if twice and old != new:
+    for old, new, is_shared in zip(before, versions(inputs), shared, strict=True):
+        if is_shared and old != new:
             raise RuntimeError(
                 f"partition {partition} changed an input in place that shares memory with another tensor under way: a "
                 "skip, or another input; the two would get different values or gradients on two partitions, so make "

@@ -3,8 +3,8 @@
 A layer begins where a module or function with parameters is called; what has none joins the layer before. What is
 changed in place stays in one layer, from the call that makes it to the last one that changes it.
 
-A tensor goes from layer to layer that uses it: to the next one as an output, to a later one as a skip. A layer hands on
-one tensor at least, so one that is under way goes through where there would be none.
+A tensor goes to the next layer that uses it as an output if that is the following layer, and as a skip if it is a later
+one. `GPipe` needs an output of each layer. Where all tensors would be skips, one stops at the following layer, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from torchgpipe.trace.calls import Call, Held, Value
 
 
 @dataclass
-class Plan:
+class LayerPlan:
     """A layer to be made: its calls, and the values that enter and leave it, by number."""
 
     calls: list[Call]
@@ -26,28 +26,29 @@ class Plan:
     stashes: list[tuple[str, int]] = field(default_factory=list)
 
 
-def cut(calls: Sequence[Call], heavy: Sequence[bool], inputs: int, outputs: Sequence[int]) -> list[Plan]:
+def cut(calls: Sequence[Call], heavy: Sequence[bool], inputs: int, outputs: Sequence[int]) -> list[LayerPlan]:
     """Return the layers for calls, of which those that are `heavy` begin one, with the ways of all values.
 
     The values below `inputs` are the module's inputs; `outputs` are what it returns.
     """
     starts = [i for i, (call, begins) in enumerate(zip(calls, heavy, strict=True)) if begins]
-    glued = {i for k, call in enumerate(calls) for i in range(call.since + 1, k + 1)}
-    starts = [0, *(i for i in starts[1:] if i not in glued)]
-    layers = [Plan([*calls[a:b]]) for a, b in pairwise([*starts, len(calls)])]
+    # No layer begins between the call that makes a tensor and one that changes it.
+    within = {i for k, call in enumerate(calls) for i in range(call.since + 1, k + 1)}
+    starts = [0, *(i for i in starts[1:] if i not in within)]
+    layers = [LayerPlan([*calls[a:b]]) for a, b in pairwise([*starts, len(calls)])]
 
-    stops: dict[int, list[int]] = {number: [0] for number in range(inputs)}  # value -> the layers where it is
+    stops: dict[int, list[int]] = {number: [0] for number in range(inputs)}  # value -> the layers that make or use it
     for k, layer in enumerate(layers):
         for call in layer.calls:
             for number in (*values_in((call.args, call.kwargs)), *call.outputs):
-                _stop(stops.setdefault(number, []), k)
+                _add(stops.setdefault(number, []), k)
     last = len(layers) - 1
     for number in outputs:
-        _stop(stops[number], last)
+        _add(stops[number], last)
     for k in range(last):
-        legs = [(b - a, number) for number, at in stops.items() for a, b in pairwise(at) if a <= k < b]
-        length, number = min(legs, default=(len(layers), 0))
-        if length > 1:  # nothing goes from this layer to the next
+        passing = [(b - a, number) for number, at in stops.items() for a, b in pairwise(at) if a <= k < b]
+        distance, number = min(passing, default=(len(layers), 0))
+        if distance > 1:  # nothing goes from this layer to the following one
             stops[number] = sorted({*stops[number], k, k + 1})
 
     layers[0].inputs = list(range(inputs))
@@ -90,6 +91,6 @@ def parts(value: Any) -> Sequence[Any]:
     return (value.start, value.stop, value.step) if isinstance(value, slice) else ()
 
 
-def _stop(at: list[int], layer: int) -> None:
+def _add(at: list[int], layer: int) -> None:
     if not at or at[-1] < layer:
         at.append(layer)

@@ -1,8 +1,8 @@
 """Layers of a traced module: each makes some of its calls. Their state has the names that it has in that module.
 
-A layer holds the module's own submodules, parameters and buffers at their places, in empty modules for those around
-them. Its own name in the sequence, such as `12:layer1/0/conv2`, is left out of the names of state. PyTorch lets a
-module do so when state is read; where state is loaded, hooks of the sequence do it.
+A layer holds the module's own submodules, parameters and buffers under their names, such as `layer1.0.conv2`; modules
+on the way to them are empty ones. The layer's own name in the sequence, such as `12:layer1/0/conv2`, is left out of the
+names of state: by the layer when state is read, and by hooks of the sequence when it is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.tensors.observe import NOTHING
 from torchgpipe.trace.calls import Device, Held, Value
-from torchgpipe.trace.cut import Plan, held_in, values_in
+from torchgpipe.trace.cut import LayerPlan, held_in, values_in
 from torchgpipe.trace.generalise import Grows
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.signature import Signature, arguments
@@ -38,15 +38,15 @@ class RecordedCall(NamedTuple):
         return self
 
 
-Step = RecordedCall  # its name in pickles of older versions
-
-
-class Batch(NamedTuple):
-    """Where a layer finds the batch size: a value, a dimension, and the length of that for one sample."""
+class BatchSize(NamedTuple):
+    """Where a layer reads the batch size: a value, one of its dimensions, and how long that is for one sample."""
 
     value: int
     dimension: int
     each: int
+
+
+Step, Batch = RecordedCall, BatchSize  # their names in pickles of older versions
 
 
 class Layer(nn.Module):
@@ -58,18 +58,18 @@ class Layer(nn.Module):
         plan: the calls, and which values enter and leave.
         extra: tensors of the module that are neither parameters nor buffers.
         batch: where to find the batch size, if a call needs it.
-        bound: the mode in which the module was traced, if it does something else in the other, and where.
+        bound: if the module does something else in the other mode, the mode when it was traced, and the line.
     """
 
     def __init__(
         self,
         name: str,
         root: nn.Module,
-        plan: Plan,
+        plan: LayerPlan,
         namespace: Namespace,
         *,
         extra: dict[str, Tensor],
-        batch: Batch | None,
+        batch: BatchSize | None,
         bound: tuple[bool, str] | None = None,
     ) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Layer(nn.Module):
         return kept
 
     def _outer(self, prefix: str) -> str:
-        """Return a prefix of names without this layer's own; elsewhere than in the sequence that is kept."""
+        """Return a prefix of names without this layer's own name, if that is the one it has in the sequence."""
         outer = prefix.removesuffix(f"{self.name}.")
         return outer if outer == "" or outer.endswith(".") else prefix
 
@@ -242,7 +242,7 @@ def _out_of_layers(module: nn.Module, incompatible: Any) -> None:
                 names[i] = name = name.replace(key, "", 1)
 
 
-def _steps(plan: Plan) -> list[RecordedCall]:
+def _steps(plan: LayerPlan) -> list[RecordedCall]:
     """Return the plan's calls; each lets go of the values that no later one uses."""
     needed = {*plan.outputs, *(number for _, number in plan.stashes)}
     given = {*plan.inputs, *(number for _, number in plan.pops)}
@@ -256,7 +256,7 @@ def _steps(plan: Plan) -> list[RecordedCall]:
 
 
 class _Around(nn.Module):
-    """In place of a module around those that a layer holds."""
+    """An empty module, in place of one that contains what a layer holds."""
 
 
 def _submodule(module: nn.Module, path: str) -> Any:

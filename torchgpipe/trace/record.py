@@ -1,8 +1,8 @@
 """Record what a module calls: run it once on fake tensors, which have shapes and no contents.
 
 Every function of PyTorch that the module calls becomes a `Call`, and so does every call of a submodule that stays
-whole: one of PyTorch's own layers, one without submodules, or one with hooks. What only asks (a shape, a dtype) leaves
-no call; what would need a tensor's contents cannot be recorded.
+whole: one of PyTorch's own layers, one without submodules, or one with hooks. A question about a tensor (its shape, its
+dtype) becomes none. What needs a tensor's contents cannot be recorded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from torchgpipe.trace.calls import Recording
 from torchgpipe.trace.parts import Slots
-from torchgpipe.trace.recorder import Heeds, Recorder
+from torchgpipe.trace.recorder import ModeReads, Recorder
 from torchgpipe.trace.refuse import Untraceable, line_of
 from torchgpipe.trace.signature import Signature
 from torchgpipe.trace.watch import as_it_was, watched
@@ -21,19 +21,25 @@ from torchgpipe.trace.watch import as_it_was, watched
 _CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def record(module: nn.Module, whole: Iterable[nn.Module], inputs: Sequence[Tensor], signature: Signature, size: int,
-           heeds: Heeds) -> Recording:  # fmt: skip
+def record(
+    module: nn.Module,
+    whole: Iterable[nn.Module],
+    inputs: Sequence[Tensor],
+    signature: Signature,
+    size: int,
+    mode_reads: ModeReads,
+) -> Recording:
     """Record what a module does with fake tensors like `inputs`; those with a batch dimension get `size` samples.
 
-    The module is left as it was. In `heeds` opened modules are noted that look at the mode, and where they do.
+    The module is left as it was. To `mode_reads` those modules are added whose forward, which is recorded, reads it.
 
     Raises:
         Untraceable: the module needs a tensor's contents, or does what a recording cannot repeat.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(module, set(whole), fake, heeds)
+    recorder = Recorder(module, set(whole), fake, mode_reads)
     with as_it_was(module), torch.inference_mode(False), torch.enable_grad(), fake, watched(recorder):
-        recorder.pretend()
+        recorder.put_fakes()
         given = []
         for x, batched in zip(inputs, signature.batched, strict=True):
             shape = (size, *x.shape[1:]) if batched else x.shape
@@ -45,10 +51,11 @@ def record(module: nn.Module, whole: Iterable[nn.Module], inputs: Sequence[Tenso
         except Untraceable:
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            said = "it depends on what is in a tensor, not only on its shape" if isinstance(error, _CONTENTS) else said
-            raise recorder.refusal(line_of(error), said) from error
+            why = "it depends on what is in a tensor, not only on its shape"
+            if not isinstance(error, _CONTENTS):
+                why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            raise recorder.refusal(line_of(error), why) from error
         slots = Slots()
-        kept = slots.taken(result)
+        structure = slots.taken(result)
         outputs = tuple(recorder.number(x) for x in slots.tensors)
-    return Recording(recorder.calls, recorder.shapes, (kept, slots), outputs, recorder.extra)
+    return Recording(recorder.calls, recorder.shapes, (structure, slots), outputs, recorder.extra)

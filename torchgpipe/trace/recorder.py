@@ -1,4 +1,4 @@
-"""The recorder of a module's calls: it sees each function of PyTorch, and is told of submodules (watch.py)."""
+"""`Recorder`: keeps the calls of a module's forward, with what stands for tensors in their arguments."""
 
 import copy
 import threading
@@ -17,43 +17,46 @@ from torchgpipe.trace.calls import CONSTANTS, Call, Device, Held, Value
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import Untraceable, refused, where
 
-Heeds = dict[nn.Module, tuple[str, tuple[str, int]]]
-"""Modules whose forward looks at the mode: what it looks at, and the file and line."""
+ModeReads = dict[nn.Module, tuple[str, tuple[str, int]]]
+"""Modules whose forward reads the mode: what it reads ("training" or "autocast"), and the file and line."""
 
 
 class Recorder(TorchFunctionMode):
-    """See the functions that a module calls, and be told of its submodules (`watched`); keep a call for each."""
+    """Keep a call for each function of PyTorch that `root` calls, and for each submodule that stays whole.
 
-    def __init__(self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, heeds: Heeds) -> None:
+    As a mode it sees the functions; watch.py tells it of modules. What a recorded call does inside is not recorded.
+    """
+
+    def __init__(self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, mode_reads: ModeReads) -> None:
         super().__init__()
         self._root = root
         self._whole = whole
         self._fake = fake
         self._paths = {m: path for path, m in root.named_modules()}
         held = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-        self._names = {id(x): name for name, x in reversed(held)}
+        self._names = {id(x): name for name, x in reversed(held)}  # id of a tensor that the module holds -> its name
         tensors = (*root.parameters(), *root.buffers())
         self._device_type = next((x.device.type for x in tensors), "cpu")
         self._thread = threading.get_ident()
-        self._real: dict[int, Tensor] = {}  # id of a fake tensor of the module -> its own
-        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
-        self._alive: list[object] = []  # so that ids stay theirs
+        self._real: dict[int, Tensor] = {}  # id of a fake tensor that stands for one of the module's -> that one
+        self._numbers: dict[int, int] = {}  # id of a tensor that is an input, or made by a call -> its number
+        self._alive: list[object] = []  # what has such an id, which is its own only for as long as it lives
         self._made: dict[int, int] = {}  # storage -> the call that made it
-        self._within = 0  # calls under way
-        self._opened = [root]
-        self._failed: list[nn.Module] = []
+        self._calls_under_way = 0
+        self._opened = [root]  # modules whose forward is in progress and recorded, the innermost last
+        self._failed: list[nn.Module] = []  # those that an exception came through first
         self.calls: list[Call] = []
         self.shapes: list[tuple[int, ...]] = []
         self.extra: dict[str, Tensor] = {}
-        self._heeds = heeds
+        self._mode_reads = mode_reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self.within() else self.call(func, func, args, kwargs)
+        return func(*args, **kwargs) if self.passes() else self.call(func, func, args, kwargs)
 
-    def enter(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_module(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module: record the call if the module stays whole, or else what its forward calls."""
-        if self.within():
+        if self.passes():
             return run(module, *args, **kwargs)
         if module in self._paths and module is not self._root and self._stays_whole(module):
             path = self._paths[module]
@@ -67,29 +70,29 @@ class Recorder(TorchFunctionMode):
         finally:
             self._opened.pop()
 
-    def pretend(self) -> None:
+    def put_fakes(self) -> None:
         """Put fake tensors in the place of the module's own."""
         for module in self._root.modules():
             holders: Any = (module._parameters, module._buffers)
             for holder in holders:
                 for name, x in holder.items():
                     if x is not None:
-                        holder[name] = y = self._fake.from_tensor(x)  # one for a tensor that has two places
+                        holder[name] = y = self._fake.from_tensor(x)  # the same one for a tensor that has two places
                         self._names[id(y)] = self._names[id(x)]
                         self._real[id(y)] = x
 
-    def within(self) -> bool:
-        """Return whether what happens now is part of a call that is recorded already, or of another thread."""
-        return self._within > 0 or threading.get_ident() != self._thread
+    def passes(self) -> bool:
+        """Return whether nothing is to be recorded now: within a recorded call, and in another thread."""
+        return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
-    def heed(self, what: str) -> None:
-        """Note that the forward in progress looks at the mode."""
-        if not self.within():
-            self._heeds.setdefault(self._opened[-1], (what, where()))
+    def note_mode(self, what: str) -> None:
+        """Note that the forward in progress reads the mode."""
+        if not self.passes():
+            self._mode_reads.setdefault(self._opened[-1], (what, where()))
 
-    def assign(self, module: nn.Module, name: str, value: object) -> None:
-        """Refuse a buffer that is replaced in a forward whose calls are recorded: only calls are repeated."""
-        if not self.within() and module in self._paths and module._buffers.get(name, value) is not value:
+    def check_assigned(self, module: nn.Module, name: str, value: object) -> None:
+        """Refuse a buffer that is replaced in a recorded forward: the layers repeat its calls, not its assignments."""
+        if not self.passes() and module in self._paths and module._buffers.get(name, value) is not value:
             raise self.refusal(
                 where(),
                 f"a forward replaces the buffer {name!r} of {type(module).__name__}; change it in place: "
@@ -115,36 +118,43 @@ class Recorder(TorchFunctionMode):
 
     def call(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and record it, unless it neither makes nor changes a tensor."""
-        self._within += 1
+        self._calls_under_way += 1
         try:
             given = [*tensors_in((args, kwargs))]
-            before = [x._version for x in given]
+            versions = [x._version for x in given]
             result = run(*args, **kwargs)
             made = [*tensors_in(result)]
-            changed = [x for x, version in zip(given, before, strict=True) if x._version != version]
-            if not made and not changed:
-                if target in _EFFECTS:
-                    raise self.refusal(where(), f"{target.__name__} would not be called for every micro-batch")
-                return result
-            kept = self._template(args), self._template(kwargs)
-            index = len(self.calls)
-            since = min((self._made.get(storage_of(x), index) for x in changed), default=index)
-            # A call may return what it was given, for this batch or mode; another time it may be a tensor of its own.
-            known = {id(x): x for x in made if id(x) in self._numbers or id(x) in self._names}
-            others = {i: x.view_as(x) for i, x in known.items() if not any(x is y for y in changed)}
-            if others:
-                result = copy.deepcopy(result, {**{id(x): x for x in made}, **others})
-                self._alive.append(result)
-            outputs = tuple(
-                self._numbers[id(x)] if id(x) in self._numbers and id(x) not in others
-                else self.add(others.get(id(x), x), index)
-                for x in made
-            )  # fmt: skip
-            caller = self._paths.get(self._opened[-1], "")
-            self.calls.append(Call(target, *kept, outputs, caller, since, torch.is_grad_enabled(), where()))
+            changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
+            if made or changed:
+                return self._recorded(target, args, kwargs, result, made, changed)
+            if target in _EFFECTS:
+                raise self.refusal(where(), f"{target.__name__} would not be called for every micro-batch")
             return result
         finally:
-            self._within -= 1
+            self._calls_under_way -= 1
+
+    def _recorded(
+        self, target: Any, args: Any, kwargs: Any, result: Any, made: list[Tensor], changed: list[Tensor]
+    ) -> Any:
+        """Record a call, and return its result."""
+        kept = self._template(args), self._template(kwargs)
+        index = len(self.calls)
+        since = min((self._made.get(storage_of(x), index) for x in changed), default=index)
+        # Some calls return what they were given (`contiguous`), but for another batch or mode a new tensor. So that
+        # this has a number of its own in any case, a view stands for it here.
+        known = {id(x): x for x in made if id(x) in self._numbers or id(x) in self._names}
+        views = {i: x.view_as(x) for i, x in known.items() if not any(x is y for y in changed)}
+        if views:
+            result = copy.deepcopy(result, {**{id(x): x for x in made}, **views})
+            self._alive.append(result)
+        outputs = tuple(
+            self._numbers[id(x)] if id(x) in self._numbers and id(x) not in views
+            else self.add(views.get(id(x), x), index)
+            for x in made
+        )  # fmt: skip
+        caller = self._paths.get(self._opened[-1], "")
+        self.calls.append(Call(target, *kept, outputs, caller, since, torch.is_grad_enabled(), where()))
+        return result
 
     def refusal(self, at: tuple[str, int], why: str) -> Untraceable:
         """Return the error that says at which line, and what to do."""
@@ -178,6 +188,7 @@ class Recorder(TorchFunctionMode):
         return slots.put_back(template, [self._fake.from_tensor(x) for x in slots.tensors])
 
     def _template(self, value: Any) -> Any:
+        """Return an argument of a call with a `Value`, `Held` or `Device` in place of each tensor and device."""
         if isinstance(value, Tensor):
             if id(value) in self._numbers:
                 return Value(self._numbers[id(value)])

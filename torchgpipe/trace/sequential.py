@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.trace.calls import Call, Recording
 from torchgpipe.trace.check import check_batch, check_outputs, check_root, check_sample, check_state
-from torchgpipe.trace.cut import Plan, cut, held_in, parts
+from torchgpipe.trace.cut import LayerPlan, cut, held_in, parts
 from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
-from torchgpipe.trace.layer import Batch, Layer, Layers
+from torchgpipe.trace.layer import BatchSize, Layer, Layers
 from torchgpipe.trace.record import record
-from torchgpipe.trace.recorder import Heeds
+from torchgpipe.trace.recorder import ModeReads
 from torchgpipe.trace.refuse import Untraceable, refused
 from torchgpipe.trace.signature import Signature
 
@@ -35,7 +35,7 @@ def sequential(
     layers are returned, they are compared with the module on the sample; that leaves the module as it was.
 
     What depends on the mode is recorded in the module's present one. Submodules whose forward reads `training` stay
-    whole, but for those with more than half of the parameters: with such a one, the layers refuse the other mode.
+    whole, except one with more than half of the parameters; if there is one, the layers refuse the other mode.
     Every later call needs the sample's arguments and shapes; only the batch size may differ. Other calls are refused.
 
     Args:
@@ -76,7 +76,7 @@ def sequential(
 def _choices(
     signature: Signature, inputs: Sequence[Tensor], shared: Iterable[str] | None
 ) -> Iterator[tuple[bool, ...]]:
-    """Yield what may be true of the tensors: whether each has a batch dimension; the likeliest first."""
+    """Yield guesses which of the tensors have a batch dimension, the likeliest first; one if the user says it."""
     if shared is not None:
         names = set(shared)
         if unknown := names - set(signature.names):
@@ -101,20 +101,21 @@ def _modules(root: nn.Module, whole: Iterable[Whole]) -> set[nn.Module]:
 
 
 def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]) -> Layers:
+    """Record a module and cut it. If small modules read the mode, add them to `whole`, and record it anew."""
     while True:
-        heeds: Heeds = {}
+        mode_reads: ModeReads = {}
         recordings: list[Recording] = []
         try:
             for size in SIZES:
-                recordings.append(record(module, whole, inputs, signature, size, heeds))
+                recordings.append(record(module, whole, inputs, signature, size, mode_reads))
         except Untraceable:
-            if not _small(heeds, module):
+            if not _small_modules(mode_reads, module):
                 raise
-        small = _small(heeds, module)
+        small = _small_modules(mode_reads, module)
         if not small:
             break
         whole |= small
-    for what, at in heeds.values():
+    for what, at in mode_reads.values():
         if what == "autocast":
             raise Untraceable(
                 refused(
@@ -128,7 +129,7 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
     signature.returns(*recordings[0].result, recordings[0].outputs)
     calls = generalise(module, recordings)
     plans = cut(calls, [_has_parameters(module, call) for call in calls], len(inputs), recordings[0].outputs)
-    bound = next(((module.training, f"{file}:{line}") for _, (file, line) in heeds.values()), None)
+    bound = next(((module.training, f"{file}:{line}") for _, (file, line) in mode_reads.values()), None)
     namespace = Namespace()
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for k, plan in enumerate(plans):
@@ -148,8 +149,8 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
     return sequence
 
 
-def _small(heeds: Heeds, root: nn.Module) -> set[nn.Module]:
-    return {m for m in heeds if m is not root and not _holds_most(m, root)}
+def _small_modules(mode_reads: ModeReads, root: nn.Module) -> set[nn.Module]:
+    return {m for m in mode_reads if m is not root and not _holds_most(m, root)}
 
 
 def _holds_most(module: nn.Module, root: nn.Module) -> bool:
@@ -164,7 +165,7 @@ def _has_parameters(root: nn.Module, call: Call) -> bool:
     return not names.isdisjoint(held_in((call.args, call.kwargs)))
 
 
-def _name(root: nn.Module, plan: Plan) -> str:
+def _name(root: nn.Module, plan: LayerPlan) -> str:
     """Return the name of what the layer begins with, or of the module that makes its calls."""
     for call in plan.calls:
         if _has_parameters(root, call):
@@ -173,13 +174,13 @@ def _name(root: nn.Module, plan: Plan) -> str:
     return type(root).__name__
 
 
-def _batch(root: nn.Module, plan: Plan, recordings: Sequence[Recording]) -> Batch | None:
+def _batch(root: nn.Module, plan: LayerPlan, recordings: Sequence[Recording]) -> BatchSize | None:
     if not any(_grows((call.args, call.kwargs)) for call in plan.calls):
         return None
     for number in (*plan.inputs, *(value for _, value in plan.pops)):
         found = batch_of([recording.shapes[number] for recording in recordings])
         if found is not None:
-            return Batch(number, *found)
+            return BatchSize(number, *found)
     at = plan.calls[0].where
     raise Untraceable(refused(root, at, "from here on no tensor has a batch dimension", "keep more as one layer"))
 

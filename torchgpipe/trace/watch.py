@@ -1,4 +1,9 @@
-"""Watch a module's forward: its calls of submodules and of custom autograd functions, and whether it heeds the mode."""
+"""Show a recorder what happens beside functions of PyTorch, which are all that it sees as a `TorchFunctionMode`.
+
+That is calls of modules and of custom autograd functions, replaced buffers, and reads of the mode. For it, methods of
+`nn.Module` and others are replaced while a module is recorded, and in the whole process. So what other threads do
+meanwhile comes to the recorder, too. It passes that on, and records nothing of it (`Recorder.passes`).
+"""
 
 import copy
 import inspect
@@ -14,7 +19,7 @@ from torchgpipe.trace.recorder import Recorder
 
 
 class _Function:
-    """A custom autograd function, as something to call."""
+    """What calls a custom autograd function; the same for two recordings."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -30,7 +35,7 @@ class _Function:
 
 
 class _Training:
-    """In place of a module's attribute `training`: lets the recorder know that it is read."""
+    """In place of a module's attribute `training`: tells the recorder that it is read."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -38,7 +43,7 @@ class _Training:
     def __get__(self, module: Any, kind: Any = None) -> Any:
         if module is None:
             return self
-        self._recorder.heed("training")
+        self._recorder.note_mode("training")
         return module.__dict__["training"]
 
     def __set__(self, module: Any, value: bool) -> None:
@@ -47,42 +52,42 @@ class _Training:
 
 @contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
-    """Let the recorder see calls of modules and of custom autograd functions, and who looks at the mode."""
-    run: Any = nn.Module.__call__
-    apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+    """Put the recorder's methods in the place of PyTorch's, and at the end PyTorch's back."""
+    call: Any = nn.Module.__call__
     assign: Any = nn.Module.__setattr__
-    enter: Any = torch.autocast.__enter__
-    asked: Any = torch.is_autocast_enabled
+    apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+    enter_autocast: Any = torch.autocast.__enter__
+    is_autocast_enabled: Any = torch.is_autocast_enabled
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.enter(self, run, args, kwargs)
+    def call_noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(module, call, args, kwargs)
 
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        ran = apply.__get__(None, cls)
-        return ran(*args, **kwargs) if recorder.within() else recorder.call(ran, _Function(cls), args, kwargs)
+    def assign_noted(module: nn.Module, name: str, value: Any) -> None:
+        recorder.check_assigned(module, name, value)
+        assign(module, name, value)
 
-    def assigned(self: nn.Module, name: str, value: Any) -> None:
-        recorder.assign(self, name, value)
-        assign(self, name, value)
+    def apply_noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        run = apply.__get__(None, cls)
+        return run(*args, **kwargs) if recorder.passes() else recorder.call(run, _Function(cls), args, kwargs)
 
-    def entered(self: Any) -> Any:
-        recorder.heed("autocast")
-        return enter(self)
+    def enter_autocast_noted(self: Any) -> Any:
+        recorder.note_mode("autocast")
+        return enter_autocast(self)
 
-    def is_enabled(*args: Any) -> Any:
-        recorder.heed("autocast")
-        return asked(*args)
+    def is_autocast_enabled_noted(*args: Any) -> Any:
+        recorder.note_mode("autocast")
+        return is_autocast_enabled(*args)
 
-    new = [
-        (nn.Module, "__call__", call),
-        (nn.Module, "__setattr__", assigned),
+    replacements = [
+        (nn.Module, "__call__", call_noted),
+        (nn.Module, "__setattr__", assign_noted),
         (nn.Module, "training", _Training(recorder)),
-        (torch.autograd.Function, "apply", classmethod(applied)),
-        (torch.autocast, "__enter__", entered),
-        (torch, "is_autocast_enabled", is_enabled),
+        (torch.autograd.Function, "apply", classmethod(apply_noted)),
+        (torch.autocast, "__enter__", enter_autocast_noted),
+        (torch, "is_autocast_enabled", is_autocast_enabled_noted),
     ]
     with ExitStack() as stack:
-        for owner, name, value in new:
+        for owner, name, value in replacements:
             before = vars(owner).get(name)
             if before is None:
                 stack.callback(delattr, owner, name)
@@ -94,15 +99,15 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def as_it_was(root: nn.Module) -> Iterator[None]:
-    """Put back all attributes of the modules, and what is in those that are dictionaries or lists."""
+    """At the end, put back all attributes of the modules, and what was in dictionaries and lists among them."""
     kept = [(m, dict(vars(m)), [(x, copy.copy(x)) for x in vars(m).values() if type(x) in (dict, OrderedDict, list)])
             for m in root.modules()]  # fmt: skip
     try:
         yield
     finally:
-        for module, attributes, contents in kept:
+        for module, attributes, containers in kept:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            for holder, before in contents:
-                holder.clear()
-                holder.update(before) if isinstance(holder, dict) else holder.extend(before)
+            for container, before in containers:
+                container.clear()
+                container.update(before) if isinstance(container, dict) else container.extend(before)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.randomness import PrivateGenerator, Randomness, SeededDefault
+from torchgpipe.task.randomness import Randomness
+from torchgpipe.task.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.seeds import Seeds
 from torchgpipe.task.stage import Stage
 

@@ -42,7 +42,7 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/counter.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/live.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/remembered.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "task/randomness.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "task/seeded.py"),
 ]
 # Names that the library reaches through objects.
 OF_OBJECTS = [

@@ -67,8 +67,8 @@ def _drops(input: torch.Tensor, p: float, train: bool) -> bool:
 def _body(func: Any) -> Callable[..., Any] | None:
     """Return a function of these modules, which are written in Python, without its check for modes; or `None`.
 
-    `torch.nn.functional.multi_head_attention_forward` is one. It asks modes first, and once one has answered by calling
-    it, no operator in it would come to the mode.
+    `torch.nn.functional.multi_head_attention_forward` is one. It asks the modes first. If a mode answers by calling it,
+    that mode does not see the operators within.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None

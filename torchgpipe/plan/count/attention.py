@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.plan.hardware.operators import Operator, bytes_of, dtype_of, tensors_in
+from torchgpipe.plan.hardware.operators import Operator, bytes_of, dtype_of
+from torchgpipe.trace.parts import tensors_in
 
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256

@@ -3,13 +3,13 @@
     counts = count(model, sample)     # a sample of any batch size: only its shape matters
     layers = counts.at(16)            # of micro-batches of 16
 
-Layers run one by one as copies (see `torchgpipe.balance.profile`). Whatever is counted is taken as affine in the
-micro-batch's size: a part for the micro-batch and a part for the parameters. So two sizes are counted, and any other
-follows, but for layers that multiply samples with each other (see `growth`).
+Layers run one by one as copies (see `torchgpipe.balance.profile`). What they do grows along a straight line with the
+micro-batch's size: a fixed part for the parameters, and as much again for each sample. So two sizes are counted, and
+any other follows. Layers that multiply samples with each other are an exception (see `growth`).
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,9 @@ from torchgpipe.plan.count.counter import Counter
 from torchgpipe.plan.count.errors import naming_layer
 from torchgpipe.plan.count.footprint import NOTHING, Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.growth import between, check_growth
-from torchgpipe.plan.count.measure import Numbers, measure_footprint
+from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
 from torchgpipe.plan.count.remembered import Remembered
-from torchgpipe.plan.count.task_bytes import TaskBytes
+from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
 from torchgpipe.plan.hardware.operators import Operator
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
@@ -38,7 +38,7 @@ SIZES = (2, 4)
 
 @dataclass(frozen=True)
 class Counts:
-    """A model's layers at two micro-batch sizes, and at any other by the straight line through them."""
+    """A model's layers at two micro-batch sizes, and at any other by the straight line through these."""
 
     model: str
     low: tuple[LayerCount, ...]
@@ -48,8 +48,9 @@ class Counts:
     copied: bool = True
     """Whether a partition gets copies of what others hand it; CPU devices share their memory."""
     known: dict[int, list[Footprint]] = field(default_factory=dict, repr=False, compare=False)
+    """Footprints that were worked out already, by micro-batch size."""
     tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(default_factory=dict, repr=False, compare=False)
-    """By micro-batch size, first layer, the one after the last, and whether they are checkpointed."""
+    """And bytes of tasks, by micro-batch size, first layer, the one after the last, and whether it is checkpointed."""
 
     def footprints(self, size: int) -> list[Footprint]:
         """Return what the layers hold for micro-batches of `size` samples."""
@@ -57,6 +58,14 @@ class Counts:
             pairs = zip(self.low, self.high, strict=True)
             self.known[size] = self._line(size, [(a.footprint, b.footprint) for a, b in pairs])
         return self.known[size]
+
+    def task(self, size: int, start: int, stop: int, *, checkpoint: bool) -> TaskBytes:
+        """Return the bytes of a micro-batch of `size` samples on the partition of layers `start` … `stop` - 1."""
+        key = (size, start, stop, checkpoint)
+        if key not in self.tasks:
+            footprints = self.footprints(size)
+            self.tasks[key] = task_bytes(footprints, start, stop, checkpoint=checkpoint, copied=self.copied)
+        return self.tasks[key]
 
     def at(self, size: int) -> list[LayerCount]:
         """Return the layers' counts for micro-batches of `size` samples, without footprints."""
@@ -102,17 +111,16 @@ def count(
     found: list[list[LayerCount]] = []
     numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
     names = list(module._modules)
-    titles = [f"layer {i} ({name!r}, {type(x).__name__})" for i, (name, x) in enumerate(module._modules.items())]
     remembered, alike = Remembered(), alike or Alike()
     alike.begin(module, device, autocast)
     for size in SIZES:
         given = _empty(sample, size, batched(module))
         with undisturbed(meta), remembered, as_on(device, autocast):
-            count_layer = functools.partial(_count_layer, numbers, alike, iter(titles))
-            counted = rehearse(module, given, meta, count_layer)
+            counted = rehearse(module, given, meta, functools.partial(_count_layer, names, numbers, alike))
             layers = [x._replace(name=name) for name, x in zip(names, counted, strict=True)]
             if memory:
-                footprints = rehearse(module, given, meta, _measure(layers, given, alike))
+                storages = StorageNumbers(alike, len(tensors_of(given)))
+                footprints = rehearse(module, given, meta, functools.partial(_measure_layer, layers, storages))
                 layers = [x._replace(footprint=y) for x, y in zip(layers, footprints, strict=True)]
             found.append(layers)
     check_growth(found[0], found[1], SIZES)
@@ -131,12 +139,15 @@ def _refuse_compiled(module: nn.Sequential) -> None:
                 )
 
 
-def _count_layer(numbers: dict[SkipKey, int], alike: Alike, whose: Iterator[str], rehearsal: Rehearsal) -> LayerCount:
-    """Count one layer, but for its name; one like an earlier layer is not run again. `whose` names layers in errors."""
-    which, key = next(whose), alike.behaviour(rehearsal.original, rehearsal.value)
+def _count_layer(
+    names: Sequence[str], numbers: Mapping[SkipKey, int], alike: Alike, rehearsal: Rehearsal
+) -> LayerCount:
+    """Count one layer, but leave out its name; one like an earlier layer is not run again. `numbers` are the skips'."""
+    key = alike.behaviour(rehearsal.original, rehearsal.value)
     if key is not None and key in alike.counts:
         found, rehearsal.output = alike.counts[key]
         return found
+    which = f"layer {rehearsal.index} ({names[rehearsal.index]!r}, {type(rehearsal.original).__name__})"
     value = rehearsal.prepare()
     reached: set[int] = set()
     given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
@@ -178,9 +189,10 @@ def _count_layer(numbers: dict[SkipKey, int], alike: Alike, whose: Iterator[str]
 
 
 class _Entry(torch.autograd.Function):
-    """Let a tensor enter a layer, note where its gradient arrives, and drop it.
+    """Let a tensor enter a layer; note that its gradient arrives, and drop that.
 
-    A leaf would copy a gradient that the layer passes on unchanged, which no step of a pipeline does.
+    If the tensor were a leaf instead, PyTorch would copy a gradient that the layer passes on unchanged, and the copy
+    would be counted, though no step of a pipeline makes it.
     """
 
     @staticmethod
@@ -196,17 +208,11 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-def _measure(layers: Sequence[LayerCount], given: TensorOrTensors, alike: Alike) -> Callable[[Rehearsal], Footprint]:
-    """Measure the layers' memory in turn, each with gradients for those outputs to which the next one gives some."""
-    numbers = Numbers(alike)
-    numbers.value = tuple(numbers.new() for _ in tensors_of(given))
-    taken = iter([*(layer.gives for layer in layers[1:]), None])
-    gives = iter([layer.gives for layer in layers])
-
-    def measure(rehearsal: Rehearsal) -> Footprint:
-        return measure_footprint(rehearsal, numbers, takes=next(taken), gives=next(gives))
-
-    return measure
+def _measure_layer(layers: Sequence[LayerCount], storages: StorageNumbers, rehearsal: Rehearsal) -> Footprint:
+    """Measure one layer's memory: only those of its outputs get a gradient to which the next layer gives one."""
+    i = rehearsal.index
+    takes = layers[i + 1].gives if i + 1 < len(layers) else None
+    return measure_footprint(rehearsal, storages, takes=takes, gives=layers[i].gives)
 
 
 def _empty(sample: TensorOrTensors, size: int, batched: Sequence[bool] | None) -> TensorOrTensors:

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe.plan.count.attention import attention_operator
 from torchgpipe.plan.count.convolution import convolution, convolution_backward
 from torchgpipe.plan.hardware._flops import flop_formula
-from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of, tensors_in
+from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of
 from torchgpipe.tensors._autograd import without_torch_function
+from torchgpipe.trace.parts import tensors_in
 
 # Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
 NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax")

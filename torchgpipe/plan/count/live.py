@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.plan.count.footprint import SUMMED, Change
-from torchgpipe.plan.hardware.operators import tensors_in
 from torchgpipe.tensors._autograd import holders, without_torch_function
+from torchgpipe.trace.parts import tensors_in
 
 GIVEN, ADDED = -2, -3
-"""In place of a storage: a gradient that backward starts from, and a parameter's that would be added to another."""
+"""What a change has in place of a storage's number: it concerns a gradient that backward starts from, or one of a
+parameter that is added to an earlier one."""
 COPIES = (torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default)
-"""By which autograd copies a gradient that it cannot take over."""
+"""The operators by which autograd copies a gradient, if it cannot give the parameter the gradient itself."""
 ALONE = 2
-"""Holders of a gradient that nobody shares, while autograd gives it to its parameter."""
+"""How many tensors have a gradient's storage when autograd gives it to its parameter, and nobody else has it."""
 
 
 class Live(TorchDispatchMode):
@@ -50,7 +51,7 @@ class Live(TorchDispatchMode):
         self.changes.clear()
 
     def given_only_read(self) -> bool:
-        """Return whether those gradients were neither changed in place nor kept, so that a holder changes nothing."""
+        """Return whether those gradients were neither changed in place nor kept, so it matters not who holds them."""
         return not self._given_written and len(self._given) == sum(x.storage == GIVEN for x in self.changes)
 
     def taken_over(self, grad: Tensor) -> bool:

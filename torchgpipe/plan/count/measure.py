@@ -12,19 +12,25 @@ from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint, Stashed, 
 from torchgpipe.plan.count.live import ADDED, GIVEN, Live
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.tensors._autograd import without_torch_function
+from torchgpipe.tensors.microbatch import tensors_of
 
 Needs = Sequence[bool]
 
 
-class Numbers:
-    """Hand out numbers to storages, and remember those that wait: the present value's, and the skips'."""
+class StorageNumbers:
+    """Number storages as layers make them; remember the numbers of those that a later layer takes.
 
-    def __init__(self, layers: Alike) -> None:
+    Attributes:
+        value: the numbers of the present layer's input, at first `inputs` new ones.
+        skips: the numbers of the skips on their way.
+        layers: footprints and outputs of layers that behave alike.
+    """
+
+    def __init__(self, layers: Alike, inputs: int) -> None:
         self.next = 0
-        self.value: tuple[int, ...] = ()
+        self.value = tuple(self.new() for _ in range(inputs))
         self.skips: dict[SkipKey, int] = {}
         self.layers = layers
-        """Footprints and outputs of layers that behave alike."""
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -48,7 +54,7 @@ class Numbers:
 
 
 class _Head(torch.autograd.Function):
-    """What comes after the layer: makes the outputs' gradients, which then belong to the engine alone."""
+    """In place of what comes after the layer: makes the outputs' gradients, which then only autograd holds."""
 
     @staticmethod
     def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
@@ -65,7 +71,7 @@ class _Head(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def measure_footprint(rehearsal: Rehearsal, numbers: Numbers, *, takes: Needs | None, gives: Needs) -> Footprint:
+def measure_footprint(rehearsal: Rehearsal, numbers: StorageNumbers, *, takes: Needs | None, gives: Needs) -> Footprint:
     """Measure the layer of `rehearsal`, whose entering storages are in `numbers`; number those that it puts out.
 
     `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs
@@ -88,9 +94,9 @@ def measure_footprint(rehearsal: Rehearsal, numbers: Numbers, *, takes: Needs | 
     result, popped = _describe(rehearsal, numbers, held, takes, gives)
     output, scope = rehearsal.output, rehearsal.scope
     entered = (result.inputs, popped, result.pops)
-    seen = _backward(rehearsal, entered, held, takes)
-    graph, traces = seen.graph, _variants(seen)
-    if not seen.plain:  # what it does depends on who holds gradients
+    run = _backward(rehearsal, entered, held, takes)
+    graph, traces = run.graph, _variants(run)
+    if not run.plain:  # run each case: with and without a holder, the second time with gradients of parameters
         traces = []
         for hold in (False, True):
             for p in layer.parameters():
@@ -110,7 +116,7 @@ def measure_footprint(rehearsal: Rehearsal, numbers: Numbers, *, takes: Needs | 
 
 
 def _describe(
-    rehearsal: Rehearsal, numbers: Numbers, held: Sequence[Tensor], takes: Needs | None, gives: Needs
+    rehearsal: Rehearsal, numbers: StorageNumbers, held: Sequence[Tensor], takes: Needs | None, gives: Needs
 ) -> tuple[Footprint, list[SkipKey]]:
     """Find what the layer takes, makes and saves; return that and the skips it pops, and move `numbers` on."""
     _, value, entering = _prepared(rehearsal, numbers, held)
@@ -122,7 +128,7 @@ def _describe(
             kept[id(x.untyped_storage())] = x.untyped_storage()
         return x
 
-    values = _flat(value)
+    values = tensors_of(value)
     versions = [x._version for x in values]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         rehearsal.forward(value)
@@ -138,7 +144,7 @@ def _describe(
         return known[id(storage)]
 
     saves = sorted(number_of(storage) for storage in kept.values())
-    handed = _flat(rehearsal.output)
+    handed = tensors_of(rehearsal.output)
     outputs = tuple(number_of(x.untyped_storage()) for x in handed)
     stashed, stashes = {}, []
     for key, skip in rehearsal.scope.items():
@@ -169,12 +175,12 @@ def _grad_bytes(tensors: Sequence[Tensor], needs: Needs | None) -> float:
 
 
 def _prepared(
-    rehearsal: Rehearsal, numbers: Numbers, held: Sequence[Tensor]
+    rehearsal: Rehearsal, numbers: StorageNumbers, held: Sequence[Tensor]
 ) -> tuple[Live, Any, list[tuple[Tensor, int]]]:
     value = rehearsal.prepare()
     live = Live()
     live.ignore(held)
-    entering = list(zip(_flat(value), numbers.value, strict=True))
+    entering = list(zip(tensors_of(value), numbers.value, strict=True))
     for key, x in rehearsal.scope.items():
         if x is not None and key in numbers.skips:
             entering.append((x, numbers.skips[key]))
@@ -182,20 +188,20 @@ def _prepared(
     return live, value, entering
 
 
-class _Seen(NamedTuple):
-    """The most bytes of forward, and the trace of backward."""
+class _Run(NamedTuple):
+    """A forward and a backward: the most bytes of the first, and the trace of the second."""
 
     graph: float
     trace: Sequence[Change]
     plain: bool
-    """Whether the trace tells what would be otherwise, if others held gradients: operators would be the same."""
+    """Whether the same operators run if somebody else holds gradients, so that this trace tells what happens then."""
 
 
-def _variants(seen: _Seen) -> list[tuple[Change, ...]]:
-    """Return the trace without earlier gradients of parameters and with them, and both while outputs' are held."""
+def _variants(run: _Run) -> list[tuple[Change, ...]]:
+    """Return four traces: without and with earlier gradients of parameters; and both if outputs' gradients are held."""
     found = []
     for held in (False, True):
-        trace = [x for x in seen.trace if not (held and x.storage == GIVEN)]
+        trace = [x for x in run.trace if not (held and x.storage == GIVEN)]
         trace = [Change(x.bytes, None) if x.storage == GIVEN else x for x in trace]
         first = tuple(x for x in trace if x.storage != ADDED)
         later = first
@@ -212,26 +218,26 @@ def _backward(
     takes: Needs | None,
     *,
     hold: bool = False,
-) -> _Seen:
-    """Run forward and backward; nothing but the graph holds what they make, or with `hold` the first gradients."""
+) -> _Run:
+    """Run forward and backward. Only the graph holds what they make; with `hold`, the outputs' gradients are kept."""
     live = Live()
     gradients = [p.grad for p in held if p.grad is not None]
     live.ignore([*held, *gradients])
     live.gradients = {id(grad.untyped_storage()) for grad in gradients}
     value: Any = rehearsal.prepare()
-    entering = list(zip([*_flat(value), *(rehearsal.scope[key] for key in entered[1])], [*entered[0], *entered[2]],
+    entering = list(zip([*tensors_of(value), *(rehearsal.scope[key] for key in entered[1])], [*entered[0], *entered[2]],
                         strict=True))  # fmt: skip
     while entering:
         live.enter(*entering.pop())
     with live:
         rehearsal.forward(value)
     graph, plain = live.peak(), True
-    count = len(_flat(rehearsal.output))
+    count = len(tensors_of(rehearsal.output))
     roots = [
         y for i, y in enumerate(rehearsal.results()) if y.requires_grad and (takes is None or i >= count or takes[i])
     ]
     if not roots:
-        return _Seen(graph, (), plain)
+        return _Run(graph, (), plain)
 
     def accumulated(p: Tensor) -> None:
         nonlocal plain
@@ -252,8 +258,4 @@ def _backward(
         head.backward(start)
     for hook in hooks:
         hook.remove()
-    return _Seen(graph, tuple(live.changes), plain and live.given_only_read())
-
-
-def _flat(value: Any) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
+    return _Run(graph, tuple(live.changes), plain and live.given_only_read())

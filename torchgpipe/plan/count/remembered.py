@@ -1,7 +1,7 @@
-"""Run operators on `meta` once: where the same comes in, the same comes out.
+"""Run operators on `meta` once, and remember what their results look like: for the same inputs they are the same.
 
-PyTorch works many shapes out in Python, which takes most of the time of counting; and the layers of a model are alike.
-What works element by element is known for all shapes at once.
+PyTorch works out many shapes in Python, which takes most of the time of counting, and the layers of a model are alike.
+The results of operators that work element by element are known for all shapes at once.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.plan.hardware.operators import tensors_in
 from torchgpipe.tensors._autograd import without_torch_function
+from torchgpipe.trace.parts import tensors_in
 
 
 class _Like(NamedTuple):

@@ -1,4 +1,4 @@
-"""Devices: operators and the seconds that they take, descriptions of nodes, and the present device.
+"""How fast devices are: descriptions of nodes, seconds of operators, and measurements of the present device.
 
 It may import nothing else of `plan`.
 """

@@ -6,12 +6,10 @@
 
 A file is JSON. Every figure is an object with a `value` and a `source`. An efficiency belongs to a class of operators:
 the share of the peak rate (those that have floating-point operations) or of the memory bandwidth that it reaches. A
-compute efficiency as `conv.float16` is that of a class in one type of numbers. What has none for fused attention
-computes it as products of matrices; what has no peak for TF32 computes it as float32. Where an operator can be computed
-in two ways, the faster counts.
-
-What matters on CPUs may be left out. `sharing` is by which share of its time a task takes longer for each other device
-at work.
+compute efficiency as `conv.float16` is that of a class in one type of numbers. Where an operator can be computed in two
+ways, the faster counts. Fused attention without an efficiency is taken to be as efficient as `matmul`, and TF32 without
+a peak rate as fast as float32. `sharing` matters on CPUs: by which share of its time a task takes longer for each other
+device that is at work.
 """
 
 import json

@@ -20,7 +20,7 @@ def room(memory: float, hardware: Hardware, headroom: float | None = None) -> fl
 
 
 def check_headroom(headroom: object) -> None:
-    """Refuse what is no share.
+    """Check that `headroom` is a share.
 
     Raises:
         ValueError: it is no number from 0 on.

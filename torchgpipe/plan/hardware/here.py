@@ -27,7 +27,7 @@ MOST_AT_WORK = 4
 
 
 def describe_here(device: torch.device, devices: int | None, memory: float | None) -> Hardware:
-    """Describe what is here by what links and memory are measured to do; how fast it computes, layers tell.
+    """Describe what is here: memory and links, which are measured. How fast it computes is left to profiled layers.
 
     On a CPU a device is as many cores as PyTorch has threads, and has its share of the memory. CPU devices share
     memory, so nothing is copied between them; threads hand tensors over. With a single GPU, links are taken as fast as

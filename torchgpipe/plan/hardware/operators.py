@@ -5,8 +5,7 @@ An operator is what reaches PyTorch's dispatcher below autograd: on a GPU about 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -34,18 +33,6 @@ class Operator(NamedTuple):
     """The kernels of another way to the same result, where there is one; a library takes the faster way."""
     grid: Grid | None = None
     """The matrices that its floating-point operations put out, where tiles of them are known to matter."""
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Find the tensors in what an operator takes or returns: values in tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
 
 
 def bytes_of(x: Tensor) -> int:

@@ -51,7 +51,8 @@ def time_step(module: nn.Sequential, sample: TensorOrTensors, device: torch.devi
     torch.autograd.backward(roots, gradients)
     synchronize(device)
     end = perf_counter()
-    # Where no gradient goes, backward is over; and layers with next to none may get theirs out of order.
+    # A layer without a gradient counts as reached at the end. Layers with next to no backward may be reached out of
+    # order, so the times are made to increase.
     marks = [*(arrived.get(i, end) for i in range(len(module) - 1)), start]
     marks = [*accumulate(reversed(marks), max)][::-1]
     return Seconds(forward, graph, [a - b for a, b in pairwise([end, *marks])])

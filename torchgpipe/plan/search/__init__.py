@@ -1,4 +1,4 @@
-"""The best setup: which are tried, what is said where there is none, and data parallel training beside it.
+"""The search: which setups are tried, what is said if none fits, and data parallel training to compare with.
 
 It may import all of `plan` but the planner and its report.
 """

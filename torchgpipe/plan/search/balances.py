@@ -15,23 +15,25 @@ SAFE = 1 - 1e-9
 class Work:
     """What layers take with the micro-batches and the checkpoint mode of `setup`, and balances that share it out.
 
-    In GPipe's schedule the first micro-batch goes forward and backward through the layers before a partition while that
-    waits, and the last one through those behind it. So a step takes the way of one micro-batch through all layers, and
-    the `seconds` beyond that of any partition's layers.
+    In GPipe's schedule a partition waits while one micro-batch is in other partitions: the first, on its way forward to
+    it and backward from it, and the last, in the partitions behind it. So a step takes at least what one micro-batch
+    takes in all layers, and what any partition's layers take beyond that, their `seconds`.
     """
 
     def __init__(self, predictor: Predictor, setup: Setup) -> None:
         self.predictor, self.setup = predictor, setup
         m, recomputed = len(setup.sizes), checkpointed(setup.checkpoint, len(setup.sizes))
-        full, last = predictor.layers(setup.sizes[0]), predictor.layers(setup.sizes[-1])
+        full, last = predictor.layers(setup.sizes[0]), predictor.layers(setup.sizes[-1])  # the last may be smaller
         again = min(recomputed, m - 1)
-        forward, end = full.forward if again else full.graph, last.forward if recomputed == m else last.graph
-        back = [a + b for a, b in zip(full.backward, full.accumulate, strict=True)]
-        lasts = [a + b for a, b in zip(end, last.backward, strict=True)]
-        way = [min(a + b, c) if m > 1 else c for a, b, c in zip(forward, back, lasts, strict=True)]
-        others = [again * a + (m - 1) * (b + c) for a, b, c in zip(full.forward, full.graph, back, strict=True)]
-        self.seconds = [a + (b - c) for a, b, c in zip(others, lasts, way, strict=True)]
-        self._way = sum(way)
+        # Of each layer: the first micro-batch's forward and backward, the last one's both, and all but the last one's.
+        forward = full.forward if again else full.graph
+        backward = [a + b for a, b in zip(full.backward, full.accumulate, strict=True)]
+        last_forward = last.forward if recomputed == m else last.graph
+        last_both = [a + b for a, b in zip(last_forward, last.backward, strict=True)]
+        others = [again * a + (m - 1) * (b + c) for a, b, c in zip(full.forward, full.graph, backward, strict=True)]
+        one = [min(a + b, c) if m > 1 else c for a, b, c in zip(forward, backward, last_both, strict=True)]
+        self.seconds = [a + (b - c) for a, b, c in zip(others, last_both, one, strict=True)]
+        self._one = sum(one)
         self._copies = [2 * predictor.hardware.transfer(layer.output) for layer in full.layers[:-1]]
         self._cheapest = list(accumulate(sorted(self._copies), initial=0.0))
         self._parameters = sum(layer.parameters for layer in full.layers)
@@ -40,7 +42,7 @@ class Work:
         """Return what no balance over `n` partitions can beat whose heaviest one, and copies, take at least that."""
         most = max(most, sum(self.seconds) / n, max(self.seconds))
         update = self.predictor.update(self.setup, [self._parameters / n] * n)
-        return (self._way + most + max(copies, self._cheapest[n - 1]) + update) * SAFE
+        return (self._one + most + max(copies, self._cheapest[n - 1]) + update) * SAFE
 
     def bound_of(self, balance: Sequence[int]) -> float:
         """Return what this balance cannot beat."""

@@ -18,7 +18,7 @@ class Impossible(ValueError):
 
 
 class Least(NamedTuple):
-    """The setup that needs the least, of those that were asked about, and the bytes of its fullest device."""
+    """That one of several setups that needs the least memory, and the bytes of its fullest device."""
 
     setup: Setup
     peak: float
@@ -88,7 +88,7 @@ def least(
 
 
 def why(predictor: Predictor, allowed: Least, batch_size: int, devices: int, memory: float) -> str:
-    """Say by how much the setup that needs the least misses, of those `allowed`, and what would need less."""
+    """Say how much memory the `allowed` setup lacks, which is the one that needs the least, and what needs less."""
     partitions = min(devices, len(predictor.counts))
     free = least(predictor, batch_size, partitions, allowed.setup.optimizer, sorted({1, batch_size}), MODES)
     if free.peak <= memory:

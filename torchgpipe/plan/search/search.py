@@ -31,8 +31,8 @@ class Found:
 
     best: Candidate | None = None
     bound: float = inf
-    free: float = inf
-    """The seconds of the fastest balance that evens out seconds, whether it fits or not."""
+    unlimited: float = inf
+    """The seconds of the fastest setup, balanced by seconds, if memory had no limit."""
 
     @property
     def limit(self) -> float:
@@ -98,7 +98,7 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
     """Look for a faster setup among the balances over `n` partitions; return what none that has room can beat."""
     setup = replace(work.setup, balance=work.balance(n, 0.0))
     step = work.predictor.step(setup)
-    found.free = min(found.free, step.seconds)
+    found.unlimited = min(found.unlimited, step.seconds)
     if not work.has_room(n, memory):
         return inf
     lower = work.bound(n, heaviest(work.seconds, setup.balance))

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from torchgpipe.plan.memory import Device, setup_memory
+from torchgpipe.plan.memory import DeviceBytes, setup_memory
 from torchgpipe.plan.predict import PredictedStep, Predictor, Setup
 from torchgpipe.plan.search.balances import Work
 
 MOST_TASKS = 1_000_000
-"""Tasks of all replays that a setup's balances are worth; one that has more is tried where no other fits."""
+"""How many tasks may be replayed for one setup, over all balances; a setup with more is tried only if no other fits."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Candidate:
     setup: Setup
     seconds: float
     bubble: float
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceBytes, ...]
 
     @property
     def peak(self) -> float:
@@ -44,7 +44,7 @@ class Trial:
         self.work, self.best, self.memory = work, first, memory
         self.known = {first.setup.balance}
         self.left = MOST_TASKS // (3 * len(work.setup.sizes) * len(first.setup.balance))
-        """So many more are replayed."""
+        """How many more balances may be replayed."""
 
     @property
     def lacking(self) -> float:
@@ -81,7 +81,7 @@ class Trial:
 
 
 def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """Return the balances in which a source has so many layers fewer, and another more; those between are shifted."""
+    """Return the balances in which one of `sources` has `stride` layers fewer, and another partition as many more."""
     for j, k in product(sources, range(len(balance))):
         if j != k and balance[j] > stride:
             moved = list(balance)

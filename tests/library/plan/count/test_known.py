@@ -17,10 +17,10 @@ from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.live import Live
 from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.count.remembered import Remembered
-from torchgpipe.plan.hardware.operators import tensors_in
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Setup
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.trace.parts import tensors_in
 
 from .test_counter import meta
 

@@ -1,0 +1,154 @@
+"""Draw with a seed of a task's own: from a generator that only this task has, or from the default one for a while.
+
+Both draw the same numbers. Workers need the first, as their tasks run at once and the CPU's default generator is one
+for all threads. The second is for ranks: it costs less, as it need not watch every operator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchgpipe.task.randomness import UNLIKE, State, same
+from torchgpipe.tensors._autograd import pop_mode, present_mode, push_mode
+
+DEFAULT_GENERATOR_LOCK = threading.RLock()
+"""Held by whoever sets the state of the CPU's default generator, which all threads share."""
+
+SET = (
+    "a layer, or another thread, has set the default generator (torch.manual_seed), which all partitions share; give "
+    "the layer a torch.Generator of its own, or use GPipe with engine='graph'"
+)
+
+
+class SeededDefault:
+    """Let a task draw from the default generator, seeded for it; one object is entered around both of its passes.
+
+    Afterwards the generator is as it was before. `drew` is called then, if there was a draw.
+    """
+
+    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
+        self._seed, self._drew = seed, drew
+        self._end: State | None = None
+
+    def __enter__(self) -> None:
+        with DEFAULT_GENERATOR_LOCK:
+            self._outer = torch.default_generator.get_state()
+            self._begin = torch.default_generator.manual_seed(self._seed).get_state()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with DEFAULT_GENERATOR_LOCK:
+            seed, end = torch.default_generator.initial_seed(), torch.default_generator.get_state()
+            torch.default_generator.set_state(self._outer)
+        if not same(self._begin, end):
+            self._drew()
+        if kind is not None:
+            return
+        if seed != self._seed % 2**64:
+            raise RuntimeError(SET)
+        if self._end is not None and not same(self._end, end):
+            raise RuntimeError(UNLIKE)
+        self._end = end
+
+
+class _Thread(threading.local):
+    private: PrivateGenerator | None = None
+
+
+_thread = _Thread()
+
+
+class PrivateGenerator(TorchDispatchMode):
+    """Let every operator within this context that draws random numbers draw from the context's own generator.
+
+    Operators that accept a generator are given it. The few that accept none take the default generator, which is put
+    into the own one's state for as long; they run one at a time. `drew` is called at each draw. An operator to which a
+    layer gives a generator is left alone.
+    """
+
+    _kinds: dict[Any, str] = {}  # noqa: RUF012 (a cache that all instances share)
+
+    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._default_seed = _default_seed()
+        self._generator = torch.Generator()
+        self._generator.manual_seed(seed)
+        self._drew = drew
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let layers be compiled within this context; what is compiled still draws from it."""
+        return True
+
+    @staticmethod
+    def present() -> PrivateGenerator | None:
+        """Return the innermost such context that the running thread is within; `None` if it is in none."""
+        return _thread.private
+
+    @staticmethod
+    def back_to(outer: PrivateGenerator | None) -> None:
+        """Leave all such contexts that were entered within `outer`; an interrupt may have left one of them halfway."""
+        while (inner := _thread.private) is not outer and inner is not None:
+            if present_mode() is inner:
+                pop_mode()
+            _thread.private = inner._outer
+
+    def __enter__(self) -> PrivateGenerator:
+        self._outer, _thread.private = _thread.private, self
+        push_mode(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pop_mode()
+        _thread.private = self._outer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = self._kinds.get(func) or self._classify(func)
+        # Where such contexts are nested, only the innermost acts.
+        if kind == "quiet" or kwargs.get("generator") is not None or _thread.private is not self:
+            return func(*args, **kwargs)
+        if kind == "draws for dropout" and not _argument(func, "dropout_p", args, kwargs):
+            return func(*args, **kwargs)
+        self._drew()
+        # Read without the lock first: only where the seeds differ does it need another look.
+        if torch.default_generator.initial_seed() != self._default_seed != _default_seed():
+            raise RuntimeError(SET)
+        if kind == "takes a generator":
+            return func(*args, **{**kwargs, "generator": self._generator})
+        with DEFAULT_GENERATOR_LOCK:
+            default = torch.get_rng_state()
+            torch.set_rng_state(self._generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._generator.set_state(torch.get_rng_state())
+                torch.set_rng_state(default)
+
+    @classmethod
+    def _classify(cls, func: Any) -> str:
+        if any(a.name == "generator" and a.kwarg_only for a in func._schema.arguments):
+            kind = "takes a generator"
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            attention = any(a.name == "dropout_p" for a in func._schema.arguments)
+            kind = "draws for dropout" if attention else "draws by default"
+        else:
+            kind = "quiet"
+        cls._kinds[func] = kind
+        return kind
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what an operator is given for the argument of that name, or else its default."""
+    at, argument = next((i, a) for i, a in enumerate(func._schema.arguments) if a.name == name)
+    return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
+
+
+def _default_seed() -> int:
+    # With the lock: for a moment, the default generator may have the state of another thread's.
+    with DEFAULT_GENERATOR_LOCK:
+        return torch.default_generator.initial_seed()
