@@ -115,6 +115,11 @@ USES: dict[str, Use] = {
     "backward of one parameter": lambda run, x: loss_of(run, x).backward(inputs=[[*run.parameters()][2]]),
 }  # fmt: skip
 
+NOTES = {
+    "grad twice": "By `torch.autograd.grad` of input and parameters, with `retain_graph`.",
+    "backward of one parameter": "By `backward(inputs=…)`.",
+}
+
 # A plain parameter adds up all micro-batches' gradients before .grad, a pipeline those of each mini-batch and each
 # backward: so these sums are only up to rounding.
 SUMS: dict[str, Use] = {
@@ -137,7 +142,7 @@ ROWS = [
     *(Row(f"frozen: {what}, input takes none", partial(freeze, five, *numbers), lambda: real(grad=False),
           use=promised) for what, numbers in FROZEN.items()),
     *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
-    *(Row(what, use=use) for what, use in USES.items()),
+    *(Row(what, use=use, note=NOTES.get(what, "")) for what, use in USES.items()),
     *(Row(what, use=use, tolerance=REORDERED) for what, use in SUMS.items()),
     Row("twice without retain_graph", use=twice_without_retain_graph, refused={"": RETAIN}),
     Row("twice without retain_graph, one micro-batch", use=twice_without_retain_graph, refused={"": RETAIN}, chunks=1),
