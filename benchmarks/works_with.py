@@ -25,11 +25,12 @@ def table(record: Record, style: str) -> str:
 def answer(row: Row) -> str:
     """Say with which engines and modes of `GPipe` a row works."""
     right = [(engine, mode) for engine in ENGINES for mode in MODES if row.refusal(engine, mode) is None]
+    rounded = ", up to rounding" if row.tolerance else ""
     if len(right) == len(ENGINES) * len(MODES):
-        return "right"
+        return f"right{rounded}"
     if not right:
         return "refused"
     engines, modes = sorted({engine for engine, _ in right}), sorted({mode for _, mode in right})
     assert len(right) == len(modes) and len(engines) == 1, f"{row.name}: there are no words for this"
     only = "" if len(modes) == len(MODES) else f' and `checkpoint="{modes[0]}"`'
-    return f'right with `engine="{engines[0]}"`{only}, else refused'
+    return f'right with `engine="{engines[0]}"`{only}{rounded}, else refused'

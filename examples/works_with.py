@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.func import functional_call
 from torch.nn.functional import mse_loss
-from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -96,34 +95,6 @@ def activations_on_the_host(model: nn.Module, batches: Batches) -> None:
         with torch.autograd.graph.save_on_cpu():
             loss = mse_loss(model(x), target)
         loss.backward()
-
-
-class LoRA(nn.Module):
-    """A linear layer with an adapter."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of both."""
-        y: Tensor = self.base(x) + self.up(self.down(x))
-        return y
-
-
-def adapters_after_wrapping(model: Any, batches: Batches) -> Any:
-    losses = train(model, batches)
-    model.requires_grad_(False)
-    model[1].linear = LoRA(model[1].linear)
-    return losses, train(model, batches)
-
-
-def weight_norm_after_wrapping(model: Any, batches: Batches) -> Any:
-    losses = train(model, batches)
-    parametrizations.weight_norm(model[3])
-    return losses, train(model, batches)
 
 
 def other_parameters(model: nn.Module, batches: Batches) -> list[Any]:

@@ -79,14 +79,27 @@ def compile_layers(layers: nn.Sequential) -> None:
         layer.compile(backend=backend)
 
 
+def then(change: Callable[[Any], object]) -> Callable[[Any, do.Batches], Any]:
+    """Train, change the pipeline, and train it on."""
+
+    def use(run: Any, batches: do.Batches) -> Any:
+        losses = do.train(run, batches)
+        run.zero_grad()
+        change(run)
+        return losses, do.train(run, batches)
+
+    return use
+
+
+def adapted(base: nn.Linear) -> nn.Module:
+    """Return the layer, frozen, with an adapter beside it (LoRA)."""
+    down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+    return Do(lambda self, x: self.base(x) + self.up(self.down(x)), base=base.requires_grad_(False), down=down, up=up)
+
+
 def adapt(layers: Any) -> None:
     layers.requires_grad_(False)
-    layers[1].linear, layers[3] = do.LoRA(layers[1].linear), do.LoRA(layers[3])
-
-
-def replace_a_layer(run: Any, batches: do.Batches) -> None:
-    setattr(run, "3", do.LoRA(run[3]))
-    run(batches[0][0])
+    layers[1].linear = adapted(layers[1].linear)
 
 
 def save_for_another_balance(run: Any, batches: do.Batches) -> nn.Module:
@@ -105,22 +118,10 @@ def assign(layers: nn.Module) -> None:
     layers.to("meta").load_state_dict(weights, assign=True)
 
 
-def assign_others(run: nn.Module, batches: do.Batches) -> Any:
-    losses = do.train(run, batches)
-    run.load_state_dict(layers().state_dict(), assign=True)
-    return losses, do.train(run, batches)
-
-
 def put_either(layers: Any) -> None:
     """Put a layer in that uses one half of its parameters, and the other half when it is told so."""
     branches = nn.ModuleList([Block(), Block()])
     layers[1] = Do(lambda self, x: self.branches[self.taken](x), branches=branches, taken=0)
-
-
-def take_the_other(run: Any, batches: do.Batches) -> Any:
-    losses = do.train(run, batches)
-    run.module[1].taken = 1
-    return losses, do.train(run, batches)
 
 
 def cached_parametrizations(run: nn.Module, batches: do.Batches) -> None:
@@ -195,14 +196,12 @@ ALONE: dict[str, Any] = {"without": {"ranks": "it needs one process with the who
 ROWS = [
     tool("`autocast`, `GradScaler` and clipping", do.mixed_precision,
          "Autocast keeps no copies of weights between micro-batches: their gradients are summed in full precision."),
-    tool("hooks of parameters", do.hooks_of_parameters,
-         "Once a step, with the gradient of the whole mini-batch.", **ALONE),
+    tool("hooks of parameters", do.hooks_of_parameters, "Once a step, with the mini-batch's gradient.", **ALONE),
     tool("an optimizer in backward", do.optimizer_in_backward, "By `register_post_accumulate_grad_hook`."),
     tool("hooks of layers and of the model", do.hooks_of_layers,
          "A layer's run once per micro-batch, the model's once a step. A layer's forward hooks run again when it is "
-         "recomputed."),
-    tool("an average of the weights (`AveragedModel`)", do.average_of_weights, "The average is a pipeline, too.",
-         **ALONE),
+         "recomputed.", **ALONE),
+    tool("an average of the weights", do.average_of_weights, "`AveragedModel` holds another pipeline.", **ALONE),
     tool("`save_on_cpu` and other `saved_tensors_hooks`", do.activations_on_the_host,
          "They do not reach what is recomputed, and with workers only the last partition."),
     Row("`torch.utils.checkpoint` inside a layer",
@@ -213,11 +212,12 @@ ROWS = [
             use=partial(train_compiled, compiled=True), **ALONE),
     tool("`torch.compile(model)`", compile_model, "It compiles nothing: compile the layers.", **ALONE),
     changed("adapters (LoRA), added before wrapping", adapt, "Weights may be frozen."),
-    tool("adapters (LoRA), added after wrapping", do.adapters_after_wrapping, "Inside of layers."),
-    tool("a whole layer replaced after wrapping", replace_a_layer, "Change the layers first, then wrap them.",
+    tool("adapters (LoRA), added after wrapping", then(adapt), "Inside of layers."),
+    tool("a whole layer replaced after wrapping", then(lambda run: setattr(run, "3", adapted(run[3]))),
+         "Change the layers first, then wrap them.",
          refused={"": "a layer or partition was replaced after the pipeline was made"}, **ALONE),
     changed("`weight_norm` and other parametrizations", lambda layers: parametrizations.weight_norm(layers[0]),
-            "Also when added after wrapping.", use=do.weight_norm_after_wrapping),
+            "Also when added after wrapping.", use=then(lambda run: parametrizations.weight_norm(run[3]))),
     # The layer uses its weight twice, and a task adds up these two gradients first.
     changed("`spectral_norm`", lambda layers: parametrizations.spectral_norm(layers[0]),
             "One step of its power iteration per micro-batch, none in recomputation.", tolerance=REORDERED),
@@ -237,7 +237,7 @@ ROWS = [
             "Then load the weights, before wrapping or after.", use=from_meta, **ALONE),
     changed("from `meta` by `load_state_dict(assign=True)`", assign,
             "Before wrapping or after. Make the optimizer last: parameters are other objects then.",
-            use=assign_others, **ALONE),
+            use=then(lambda run: run.load_state_dict(layers().state_dict(), assign=True)), **ALONE),
     tool("a forked process", do.forked_process, "It has workers of its own.", **ALONE),
     tool("a spawned process", do.spawned_process, "The pipeline may be an argument.", **ALONE),
     tool("the profiler", do.profiler,
@@ -250,7 +250,8 @@ REPLICAS = [
     replicated("`DistributedDataParallel`", note="Gradients are averaged once a step."),
     replicated("`DistributedDataParallel(static_graph=True)`", lambda run, given: do.train(run, given + given),
                "As without a pipeline.", static_graph=True),
-    replicated("`DistributedDataParallel(find_unused_parameters=True)`", take_the_other,
+    replicated("`DistributedDataParallel(find_unused_parameters=True)`",
+               then(lambda run: setattr(run.module[1], "taken", 1)),
                "A checkpointed partition counts as using all of its parameters, so there may be a warning that none "
                "is unused.", change=put_either, find_unused_parameters=True),
     replicated("`DistributedDataParallel`, accumulating with `no_sync`", do.no_sync, "As without a pipeline."),
