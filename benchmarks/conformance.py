@@ -82,41 +82,45 @@ def found(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
         yield results
 
 
-def table(record: Record, style: str = "simple") -> str:
-    """Render counts of how checks ended, a table of all checks, and the messages of those that are not equal."""
+def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()) -> str:
+    """Render how many checks end how, and a table of all: what works here, and elsewhere.
+
+    The `first` lines of that stand before those of the record.
+    """
     cases = by_case(record)
     engines = list(dict.fromkeys(result.row for result in record.results))
-    kinds = {(r.experiment, r.row): str(r.values["outcome"]) for r in record.results}
     summary = []
     for engine in engines:
-        counts = Counter(kind for (_, row), kind in kinds.items() if row == engine)
+        counts = Counter(str(cases[name][engine].values["outcome"]) for name in cases if engine in cases[name])
         package = PACKAGES.get(engine)
         of = "this library" if package is None else f"{package} {(record.software or {})[package]}"
         summary.append([engine, of, *(str(counts[kind] or "") for kind in KINDS)])
-    rows, details = [], []
+    rows = [*first]
     group = ""
-    for name in cases:
+    for name, ends in cases.items():
         check = CHECKS[name]
-        rows.append([check.group if check.group != group else "", name, check.why,
-                     *(kinds.get((name, engine), "") for engine in engines)])  # fmt: skip
-        group = check.group
-        said: dict[tuple[str, str], list[str]] = {}
-        for engine in engines:
-            if (result := cases[name].get(engine)) is not None and result.reason:
-                said.setdefault((kinds[name, engine], _shown(result.reason)), []).append(engine)
-        details += [[name, ", ".join(who), how, what] for (how, what), who in said.items()]
-    return "\n\n".join(
-        [
-            render(["engine", "version", *KINDS], summary, style),
-            render(["group", "check", "what must hold, and why", *engines], rows, style),
-            render(["check", "engine", "how it ends", "what is said, or differs"], details, style),
-        ]
-    )
+        if check.group != group:
+            group = check.group
+            rows.append([f"**{group}**", "", "", ""])
+        here, there = ([ends[e] for e in engines if e in ends and (e in PACKAGES) == other] for other in (False, True))
+        rows.append([name, ended(here), check.why, ended(there)])
+    heads = ["", "here", "why it matters, or what to know", "elsewhere"]
+    return "\n\n".join([render(["engine", "version", *KINDS], summary, style), render(heads, rows, style)])
+
+
+def ended(results: Sequence[Result]) -> str:
+    """Say how a check ended: who is not named, is equal."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if (kind := str(result.values["outcome"])) != "equal":
+            said.setdefault((kind, _shown(result.reason or "")), []).append(result.row)
+    ends = [f"{kind} ({', '.join(who)}): {what}" for (kind, what), who in said.items()]
+    return "; ".join(ends) or ("right" if results else "")
 
 
 def _shown(reason: str) -> str:
     text = reason.replace("|", "\\|").replace("<", "&lt;")
-    return text if len(text) <= 160 else f"{text[:159]}…"
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 if __name__ == "__main__":

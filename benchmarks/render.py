@@ -9,7 +9,7 @@ Benchmarks import `reproduce`, so they hand the makers of their blocks to it.
 import sys
 from pathlib import Path
 
-from benchmarks import any_model, conformance
+from benchmarks import any_model, works_with
 from benchmarks.gates import machinery, overlap
 from reproduce.cli.main import main
 from reproduce.error import Error
@@ -20,7 +20,7 @@ from reproduce.tables.render import NOTHING, link
 BENCHMARKS = ROOT / "results" / "benchmarks"
 TABLES = {
     "any_model": any_model.table,
-    "conformance": conformance.table,
+    "conformance": works_with.table,
     "machinery": machinery.table,
     "overlap": overlap.table,
 }

@@ -1,4 +1,4 @@
-"""The example trains alike on one process and under torchrun, and goes on to the same numbers after failures."""
+"""The example and the tutorial train alike on one process and under torchrun; the example goes on after failures."""
 
 import json
 import re
@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from reproduce.machine.description import ROOT
 from torchgpipe.state.saved_files import read
 
 from .behaviours.compare import differences
@@ -57,6 +58,18 @@ def test_the_example(model: str) -> None:
     assert len(alone) == 6
     # Convolutions may differ in their last bits from one start of Python to the next, in a single process, too.
     assert ranks == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    *alone, ranks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    printed = ""
+    for start, code in (((), "".join(alone)), (TWO, ranks)):
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        printed += python(*start, str(script), errors=subprocess.STDOUT).communicate(timeout=600)[0]
+    losses = [float(loss) for loss in re.findall(r": ([\d.]+)$", printed, re.MULTILINE)]
+    assert len(losses) == 5, printed
+    assert losses == pytest.approx(losses[:1] * 5, rel=1e-4)
 
 
 def training(steps: int, folder: Path) -> tuple[str, ...]:

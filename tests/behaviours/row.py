@@ -76,6 +76,7 @@ class Row:
         without: the engines, modes and variations that cannot do it, each with the reason.
         tolerance: see compare.py; with a reason beside the row.
         options: of the pipeline, as its user would give them.
+        note: what users should know; rows that have one are in docs/works-with.md.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Row:
     tolerance: float = 0.0
     chunks: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
 
     def refusal(self, engine: str, checkpoint: str) -> str | None:
         """Return the message of the error that is raised, or `None` where none is."""

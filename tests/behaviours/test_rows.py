@@ -11,11 +11,11 @@ from benchmarks.others.ours import Layers, Threads
 from ..plain import piped
 from .compare import differences
 from .pipe import Pipe, Training
-from .row import Case, Row, cases, unlike
-from .rows import at_once, between, buffers, gradients, passed, random, unusual
+from .row import ENGINES, MODES, Case, Row, cases, unlike
+from .rows import at_once, between, buffers, gradients, passed, random, tools, unusual
 from .rows.training import ROWS
 
-GROUPS = (passed, gradients, between, buffers, random, unusual, at_once)
+GROUPS = (passed, gradients, between, buffers, random, unusual, at_once, tools)
 NAMES = {row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS}
 # As benchmarks/conformance.py says, too, with the reason.
 TOGETHER = [row for row in ROWS if not row.unlike]
@@ -32,8 +32,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 # Before torch 2.13, what `checkpoint` holds is not closed where the layer raises, but wherever the error is freed.
 @pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Of torch.compile, with plain layers, too; of torch.distributed.checkpoint; and of a forked process.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rows(case: Case) -> None:
     assert unlike(*case) == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ENGINES[:2])
+@pytest.mark.parametrize("row", tools.REPLICAS, ids=lambda row: row.name)
+def test_replicas(row: Row, kind: str, mode: str) -> None:
+    assert unlike(row, "", kind, mode) == []
 
 
 @pytest.mark.parametrize("deferred", [True, False])

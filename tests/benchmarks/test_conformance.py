@@ -93,7 +93,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "|".join(cell.strip() for cell in line.split("|")) for line in table(load(path), "pipe").split("\n")
     )
     assert "|threads|this library|1||||1|||" in page
-    assert "|dropout equal over balances|threads|differs|not so: both are equal|" in page
+    assert "|one micro-batch|right|Whoever tries a pipeline" in page
+    assert "|dropout equal over balances|differs (threads): not so: both are equal|A seed gives" in page
     with pytest.raises(SystemExit):
         main(["one batch"])
     assert "there is no check 'one batch'; the checks are equal micro-batches, one" in capsys.readouterr().err

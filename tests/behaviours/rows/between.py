@@ -197,7 +197,7 @@ ROWS = [
           without={"never": "then autograd alone decides"})
       for what, (last, change, says) in REFUSED.items()),
     Row("a loss that is a tensor subclass", partial(layers, watching), balance=(2, 2),
-        use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward()),
+        use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward(), note="As without a pipeline."),
     Row("a context variable", lambda: nn.Sequential(*(Do(lambda _, x: x * by.get()) if k % 2 else linear()
         for k in range(4))), balance=(2, 2), use=with_another_value),
     *(Row(f"{kind.__name__} for the inside of a layer", layers, use=partial(replaced_between_steps, replacement=make))

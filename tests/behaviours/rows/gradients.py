@@ -104,7 +104,6 @@ USES: dict[str, Use] = {
     "gradients given by the caller": lambda run, x: run(x).backward(torch.tensor(2.0).expand(8, WIDTH)),
     "hooks of layers": hooked_layers,
     "gradients stay where they are": where_they_are,
-    "grad of one parameter": lambda run, x: torch.autograd.grad(loss_of(run, x), [*run.parameters()][1]),
     "grad twice": lambda run, x: [
         torch.autograd.grad(loss, [x, *run.parameters()], retain_graph=retain)
         for loss in [loss_of(run, x)] for retain in (True, False)
@@ -112,8 +111,11 @@ USES: dict[str, Use] = {
     "grad of the input, then backward": lambda run, x: [
         (torch.autograd.grad(loss, x, retain_graph=True), loss.backward()) for loss in [loss_of(run, x)]
     ],
-    "backward of one parameter": lambda run, x: loss_of(run, x).backward(inputs=[[*run.parameters()][2]]),
 }  # fmt: skip
+OF_ONE: dict[str, Use] = {
+    "`torch.autograd.grad`": lambda run, x: torch.autograd.grad(loss_of(run, x), [*run.parameters()][1]),
+    "`backward(inputs=…)`": lambda run, x: loss_of(run, x).backward(inputs=[[*run.parameters()][2]]),
+}
 
 # A plain parameter adds up all micro-batches' gradients before .grad, a pipeline those of each mini-batch and each
 # backward: so these sums are only up to rounding.
@@ -138,6 +140,7 @@ ROWS = [
           use=promised) for what, numbers in FROZEN.items()),
     *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
     *(Row(what, use=use) for what, use in USES.items()),
+    *(Row(what, use=use, note="Of the input and of any parameter.") for what, use in OF_ONE.items()),
     *(Row(what, use=use, tolerance=REORDERED) for what, use in SUMS.items()),
     Row("twice without retain_graph", use=twice_without_retain_graph, refused={"": RETAIN}),
     Row("twice without retain_graph, one micro-batch", use=twice_without_retain_graph, refused={"": RETAIN}, chunks=1),

@@ -205,8 +205,8 @@ ROWS = [
     Row("a generator of a layer's own", alone(draw_from), use=steps, **MORE),
     Row("a generator of two partitions", lambda: nn.Sequential(*map(draw_from, [torch.Generator()] * 2)),
         balance=(1, 1), refused={"": "one torch.Generator"}),
-    Row("within plain checkpointing", alone(lambda: Draw(use_reentrant=False)),
-        refused={"workers": WITHIN}, **MORE),
+    Row("`torch.utils.checkpoint` around dropout in a layer", alone(lambda: Draw(use_reentrant=False)),
+        refused={"workers": WITHIN}, note="A worker cannot draw its numbers again.", **MORE),
     Row("within plain checkpointing, reentrant", alone(lambda: Draw(use_reentrant=True)),
         refused={"workers": WITHIN}, **MORE, without={"ranks": "tested by autograd.grad, which that kind refuses"}),
     *(Row(f"{what}{how}", partial(in_mode, build, training), given, balance, use=steps, chunks=4)

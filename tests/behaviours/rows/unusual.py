@@ -141,10 +141,10 @@ def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: boo
 
 SKIP = Namespace()
 SKIPPED: list[Any] = [lambda kind=kind: kind().isolate(SKIP) for kind in (Stash, Pop)]
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
+COPIES: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("deepcopy", copy.deepcopy, "The copy is a pipeline of its own."),
+    ("pickle", lambda model: pickle.loads(pickle.dumps(model)), "Also `torch.save` of the whole pipeline."),
+]
 KEEPS = "a layer keeps a tensor that has a graph"
 ALWAYS = {"always": "no graph is kept there, as the guide says", "ranks": "others do not have what a layer keeps"}
 REPLACED = "replaced, added or froze a parameter|was changed in place"
@@ -152,8 +152,10 @@ REPLACED = "replaced, added or froze a parameter|was changed in place"
 ROWS = [
     Row("attention in evaluation mode", lambda: nn.Sequential(padded(), linear(), linear()).eval(),
         lambda: torch.randn(6, 4, WIDTH)),
-    Row("within plain checkpointing", use=within_checkpointing,
-        without={"ranks": "each would run the forward again at a time of its own"}),
+    Row("`torch.utils.checkpoint` around the pipeline", use=within_checkpointing,
+        without={"ranks": "each would run the forward again at a time of its own"},
+        note='It keeps the mini-batch alone and runs the whole forward again. `checkpoint="always"` recomputes while '
+             "other partitions go backward."),
     Row("a checkpoint of a layer's own", made(lambda: OwnCheckpoint.apply, nn.Identity), long, (1, 1),
         use=masks_are_alike, refused={"workers": "random numbers in backward"}),
     Row("a layer that sets the seed", made(lambda: seeding, nn.Identity), long, (1, 1),
@@ -170,8 +172,8 @@ ROWS = [
         refused={"": "another way than its outputs"}, without=ALWAYS),
     Row("the number of threads", made(nn.Tanh, nn.Tanh, nn.Tanh), use=threads_of),
     *(Row(f"{how} of {what}", made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
-          use=partial(copied, duplicate=duplicate, used=what == "a used model"))
-      for how, duplicate in COPIES.items() for what in ("a new model", "a used model")),
+          use=partial(copied, duplicate=duplicate, used=used), note=note if used else "")
+      for how, duplicate, note in COPIES for what, used in (("a new model", False), ("a used model", True))),
     Row("a norm of two partitions whose buffers were replaced", shared_norm, balance=(2, 2), use=with_other_buffers,
         refused={"": "change the same buffer"}),
     *([Row("gradients of another type", lambda: five().bfloat16(), lambda: torch.randn(6, WIDTH).bfloat16(),

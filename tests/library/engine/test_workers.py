@@ -1,7 +1,7 @@
 """The workers engine: partitions really run at once, forward and backward, and recompute in time.
 
 What becomes of errors is in tests/failures; that threads end with their pipeline, in tests/library/test_leaks.py; what
-a forked process does, in tests/works_with.
+a forked process does, in tests/behaviours/rows/tools.py.
 """
 
 import random
