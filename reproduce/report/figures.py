@@ -8,7 +8,6 @@ from matplotlib.patches import Patch
 
 from reproduce.numbers.metrics import BYTES, over
 from reproduce.report.figure import BACK, DEVICES, FAINT, SERIES, new_figure, styled, svg
-from reproduce.report.gantt import micro_batches
 from reproduce.report.subjects import Source, Subject
 
 COLORS = {"published": SERIES[0], "predicted": SERIES[1], "emulated": SERIES[3], "measured": SERIES[2]}
@@ -45,7 +44,8 @@ def speed_up_figures(subject: Subject) -> Iterator[tuple[str, str]]:
 def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) -> tuple[str, str]:
     """Draw curves through some places: over n where they have the same m, else one after another."""
     fixed = len({m for _, m in places}) == 1
-    title = micro_batches(places[0][1]) if fixed else f"n and m as published, {subject.name}"
+    m = places[0][1]
+    title = f"{m} micro-batch{'es' * (m > 1)}" if fixed else f"n and m as published, {subject.name}"
     at = {place: place[0] if fixed else i for i, place in enumerate(places)}
     fine = {(n, places[0][1]): n for n in range(1, places[-1][0] + 1)} if fixed else at
     figure, axes = new_figure(2.6)

@@ -15,7 +15,7 @@ PAGE_COLORS = (*SERIES[:3], FAINT, BACK)  # of the kinds, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#7f7f7f", "white")
 FILE_WIDTH, LINE, MARGIN = 10.0, 0.55, 1.75  # inches: of the picture, of a device's line, around the lines
 BAR, COPY_BAR = 0.8, 0.14  # shares of a line
-DIGIT = 0.09  # inches
+DIGIT = 0.11  # inches
 
 # what it is called, m, which micro-batches are recomputed
 SCHEDULES = (
@@ -54,12 +54,7 @@ def schedule_figures() -> Iterator[tuple[str, str]]:
     for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
         caption = f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
         caption += f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's." if i else "."
-        yield _page_figure(f"timeline-{i}", f"{name}, {micro_batches(m)}", timeline), caption
-
-
-def micro_batches(m: int) -> str:
-    """Return `1 micro-batch`, `4 micro-batches`."""
-    return f"{m} micro-batch{'es' * (m > 1)}"
+        yield _page_figure(f"timeline-{i}", f"{name}, m = {m}", timeline), caption
 
 
 def costs(n: int, m: int, checkpoint: str) -> Costs:
