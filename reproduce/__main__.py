@@ -13,7 +13,7 @@ LEAST_TORCH = (2, 11)
 
 def missing() -> str | None:
     """Return what is wrong with a package that the program needs, and what to do; None where nothing is."""
-    for package in ("torch", "click", "msgspec", "tabulate"):
+    for package in ("torch", "click", "msgspec", "tabulate", "tqdm"):
         try:
             importlib.import_module(package)
         except (ImportError, OSError, RuntimeError) as error:

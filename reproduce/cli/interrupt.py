@@ -1,8 +1,7 @@
 """See to it that Ctrl-C ends a run, also where Python would swallow it.
 
 `KeyboardInterrupt` is raised wherever the main thread happens to be. In a destructor or a weak reference's callback,
-and tensors die in such places all the time, Python prints it and goes on. So the request is also
-remembered, and asked for between steps.
+where tensors often die, Python prints it and goes on. So Ctrl-C is also remembered, and looked for between steps.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises `KeyboardInterrupt` if there was a Ctrl-C since; to be called now and then."""
+    """Yield a function to call between steps: it raises `KeyboardInterrupt` if there was a Ctrl-C."""
     asked = False
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

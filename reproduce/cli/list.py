@@ -1,15 +1,29 @@
 """Offer `python -m reproduce list`, which says what can be run."""
 
+import contextlib
+import textwrap
+
 import click
 
-from reproduce.cli.shared import devices, on
-from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, PUBLISHED_BALANCE, Experiment, Row, Scale
-from reproduce.experiments.choose import why_not
+from reproduce.cli.shared import devices, examples, known, on
+from reproduce.error import Error
+from reproduce.experiments import EXPERIMENTS, PUBLISHED_BALANCE, Experiment, Row, Scale
+from reproduce.experiments.choose import choose_scale, why_not
 from reproduce.machine.devices import Devices, find_devices
+from reproduce.records.places import MEASURED, RUNS
+from reproduce.records.record import readable
 from reproduce.run.engines import engines
 from reproduce.tables.layout import Column, Table, many, table
 
-OURS = "nobody has published these rows; those named .../mb are at equal micro-batch size"
+SHOWS = 38  # columns of what an experiment shows
+NOTES = (
+    "scale: the largest that this machine holds now",
+    "minutes: of the last run of all rows, in runs; in brackets: in results/measured, which may have been on another "
+    "machine; <: together with other experiments; ?: no such run",
+    "python -m reproduce list NAME shows an experiment's rows, at every scale",
+)
+PARTIAL = ("--row", "--steps", "--engine", "--emulate", "--no-emulate", "--seeds")  # options of runs unlike the usual
+SUFFIXES = ".../mb: at equal micro-batch size; .../pb: in the published balance"
 COLUMNS: list[Column[Row]] = [
     Column("row", lambda row: row.name, left=True),
     Column("size", lambda row: f"({', '.join(map(str, row.size))})" if row.size else "-", left=True),
@@ -21,42 +35,58 @@ COLUMNS: list[Column[Row]] = [
 ]
 
 
-@click.command("list")
+@click.command("list", epilog=examples("list", "list unet-speed"))
+@click.argument("experiments", nargs=-1, callback=known("experiment", lambda: EXPERIMENTS))
 @on
 @devices
-def list_experiments(on: str | None, devices: int | None) -> None:
-    """List experiments, their scales and their rows.
+def list_experiments(experiments: list[str], on: str | None, devices: int | None) -> None:
+    """List experiments on one screen, or the rows of EXPERIMENTS.
 
-    It says of each row what it needs and what it reproduces, and of each scale whether it can run here.
+    Of each row it says what it needs and what it reproduces, and of each scale whether it can run here.
     """
     found = find_devices(on, devices)
-    tables = [
-        each.text()
-        for experiment in EXPERIMENTS.values()
-        for scale in experiment.scales
-        for each in _tables(experiment, scale, found)
-    ]
-    click.echo("\n\n".join(tables))
+    if not experiments:
+        return click.echo(_overview(found).text())
+    both = [(EXPERIMENTS[name], scale) for name in experiments for scale in EXPERIMENTS[name].scales]
+    click.echo("\n\n".join(_table(experiment, scale, found).text() for experiment, scale in both))
 
 
-def _tables(experiment: Experiment, scale: Scale, devices: Devices) -> list[Table]:
-    """Return a table of the rows that reproduce published ones, and one of ours, which nobody has published."""
+def _overview(devices: Devices) -> Table:
+    """Return a table with a row for each experiment."""
+    rows = []
+    for name, experiment in EXPERIMENTS.items():
+        scale, count, minutes = "none", "-", "-"
+        with contextlib.suppress(Error):  # no scale fits: `list NAME` says why
+            scale = choose_scale([experiment], devices, None)
+            count, minutes = str(len(experiment.scale(scale).rows)), _minutes(name, scale)
+        rows.append((name, textwrap.fill(experiment.title, SHOWS), scale, count, minutes))
+    return Table(f"Experiments, on {devices}", ["name", "what it shows", "scale", "rows", "minutes"], rows, NOTES, 3)
+
+
+def _minutes(name: str, scale: str) -> str:
+    """Return how long the newest run of an experiment took that is known of, as the notes explain."""
+    for folder, form in ((RUNS, "{}"), (MEASURED, "({})")):
+        for record in reversed(readable(folder)):
+            run, names = record.run, {result.experiment for result in record.results}
+            if run is None or run.state != "finished" or any(word.startswith(PARTIAL) for word in run.command):
+                continue
+            if record.scale == scale and name in names:
+                return form.format(f"{'<' * (len(names) > 1)}{run.seconds / 60:.0f}")
+    return "?"
+
+
+def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
+    """Return a table of the scale's rows, and say whether they can run here."""
     reason = why_not(scale, devices)
-    if experiment.measures in ("speed", "ablation"):
+    here = f"can run; all {len(scale.rows)} rows"
+    if reason:
+        here = f"cannot run; {reason}"
+    elif experiment.measures in ("speed", "ablation"):
         measured = [r for r in scale.rows if r.devices <= devices.count and r.configuration != PUBLISHED_BALANCE]
-        rows = f"measures {len(measured)} and emulates all of {len(scale.rows)} rows"
+        here = f"can run; measures {len(measured)} and emulates all of {len(scale.rows)} rows"
         ranks = sum(engines.why_not("ranks", row, devices) is None for row in measured)
-        rows += f"; --engine ranks measures {ranks}" * bool(ranks)
-    else:
-        rows = f"all {len(scale.rows)} rows"
-    here = f"cannot run; {reason}" if reason else f"can run; {rows}"
-    from_paper = f"reproduces rows of {experiment.table} (results/paper/{experiment.table}.json)"
-    can_run = f"on {devices}: {here}"
-    theirs = [row for row in scale.rows if row.published or row.configuration in (AS_PUBLISHED, PUBLISHED_BALANCE)]
-    ours = [row for row in scale.rows if row not in theirs]
-    name = f"{experiment.name}, scale {scale.name}"
-    tables = [
-        table(f"{name}: {experiment.title}", COLUMNS, theirs, [from_paper, can_run]),
-        table(f"{name}, ours: {experiment.title}", COLUMNS, ours, [OURS if theirs else can_run]),
-    ]
-    return [each for each in tables if each.rows]
+        here += f"; --engine ranks measures {ranks}" * bool(ranks)
+    paper = f"reproduces: rows of {experiment.table} (results/paper/{experiment.table}.json); others are ours"
+    notes = [paper if experiment.table else "nobody has published these rows", f"on {devices}: {here}"]
+    notes += [SUFFIXES] if any("/" in row.name for row in scale.rows) else []
+    return table(f"{experiment.name}, scale {scale.name}: {experiment.title}", COLUMNS, scale.rows, notes)

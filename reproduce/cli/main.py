@@ -10,6 +10,7 @@ from reproduce.cli.predict import plan, predict
 from reproduce.cli.records import compare, import_paper, publish, render, report, show
 from reproduce.cli.regression import regression
 from reproduce.cli.run import INTERRUPTED, run
+from reproduce.cli.shared import examples
 from reproduce.error import Error
 from reproduce.tables.render import Maker
 
@@ -17,12 +18,9 @@ COMMANDS = [list_experiments, run, show, publish, compare, report, render, predi
             import_paper]  # fmt: skip
 
 
-@click.group(commands=COMMANDS)
+@click.group(commands=COMMANDS, epilog=examples("list", "run unet-memory --scale small"))
 def cli() -> None:
-    """Run the papers' experiments on this machine and compare with what was published.
-
-    COMMAND --help says more about a command.
-    """
+    """Run the papers' experiments on this machine, and compare with what was published. COMMAND --help says more."""
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Maker | None = None) -> int:

@@ -6,11 +6,11 @@ import click
 import torch
 from msgspec.structs import replace
 
-from reproduce.cli.shared import COUNT, PATH, autocast, fp32_precision, hardware, known, numbers, parsed
+from reproduce.cli.shared import COUNT, PATH, autocast, examples, fp32_precision, hardware, known, numbers, parsed
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.models import MODELS as BUILT
 from reproduce.models import titled
-from reproduce.predict.asked import IMAGE, MODELS, PAPERS_SIZES, Asked, find_given, largest, parameters
+from reproduce.predict.asked import MODELS, PAPERS_SIZES, Asked, find_given, largest, parameters
 from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import OUT, find_record
 from reproduce.records.record import load, save
@@ -26,27 +26,23 @@ from torchgpipe.plan.hardware.headroom import HEADROOM, room
 from torchgpipe.plan.planner import HERE
 
 ALL = "all"
+ELSEWHERE = "predicted"  # a folder of the example; results/predicted is as published
 
 
-@click.command()
+@click.command(epilog=examples("predict all", f"predict unet-speed --hardware h100x8 --out {ELSEWHERE}"))
 @click.argument(
     "experiments", nargs=-1, callback=known("experiment that can be predicted", lambda: [*predictable(), ALL])
 )
-@click.option("--run", "run", metavar="RECORD", help="Show the emulated rows of this run beside their predictions: a "
-              "file, or its name.")  # fmt: skip
+@click.option("--run", "run", metavar="RECORD", help="Show the emulated rows of this run beside their predictions.")
 @hardware(f"or, with --run, {HERE}: time the run's models")
 @autocast
 @fp32_precision
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
               "Default: results/predicted in a checkout, else predicted.")  # fmt: skip
 def predict(
-    experiments: list[str],
-    run: str | None,
-    hardware: Hardware | None,
-    autocast: str | None,
-    fp32_precision: str | None,
-    out: Path | None,
-) -> None:
+    experiments: list[str], run: str | None, hardware: Hardware | None, autocast: str | None,
+    fp32_precision: str | None, out: Path | None,
+) -> None:  # fmt: skip
     """Predict published tables without running anything.
 
     EXPERIMENTS, or all, are predicted at scale paper. No GPU is needed.
@@ -90,7 +86,7 @@ def predict(
         for table in tables(record):
             click.echo(f"\n{table.text()}")
         save(record, out / f"{record.name}.json")
-    click.echo(f"\nwritten: {many(len(names), 'record')} to {out}")
+    click.echo(f"written: {many(len(names), 'record')} to {out}", err=True)
 
 
 PROFILED = 4
@@ -106,51 +102,37 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-@click.command()
+@click.command(epilog=examples("plan unet --size 48 160 --memory 24GiB", "plan torchvision:resnet50 --hardware a100x8"))
 @click.argument("model", metavar="MODEL")
-@click.option(
-    "--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet. Default: 18 256, and 5 64."
-)
-@click.option("--input", "shape", callback=parsed(_shape), metavar="3x224x224", help="The shape of a sample, for "
-              f"models other than the papers'. Default: {'x'.join(map(str, IMAGE))} for torchvision's.")  # fmt: skip
+@click.option("--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet.")
+@click.option("--input", "shape", callback=parsed(_shape), metavar="3x224x224", help="Shape of a sample, for models "
+              "other than the papers'.")  # fmt: skip
 @click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
 @click.option("--memory", callback=parsed(parse_amount), metavar="24GiB", help="Of each device. Default: the "
               "hardware's.")  # fmt: skip
-@click.option("--headroom", type=click.FloatRange(min=0), metavar="SHARE", help="What to leave of it to the "
-              "allocator, which reserves more than tensors take: a share of the tensors' bytes. Default: "
-              f"{HEADROOM} on a GPU, as in the papers' tables; 0 on a CPU.")  # fmt: skip
-@click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', as in their memory tables; 128.")
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Default: the papers'; sgd.")
+@click.option("--headroom", type=click.FloatRange(min=0), metavar="SHARE", help="Memory to leave to the allocator, as "
+              f"a share of the tensors' bytes. Default: {HEADROOM} on a GPU, 0 on a CPU.")  # fmt: skip
+@click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', else 128.")
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), metavar="NAME", help=f"{', '.join(OPTIMIZERS)}. "
+              "Default: the papers', else sgd.")  # fmt: skip
 @autocast
-@click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy of parameters in 16 bits.")
+@click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy.")
 @fp32_precision
 @hardware(f"or {HERE}: time the layers")
 @click.option("--profile", "profiled", type=click.IntRange(min=2), metavar="N",
-              help=f"With --hardware {HERE}: time the layers with micro-batches of at most N samples. More take "
-              f"longer; fewer leave more to extrapolation. Default: {PROFILED}.")  # fmt: skip
-@click.option("--largest", "grows", type=click.Choice(["depth", "width"]), help="Find the largest model that fits "
-              "instead, naive and pipelined, by growing its first or its second size.")  # fmt: skip
+              help=f"With --hardware {HERE}: time layers with micro-batches of at most N samples; more take longer "
+              f"and say more. Default: {PROFILED}.")  # fmt: skip
+@click.option("--largest", "grows", type=click.Choice(["depth", "width"]), help="Find the largest model that fits: "
+              "grow its first or its second size.")  # fmt: skip
 def plan(
-    model: str,
-    size: tuple[int, int] | None,
-    shape: tuple[int, ...] | None,
-    devices: int | None,
-    memory: float | None,
-    headroom: float | None,
-    batch_size: int | None,
-    optimizer: str | None,
-    autocast: str | None,
-    master_weights: bool,
-    fp32_precision: str | None,
-    hardware: Hardware | None,
-    profiled: int | None,
-    grows: str | None,
-) -> None:
+    model: str, size: tuple[int, int] | None, shape: tuple[int, ...] | None, devices: int | None, memory: float | None,
+    headroom: float | None, batch_size: int | None, optimizer: str | None, autocast: str | None, master_weights: bool,
+    fp32_precision: str | None, hardware: Hardware | None, profiled: int | None, grows: str | None,
+) -> None:  # fmt: skip
     """Find the best setup for MODEL on a node, by prediction.
 
-    MODEL is amoebanet, unet or resnet101; one of torchvision's, such as torchvision:resnet50; or your own,
-    package.module:function, where the function returns the model, or the model and a sample with its batch. A setup is
-    a balance, a number of micro-batches and a checkpoint mode. No GPU is needed.
+    MODEL is amoebanet, unet, resnet101, torchvision:NAME, or package.module:function of your own, which returns the
+    model, or the model and a batch. A setup is a balance, a number of micro-batches and a checkpoint mode.
     """
     sizes_of = f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave"
     timed = f"nothing is timed with a description; leave it out, or say --hardware {HERE}"
@@ -177,17 +159,10 @@ def plan(
             with found.in_use(), numbers(fp32_precision):
                 module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
                 planned = make_plan(
-                    module,
-                    sample,
-                    batch_size=batch_size,
-                    devices=devices or (None if hardware else found.count),
-                    memory=memory,
-                    headroom=headroom,
-                    hardware=hardware or HERE,
-                    optimizer=optimizer,
-                    autocast=None if autocast is None else getattr(torch, autocast),
-                    master_weights=master_weights,
-                )
+                    module, sample, batch_size=batch_size, devices=devices or (None if hardware else found.count),
+                    memory=memory, headroom=headroom, hardware=hardware or HERE, optimizer=optimizer,
+                    autocast=None if autocast is None else getattr(torch, autocast), master_weights=master_weights,
+                )  # fmt: skip
             click.echo(f"\n{planned}")
         else:
             assert hardware is not None

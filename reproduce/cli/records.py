@@ -8,7 +8,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from reproduce.cli.shared import FILE, PATH, alpha, parsed, shown, style, threshold
+from reproduce.cli.shared import FILE, PATH, alpha, examples, parsed, shown, style, threshold
 from reproduce.machine.description import ROOT
 from reproduce.records.places import MEASURED, OUT, RESULTS, RUNS, find_record, need_checkout
 from reproduce.records.published import import_tables
@@ -18,8 +18,11 @@ from reproduce.tables.all import document, tables
 from reproduce.tables.render import Maker, stale
 from reproduce.tables.render import render as rendered
 
+PREDICTED = "results/predicted/unet-speed-p40x8.json"  # of the examples
+A_RUN = "unet-speed-small-20200421T100205Z"
 
-@click.command()
+
+@click.command(epilog=examples(f"show {PREDICTED}", f"show --markdown {PREDICTED}"))
 @click.argument("records", nargs=-1, required=True)
 @click.option("--markdown", is_flag=True, help="Write Markdown, with the circumstances of the run.")
 def show(records: tuple[str, ...], markdown: bool) -> None:
@@ -35,7 +38,7 @@ def show(records: tuple[str, ...], markdown: bool) -> None:
             click.echo(f"\n{table.text()}")
 
 
-@click.command()
+@click.command(epilog=examples(f"publish {A_RUN}", f"publish runs/{A_RUN}.json"))
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
@@ -77,7 +80,7 @@ def published_name(record: Record, run: Run) -> str:
     return f"{experiments}-{record.scale}-{run.devices}x{name}-{time}"
 
 
-@click.command("import-paper")
+@click.command("import-paper", epilog=examples("import-paper tables.json", "import-paper tables.json --out paper"))
 @click.argument("source", type=PATH)
 @click.option("--out", type=PATH, default=OUT / "paper", metavar="DIR", help="Where to put them. Default: "
               "results/paper in a checkout, else paper.")  # fmt: skip
@@ -91,7 +94,7 @@ def import_paper(source: Path, out: Path) -> None:
         click.echo(shown(path))
 
 
-@click.command()
+@click.command(epilog=examples("render", "render --check"))
 @click.option("--check", is_flag=True, help="Write nothing; fail if anything is stale.")
 @click.pass_obj
 def render(benchmarks: Maker | None, check: bool) -> None:
@@ -113,14 +116,14 @@ def render(benchmarks: Maker | None, check: bool) -> None:
         click.echo(f"{len(files)} files are as their records say")
 
 
-@click.command()
+@click.command(epilog=examples("report", "report --results results --out report.html"))
 @click.option("--results", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
-              help="Folder that holds the folders paper, predicted and measured. Default: results, and all runs in "
+              help="Folder of the folders paper, predicted and measured. Default: results, with the runs in "
               "runs.")  # fmt: skip
 @click.option("--out", type=FILE, metavar="FILE", help="Where to write it. Default: report.html in DIR, "
               "in a checkout's results, or here.")  # fmt: skip
-@click.option("--trace", "traces", type=PATH, multiple=True, metavar="FILE", help="Timeline of measured steps to "
-              "draw, as run --trace or torchgpipe.timeline writes it. May be given more than once.")  # fmt: skip
+@click.option("--trace", "traces", type=PATH, multiple=True, metavar="FILE", help="Timeline to draw, as run --trace or "
+              "torchgpipe.timeline writes it; may be repeated.")  # fmt: skip
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
@@ -143,16 +146,17 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
 fields = parsed(lambda names: names.split(",") if names else [])
 
 
-@click.command()
+@click.command(epilog=examples("compare results/paper results/predicted", "compare HEAD~1 HEAD --all"))
 @click.argument("sides", nargs=-1, required=True, metavar="A B [C ...]")
-@click.option("--metric", metavar="NAME", help="throughput, speedup, time, memory, reserved, or any other value by its "
-              "name. Default: the first of these that two sides have.")  # fmt: skip
-@click.option("--filter", "filters", multiple=True, metavar="FIELD=VALUE[,VALUE]",
-              help="Compare only such rows, as in --filter n=2,4. May be given more than once.")  # fmt: skip
-@click.option("--row", "down", metavar="FIELD[,FIELD]", default="", callback=fields,
-              help="With --col: print a grid of ratios, with a row for each value of these fields.")  # fmt: skip
-@click.option("--col", "across", metavar="FIELD[,FIELD]", default="", callback=fields,
-              help="The grid's columns, as in --row n --col m.")  # fmt: skip
+@click.option("--all", "every", is_flag=True, help="Name the rows that are on one side only.")
+@click.option("--metric", metavar="NAME", help="throughput, speedup, time, memory, reserved or another value. Default: "
+              "the first of these that two sides have.")  # fmt: skip
+@click.option("--filter", "filters", multiple=True, metavar="FIELD=VALUE",
+              help="Only such rows; n=2,4 takes both values; may be repeated.")  # fmt: skip
+@click.option("--row", "down", metavar="FIELD[,...]", default="", callback=fields,
+              help="With --col: print a grid of ratios.")  # fmt: skip
+@click.option("--col", "across", metavar="FIELD[,...]", default="", callback=fields,
+              help="Its columns, as in --row n --col m.")  # fmt: skip
 @threshold(0.05)
 @alpha("in each row")
 @style
@@ -162,8 +166,8 @@ fields = parsed(lambda names: names.split(",") if names else [])
 def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
     """Compare results with those of A, row by row.
 
-    A side is a record, a folder of records, a JSON file of pytest-benchmark, or a git revision that holds records in
-    results/measured (REVISION, or REVISION:PATH for another place).
+    A side is a record, a folder of records, a JSON file of pytest-benchmark, or the results/measured of a git REVISION;
+    REVISION:PATH for another place.
     """
     if not 2 <= len(sides) <= 26:
         raise click.UsageError(f"compare at least two sides, and at most 26; given: {len(sides)}")

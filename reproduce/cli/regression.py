@@ -6,40 +6,33 @@ from typing import Any
 
 import click
 
-from reproduce.cli.shared import COUNT, FILE, alpha, style, threshold
+from reproduce.cli.shared import COUNT, FILE, alpha, examples, style, threshold
 from reproduce.records.places import need_checkout
 
 
-@click.command()
+@click.command(epilog=examples("regression --base HEAD", "regression --base HEAD --case U-Net --restarts 10"))
 @click.option("--base", metavar="REV", help="The git revision to compare with.")
-@click.option("--head", metavar="REV", help="The git revision to judge. Default: the working tree, as it is.")
+@click.option("--head", metavar="REV", help="The git revision to judge. Default: the working tree.")
 @click.option("--bisect", nargs=2, metavar="GOOD BAD",
-              help="Instead of --base and --head: name the first commit that is slower than GOOD.")  # fmt: skip
+              help="Instead: name the first commit that is slower than GOOD.")  # fmt: skip
 @click.option("--case", "wanted", multiple=True, metavar="TEXT",
-              help="Only cases with TEXT in their names. May be given more than once.")  # fmt: skip
+              help="Only cases with TEXT in their names; may be repeated.")  # fmt: skip
 @click.option("--restarts", type=COUNT, metavar="N", default=20, show_default=True,
-              help="How often both sides are started anew; each restart is one piece of evidence.")  # fmt: skip
+              help="How often both sides are started anew.")  # fmt: skip
 @click.option("--rounds", type=COUNT, metavar="N", default=8, show_default=True,
               help="Pairs of samples of each case per restart.")  # fmt: skip
 @click.option("--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True,
-              help="CPU time on one core; or the wall clock, which also sees waiting, but less surely.")  # fmt: skip
+              help="CPU time, or the wall clock, which also sees waiting.")  # fmt: skip
 @threshold(0.02)
 @alpha("in any of the cases")
 @style
-@click.option("--markdown", type=FILE, metavar="FILE", help="Also write the table to FILE, as Markdown.")
+@click.option("--markdown", type=FILE, metavar="FILE", help="Also write the table to FILE.")
 @click.option("--slow-down", type=click.FloatRange(min=0), default=0.0, metavar="SHARE",
-              help="Delay each step of the head by that share of a step, to see whether it is noticed.")  # fmt: skip
+              help="Delay the head's steps so much, to see whether it is noticed.")  # fmt: skip
 def regression(
-    base: str | None,
-    head: str | None,
-    bisect: tuple[str, str] | None,
-    wanted: Sequence[str],
-    threshold: float,
-    alpha: float,
-    style: str,
-    markdown: Path | None,
-    **measured: Any,
-) -> None:
+    base: str | None, head: str | None, bisect: tuple[str, str] | None, wanted: Sequence[str], threshold: float,
+    alpha: float, style: str, markdown: Path | None, **measured: Any,
+) -> None:  # fmt: skip
     """Say whether a change slowed training down.
 
     Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for real:

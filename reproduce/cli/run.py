@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from reproduce.cli.interrupt import interruptible
-from reproduce.cli.shared import COUNT, FILE, PATH, devices, known, on, parsed, shown
+from reproduce.cli.shared import COUNT, FILE, PATH, devices, examples, known, on, parsed, shown
 from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
 from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.row import PUBLISHED_NODE
@@ -35,55 +35,38 @@ from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_har
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 
 
-@click.command()
+@click.command(epilog=examples("run unet-memory --scale small", "run unet-speed --row baseline --row pipeline-2"))
 @click.argument("experiments", nargs=-1, required=True, callback=known("experiment", lambda: EXPERIMENTS))
 @click.option("--scale", type=click.Choice(["paper", "small"]), help="Default: the largest that this machine holds.")
-@click.option("--row", "rows", multiple=True, metavar="NAME", help="Run only this row. May be given more than once.")
+@click.option("--row", "rows", multiple=True, metavar="NAME", help="Run only this row; may be repeated.")
 @on
 @devices
-@click.option("--steps", type=COUNT, metavar="K", help="Timed steps of each row. Default: as many as the scale says, "
-              "within its time limit.")  # fmt: skip
+@click.option("--steps", type=COUNT, metavar="K", help="Timed steps of each row. Default: the scale's, within its "
+              "time limit.")  # fmt: skip
 @click.option("--engine", "engines", type=click.Choice(list(OFFERED)), multiple=True, default=("threads",),
-              show_default=True, help="Speed: what trains a measured row's partitions: threads of this process, a "
-              "process for each, or PyTorch's own pipeline schedules. May be given more than once.")  # fmt: skip
-@click.option("--emulate", type=COUNT, default=MOST_DEVICES, show_default=True, metavar="N", help="Speed: emulate the "
-              "rows of up to N devices, one device playing all.")  # fmt: skip
-@click.option("--no-emulate", is_flag=True, help="Speed: run only the rows that there are devices for.")
-@click.option("--link", metavar="NAME|FILE", callback=parsed(load_hardware), help="Speed: emulate copies as on "
-              f"this hardware: a shipped description ({', '.join(hardware_names())}) or the path of one (.json). "
-              "Default: of GPUs that have a shipped one, theirs; else of rows like the published "
-              f"{PUBLISHED_NODE}, of others none.")  # fmt: skip
+              show_default=True, metavar="NAME", help="Speed: run partitions by threads, ranks (a process each), or "
+              "torch (PyTorch's own schedules); may be repeated.")  # fmt: skip
+@click.option("--emulate", type=COUNT, default=MOST_DEVICES, show_default=True, metavar="N", help="Speed: emulate "
+              "rows of up to N devices on one.")  # fmt: skip
+@click.option("--no-emulate", is_flag=True, help="Speed: run only rows that there are devices for.")
+@click.option("--link", metavar="NAME|FILE", callback=parsed(load_hardware), help="Speed: emulate copies as on this "
+              f"hardware: {', '.join(hardware_names())}, or a file (.json). Default: the GPUs here, if they are among "
+              f"these; else {PUBLISHED_NODE} for rows like the published ones.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N",
               help="Seed of parameters, data and the rows' order.")  # fmt: skip
 @click.option("--out", type=PATH, default=RUNS, metavar="DIR", help="Where to put the record and the tables. Default: "
-              "runs, which git ignores.")  # fmt: skip
-@click.option("--trace", type=FILE, metavar="FILE", help="Run one more step of every speed row, and write when each of "
-              "its tasks ran, on any rank: as FILE.json for Perfetto, and as a picture, FILE.svg or .png.")  # fmt: skip
-@click.option("--data", type=PATH, metavar="DIR", help="Accuracy only: the folder of ImageNet, with "
+              "runs.")  # fmt: skip
+@click.option("--trace", type=FILE, metavar="FILE", help="Speed: write the timeline of one more step of each row, as "
+              "FILE.json for Perfetto and as a picture, FILE.svg or .png.")  # fmt: skip
+@click.option("--data", type=PATH, metavar="DIR", help="Accuracy: the folder of ImageNet, with "
               "train/<class>/*.JPEG and val/<class>/*.JPEG.")  # fmt: skip
-@click.option("--seeds", type=COUNT, metavar="K", help="Accuracy only: train each row from K seeds. Default: as many "
-              "as the scale says.")  # fmt: skip
+@click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds. Default: the scale's.")
 def run(
-    experiments: list[str],
-    scale: str | None,
-    rows: tuple[str, ...],
-    on: str | None,
-    devices: int | None,
-    steps: int | None,
-    engines: tuple[str, ...],
-    emulate: int,
-    no_emulate: bool,
-    link: Hardware | None,
-    seed: int,
-    out: Path,
-    trace: Path | None,
-    data: Path | None,
-    seeds: int | None,
-) -> None:
-    """Run experiments, print their tables and keep a record.
-
-    The command list says which EXPERIMENTS there are, and which rows they have.
-    """
+    experiments: list[str], scale: str | None, rows: tuple[str, ...], on: str | None, devices: int | None,
+    steps: int | None, engines: tuple[str, ...], emulate: int, no_emulate: bool, link: Hardware | None, seed: int,
+    out: Path, trace: Path | None, data: Path | None, seeds: int | None,
+) -> None:  # fmt: skip
+    """Run experiments, print their tables and keep a record. The command list shows the EXPERIMENTS."""
     asked = choose_rows([EXPERIMENTS[name] for name in experiments], rows)
     for experiment in asked:
         if experiment.table is not None:
@@ -127,33 +110,26 @@ def run(
         with interruptible() as check:
             sessions = [
                 Session(
-                    experiment=experiment,
-                    scale=at,
-                    devices=found,
-                    recorder=recorder,
-                    progress=progress,
-                    balancer=balancer,
-                    seed=seed,
-                    steps=steps,
+                    experiment=experiment, scale=at, devices=found, recorder=recorder, progress=progress,
+                    balancer=balancer, seed=seed, steps=steps, emulate=emulate, hardware=link, check=check,
                     engines=[engine for name in OFFERED if name in engines for engine in OFFERED[name]],
-                    emulate=emulate,
-                    hardware=link,
-                    check=check,
-                    trace=tracer,
-                    accuracy=accuracy.get(experiment.name),
+                    trace=tracer, accuracy=accuracy.get(experiment.name),
                 )
                 for experiment, at in chosen
-            ]
+            ]  # fmt: skip
             recorder.save()
             for session in sessions:
                 plan(session)
             for session in sessions:
+                progress.say(f"running {session.experiment.name}: {session.experiment.title}")
                 for done in itertools.chain(run_experiment(session), [ENGINES]):
                     progress.clear()
                     for table in tables(recorder.record, session.experiment.name, done):
                         click.echo(f"\n{table.text()}")
         state = "finished"
     except KeyboardInterrupt:
+        pass
+    finally:
         progress.clear()
 
     recorder.close(state)
@@ -166,7 +142,7 @@ def run(
         click.echo(f"interrupted; {kept} kept in {shown(recorder.path)}", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
     written = [recorder.path, page, *(tracer.written if tracer else [])]
-    click.echo("\n".join(["\nwritten:", *map(shown, written)]))
+    progress.say("\n".join(["written:", *map(shown, written)]))
     failed = [f"{result.row}: {result.reason}" for result in results if result.status == "failed"]
     if failed:
         raise click.ClickException(f"{many(len(failed), 'row')} failed, the first being {failed[0]}")
@@ -175,7 +151,7 @@ def run(
 
 
 def make_tracer(trace: Path, chosen: Sequence[tuple[Experiment, Scale]], *, several: bool) -> Tracer:
-    """Return what writes timelines; refuse now what could not be written later. A row may have `several`."""
+    """Return what writes timelines, or say now what could not be written. `several`: a row has more than one."""
     timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
     if not timed:
         measures = chosen[0][0].measures

@@ -21,18 +21,20 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 on = click.option("--on", type=click.Choice(["cpu", "cuda", "meta"]), help="Kind of devices. Default: cuda if there is "
-                  "any, else cpu. meta: devices that hold no data; memory experiments count on them what the published "
-                  "sizes take.")  # fmt: skip
-devices = click.option(
-    "--devices", type=COUNT, metavar="N", help="How many devices. Default: all. A CPU device is a share of the cores."
-)
+                  "any, else cpu. On meta, memory is counted without data.")  # fmt: skip
+devices = click.option("--devices", type=COUNT, metavar="N", help="Default: all. A CPU device is a share of the cores.")
 style = click.option("--format", "style", type=click.Choice(["text", "markdown", "csv", "json"]), default="text",
-                     show_default=True, help="How to write the table.")  # fmt: skip
-autocast = click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Train under autocast to these "
-                        "numbers. Default: without.")  # fmt: skip
-fp32_precision = click.option("--fp32-precision", type=click.Choice(["ieee", "tf32"]), help="How GPUs compute "
-                              "convolutions and products of float32. Default: as PyTorch does, tf32 for convolutions "
-                              "alone. Hardware without TF32 computes all in float32.")  # fmt: skip
+                     show_default=True, metavar="FORMAT", help="text, markdown, csv or json.")  # fmt: skip
+autocast = click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), metavar="TYPE", help="Train under "
+                        "autocast to bfloat16 or float16.")  # fmt: skip
+fp32_precision = click.option("--fp32-precision", type=click.Choice(["ieee", "tf32"]), metavar="TYPE", help="How GPUs "
+                              "compute float32: ieee or tf32. Default: convolutions in tf32 where the hardware has it, "
+                              "products in ieee, as PyTorch does.")  # fmt: skip
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help: commands to copy, a line each."""
+    return "\n".join(["\b", "Examples:", *(f"  python -m reproduce {command}" for command in commands)])
 
 
 def threshold(default: float) -> Option:
@@ -49,11 +51,10 @@ def alpha(where: str) -> Option:
 
 
 def hardware(here: str) -> Option:
-    """Return the option `--hardware`; `here` says what is timed where that is asked for."""
-    return click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE|here",
+    """Return the option `--hardware`; its help says by `here` what is timed on this machine."""
+    return click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE",
                         callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
-                        help=f"A shipped description ({', '.join(hardware_names())}), the path of one (.json), {here} "
-                        "on a device of this machine.")  # fmt: skip
+                        help=f"{', '.join(hardware_names())}, a file (.json), {here} on this machine.")  # fmt: skip
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:

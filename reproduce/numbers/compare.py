@@ -17,6 +17,7 @@ from reproduce.records.record import SUCCESS
 
 TIMES = ("throughput", "speedup", "time", "step_time")
 Verdict = Literal["better", "worse", "differs", "~", "too few", "untested"]
+HINT = "; --all names them"
 Readings = Mapping[int, Reading]  # what the sides say of a row, by the side's number
 
 
@@ -68,11 +69,13 @@ def verdict(decision: Decision, metric: str) -> Verdict:
 
 
 def compare(
-    sides: Sequence[Side], lines: Sequence[Line], *, metric: str | None, rule: Rule, force: bool = False
-) -> tuple[list[Comparison], list[str]]:
+    sides: Sequence[Side], lines: Sequence[Line], *, metric: str | None, rule: Rule, force: bool = False,
+    every: bool = False,
+) -> tuple[list[Comparison], list[str]]:  # fmt: skip
     """Return a comparison for each experiment of which two sides have numbers, and notes about the others.
 
-    Without a `metric` an experiment is compared in the first of the usual ones that two sides share.
+    Without a `metric` an experiment is compared in the first of the usual ones that two sides share. Notes count rows
+    that only one side has; they name `every` one where that is asked for.
     """
     comparisons, notes = [], []
     on_one_side: dict[str, list[str]] = {}
@@ -81,16 +84,18 @@ def compare(
         for name in [metric] if metric else DEFAULTS:
             readings = [_readings(line, name) for line in own]
             if any(len(each) > 1 for each in readings):
-                comparisons.append(_compare(sides, own, readings, name, rule, force))
+                comparisons.append(_compare(sides, own, readings, name, rule, force, every))
                 break
         else:
             holders = {number for line in own for number in line.entries}
             if len(holders) == 1:
-                rows = f"{len(own)} row{'s' * (len(own) != 1)}"
-                on_one_side.setdefault(sides[holders.pop()].letter, []).append(f"{experiment} ({rows})")
+                rows = f"{experiment} ({_rows([line.label for line in own], every)})"
+                on_one_side.setdefault(sides[holders.pop()].letter, []).append(rows)
             else:
                 notes.append(_nothing_shared(sides, own, metric))
-    return comparisons, [*notes, *(f"only in {letter}: {', '.join(names)}" for letter, names in on_one_side.items())]
+    hint = "" if every else HINT
+    only = [f"only in {letter}: {', '.join(names)}{hint}" for letter, names in on_one_side.items()]
+    return comparisons, [*notes, *only]
 
 
 def _readings(line: Line, metric: str) -> Readings:
@@ -98,8 +103,9 @@ def _readings(line: Line, metric: str) -> Readings:
 
 
 def _compare(
-    sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], metric: str, rule: Rule, force: bool
-) -> Comparison:
+    sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], metric: str, rule: Rule, force: bool,
+    every: bool,
+) -> Comparison:  # fmt: skip
     shared = [(line, own) for line, own in zip(lines, readings, strict=True) if len(own) > 1]
     unfair = _unfair([line for line, _ in shared], metric)
     relative = metric == "speedup" or (bool(unfair) and not force)
@@ -122,7 +128,7 @@ def _compare(
         notes.append(f"FORCED: absolute numbers are compared although {' and '.join(unfair)}")
     elif unfair:
         notes.append(f"absolute numbers are not compared: {' and '.join(unfair)}")
-    notes += [*_other_differences([line for line, _ in shared]), *_missing(sides, lines, readings)]
+    notes += [*_other_differences([line for line, _ in shared]), *_missing(sides, lines, readings, every)]
     units = {reading.unit for row in rows for reading in row.readings if reading is not None}
     return Comparison(lines[0].experiment, metric, " or ".join(sorted(units)), relative, rows, notes)
 
@@ -196,8 +202,8 @@ def _other_differences(lines: Sequence[Line]) -> list[str]:
     return notes + [f"{name} differs: {' / '.join(dict.fromkeys(both))}" for name, both in versions.items()]
 
 
-def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings]) -> list[str]:
-    """Say which rows a side lacks, and which have no number, and why."""
+def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], every: bool) -> list[str]:
+    """Say which rows a side lacks, or how many, and which have no number, and why."""
     labels: dict[str, list[str]] = {}
     for line, own in zip(lines, readings, strict=True):
         letters: dict[str, list[str]] = {}
@@ -210,7 +216,7 @@ def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Re
                 letters.setdefault(f"no number{why}", []).append(side.letter)
         for what, where in letters.items():
             labels.setdefault(f"{what} in {' and '.join(where)}", []).append(line.label)
-    return [f"{what}: {_once(rows)}" for what, rows in labels.items()]
+    return [f"{what}: {_rows(rows, every)}{'' if every else HINT}" for what, rows in labels.items()]
 
 
 def _nothing_shared(sides: Sequence[Side], lines: Sequence[Line], metric: str | None) -> str:
@@ -224,6 +230,11 @@ def _nothing_shared(sides: Sequence[Side], lines: Sequence[Line], metric: str | 
         if entries:
             has.append(f"{side.letter} has {', '.join(available(entries)) or 'no number'}")
     return f"{experiment}: no row has the same metric on two sides: {'; '.join(has)}"
+
+
+def _rows(labels: Sequence[str], every: bool) -> str:
+    """Name rows, or count them."""
+    return _once(labels) if every else f"{len(labels)} row{'s' * (len(labels) != 1)}"
 
 
 def _once(labels: Sequence[str]) -> str:

@@ -170,15 +170,12 @@ def _fits(asked: Asked, how: str, sizes: Sizes) -> bool:
     predictor = Predictor(_counts(asked.model, sizes), asked.hardware)
     try:
         search(
-            predictor,
-            batch_size=asked.batch_size,
-            memory=asked.memory,
+            predictor, batch_size=asked.batch_size, memory=asked.memory, close=inf,
             optimizer=optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu),
             chunks=[1] if how == "naive" else [asked.batch_size],
             checkpoint=["never" if how == "naive" else "except_last"],
-            close=inf,
             partitions=[min(asked.devices, len(predictor.counts))],
-        )
+        )  # fmt: skip
     except Impossible:
         return False
     return True

@@ -9,8 +9,10 @@ A record is a JSON file that says everything needed to read it later. Its requir
 - a foreign or broken file is refused with one line that says what is wrong where.
 """
 
+import contextlib
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +27,7 @@ from reproduce.records.upgrade import UPGRADES, upgrade
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # in UTC
 WIDTH = 120  # of a line
 DIGITS = 10  # of a float: a step of a second to a tenth of a nanosecond, and no clock is as fine
 FREED_MEMORY = "freed_memory"
@@ -82,6 +85,12 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     load: list[float] | None
     settings: dict[str, Json] = {}
 
+    @property
+    def seconds(self) -> float:
+        """Give how long the run took; 0 where its end is not known."""
+        started, ended = (datetime.strptime(time, TIME) for time in (self.started, self.ended or self.started))
+        return (ended - started).total_seconds()
+
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Hold one run's results, or one published table's."""
@@ -108,6 +117,15 @@ def load(path: Path) -> Record:
         Error: no such file, not JSON, not a record, of a version that is not read, or broken somewhere.
     """
     return parse(read_json(path), str(path))
+
+
+def readable(folder: Path) -> list[Record]:
+    """Return the records of runs in a folder, the oldest first; `show` says what is wrong with a broken one."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(Error):
+            records.append(load(path))
+    return sorted((each for each in records if each.run), key=lambda record: record.run.started if record.run else "")
 
 
 def parse(data: Json, where: str) -> Record:

@@ -44,13 +44,14 @@ def speed_up_figures(subject: Subject) -> Iterator[tuple[str, str]]:
 def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) -> tuple[str, str]:
     """Draw curves through some places: over n where they have the same m, else one after another."""
     fixed = len({m for _, m in places}) == 1
-    title = f"m = {places[0][1]}" if fixed else f"n and m as published, {subject.name}"
+    m = places[0][1]
+    title = f"{m} micro-batch{'es' * (m > 1)}" if fixed else f"n and m as published, {subject.name}"
     at = {place: place[0] if fixed else i for i, place in enumerate(places)}
     fine = {(n, places[0][1]): n for n in range(1, places[-1][0] + 1)} if fixed else at
     figure, axes = new_figure(2.6)
     axes.grid(axis="y")
     axes.plot(list(fine.values()), [ideal(*place) / base for place in fine], ":", color=FAINT,
-              label="ideal n·m/(n+m-1)")  # fmt: skip
+              label="ideal, of equal tasks")  # fmt: skip
     described = []
     for source, points in curves.items():
         own = [place for place in places if place in points]
@@ -59,13 +60,13 @@ def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) 
         described.append(f"{source.label} {', '.join(f'n={place[0]} {points[place]:.2f}' for place in own)}")
     ticks = [str(n) if fixed else "plain" if n == m == 1 else f"n={n}\nm={m}" for n, m in places]
     axes.set_xticks(list(at.values()), ticks)
-    axes.set_xlabel("n, partitions" if fixed else "")
-    axes.set_title(title if fixed else "speed-up")
+    axes.set_xlabel("partitions (n)" if fixed else "partitions (n) and micro-batches (m)")
+    axes.set_title(f"speed-up with {title}" if fixed else "speed-up")
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2)
-    caption = f"Speed-up over the table's first row{f', {title}' if fixed else ''}."
+    caption = f"Speed-up over the table's first row{f', {title}' if fixed else ''}. Ideal: n·m/(n+m-1)."
     name = f"{subject.name}-speed-up-{title}"
-    return svg(figure, name, f"Speed-up over n for {title}: {'; '.join(described)}"), caption
+    return svg(figure, name, f"Speed-up over n, {title}: {'; '.join(described)}"), caption
 
 
 KINDS = {"peak_reserved": "reserved", "peak_allocated": "allocated"}
@@ -73,10 +74,10 @@ PARTS = {"model_memory": "model", "peak_activation_memory": "activations", "memo
 PALETTE = {f"device {i}": color for i, color in enumerate(DEVICES * 16)}
 PALETTE |= zip(PARTS.values(), SERIES[4:], strict=False)
 ABLATED = {
-    "throughput": "throughput over the first row's",
+    "throughput": "throughput, relative to the first row",
     "utilization": "utilization",
-    "reserved": "reserved memory over the first row's",
-    "memory": "allocated memory over the first row's",
+    "reserved": "reserved memory, relative to the first row",
+    "memory": "allocated memory, relative to the first row",
 }
 Stacks = dict[str, dict[str, float | None]]  # row -> what holds how many bytes; None: nobody knows
 
@@ -153,7 +154,7 @@ def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
         each = (f"{what} {known[what]:.3g} {word}" if what in known else f"{what} unknown" for what in sizes)
         described.append(f"{row} {', '.join(each)}")
     labels = {what: PALETTE[what] for sizes in stacks.values() for what in sizes}
-    figure = _bars(bars, f"{word}, {kind}", labels, columns=4, title=source.label)
+    figure = _bars(bars, f"{kind} memory, {word}", labels, columns=4, title=source.label)
     return svg(figure, name, f"{kind} memory, {source.label}: {'; '.join(described)}")
 
 
@@ -168,7 +169,8 @@ def _grouped(name: str, subject: Subject, values: Mapping[Source, Mapping[str, f
             else Bar("", [])
             for source, own in values.items()
         ]
-    figure = _bars(bars, meaning, {source.label: COLORS[source.kind] for source in values}, columns=2)
+    what, _, how = meaning.partition(", ")
+    figure = _bars(bars, how, {source.label: COLORS[source.kind] for source in values}, columns=2, title=what)
     described = (f"{x.label} {', '.join(f'{row} {v:.2f}' for row, v in own.items())}" for x, own in values.items())
     return svg(figure, name, f"{meaning}: {'; '.join(described)}")
 
@@ -185,7 +187,7 @@ def _bars(rows: Mapping[str, list[Bar]], axis: str, labels: Mapping[str, str], c
             for size, color in bar.parts:
                 axes.barh(at, size, height, end, color=color, edgecolor=BACK, hatch=bar.hatch, linewidth=0.7)
                 end += size
-            axes.annotate(bar.text, (end, at), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.annotate(bar.text, (end, at), (3, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.margins(x=0.14)

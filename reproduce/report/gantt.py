@@ -15,7 +15,7 @@ PAGE_COLORS = (*SERIES[:3], FAINT, BACK)  # of the kinds, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#7f7f7f", "white")
 FILE_WIDTH, LINE, MARGIN = 10.0, 0.55, 1.75  # inches: of the picture, of a device's line, around the lines
 BAR, COPY_BAR = 0.8, 0.14  # shares of a line
-DIGIT = 0.067  # inches
+DIGIT = 0.11  # inches
 
 # what it is called, m, which micro-batches are recomputed
 SCHEDULES = (
@@ -54,7 +54,7 @@ def schedule_figures() -> Iterator[tuple[str, str]]:
     for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
         caption = f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
         caption += f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's." if i else "."
-        yield _page_figure(f"timeline-{i}", f"{name}, m={m}", timeline), caption
+        yield _page_figure(f"timeline-{i}", f"{name}, m = {m}", timeline), caption
 
 
 def costs(n: int, m: int, checkpoint: str) -> Costs:
@@ -98,11 +98,11 @@ def _draw(figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Se
     # A few numbers here and there would only confuse.
     for task in fitting if len(fitting) > 0.8 * len(timeline.tasks) else []:
         axes.annotate(str(task.micro_batch), ((task.start + task.end) / 2 - start, task.partition), ha="center",
-                      va="center", fontsize=7, color=back)  # fmt: skip
+                      va="center", color=back)  # fmt: skip
     axes.set_xlim(0, length)
     axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.set_yticks(range(timeline.partitions), [f"j={j}" for j in range(timeline.partitions)])
+    axes.set_yticks(range(timeline.partitions), [f"device {j}" for j in range(timeline.partitions)])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(title, loc="left", fontweight="bold")
     kinds = [kind for kind in KINDS if any(event.kind == kind for event in timeline.events)]

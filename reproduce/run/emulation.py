@@ -54,10 +54,9 @@ class Executed:
 
 
 class EmulatedStep(NamedTuple):
-    """A step as n devices would do it, in `seconds`.
+    """Hold the time of a step on n devices: `seconds` with the copies of a described link, `here` without copies.
 
-    It would take `here` seconds on n of this machine's devices, where `seconds` are of devices behind a described link.
-    Both are of a device as quick as it was when it ran everything in `work` seconds.
+    `work` is the time that one device took for all tasks.
     """
 
     seconds: float
@@ -67,9 +66,9 @@ class EmulatedStep(NamedTuple):
 
 
 def executed(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row with at most so many micro-batches, of the same sizes; the last stays the last.
+    """Return the row with `most` of its micro-batches, or all, in the same sizes; the last one may be smaller.
 
-    Where a batch of so many would be split otherwise, for its last micro-batch is small, they are as few as can be.
+    A smaller batch may split into other sizes. Then the row has the least number above `most` that does not.
     """
     count, size = row.micro_batches, row.micro_batch_size
     if count is None or size is None:
@@ -96,7 +95,7 @@ class Emulation:
         """Build everything.
 
         With a `link`, copies between devices take the time that it says, and devices work at the same time, as GPUs do.
-        Without one, devices are as here: CPU devices copy nothing, and one thread runs a lone micro-batch.
+        Without one, devices are like this machine's: CPU devices copy nothing.
         """
         self.training = Training(executed(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
@@ -135,9 +134,9 @@ class Emulation:
         return run
 
     def step(self) -> EmulatedStep:
-        """Replay a step whose tasks take the share of all work that they took in the median of the runs.
+        """Replay a step of which each task takes its median share of a run's work.
 
-        The slowest partition decides how long a step takes. Of a single run that would be one that was disturbed.
+        The slowest partition decides how long a step takes. In a single run that may be one that was disturbed.
         """
         runs = self.runs
         work = median(run.work for run in runs)
@@ -204,11 +203,11 @@ def memory_needed(row: Row) -> str:
 
 
 class Link:
-    """Take the copies of a step from a hardware description.
+    """Work out how long the copies of a step take, from a hardware description.
 
-    With `papers`, the rows at the published size, by name, they are in proportion: a copy takes the same share of a
-    micro-batch's forward here as the description says of the published model. For a smaller model computes less for
-    each byte that it hands on, and a core computes less than a GPU. Without, they take what the description says.
+    `papers` are the rows of the published model, by name. Where they are given, a copy takes the share of a
+    micro-batch's forward that it takes with the published model, because a smaller model computes less for each byte
+    that it copies, and a core computes less than a GPU.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:

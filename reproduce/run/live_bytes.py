@@ -27,7 +27,7 @@ class LiveBytes:
         self.peak = [0] * devices
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # a storage may die while this very thread notes another
-        self.inner = threading.local()  # its `device` is that of the innermost watch that has one of its own
+        self.inner = threading.local()  # its `device` is that of the innermost mode that has one
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the device of the first tensor that is known; the first device where none is."""
@@ -55,7 +55,7 @@ class LiveBytes:
 class LiveBytesMode(TorchDispatchMode):
     """Show a `LiveBytes` what operators of this thread return, as the device's own, or that of what it is made from.
 
-    Of two watches, the outer one sees an operator's result first; to which device it belongs, the inner one has said.
+    Where two modes are active, the outer one sees a result first. It takes the device that the inner one has set.
     """
 
     def __init__(self, counter: LiveBytes, device: int | None = None) -> None:

@@ -1,8 +1,7 @@
 """Run a memory experiment: count the published models' parameters, then measure every row's peak, one at a time.
 
-On CUDA PyTorch's caching allocator counts: bytes allocated to tensors, and bytes reserved from the device. On a
-CPU nothing counts, and on one GPU that plays several nothing tells them apart. There the bytes of all tensors alive are
-counted by `LiveBytes`.
+On CUDA PyTorch's caching allocator counts the bytes allocated to tensors and those reserved from the device. A CPU has
+no such count, and one GPU that plays several devices has only one for all. There `LiveBytes` counts live tensors.
 """
 
 import contextlib
@@ -71,14 +70,14 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 def plan_memory(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
     for row in session.scale.rows:
-        session.progress.plan(session.job(row), session.scale.steps, row.work())
+        session.progress.plan(session.job(row.name), session.scale.steps, row.work())
 
 
 def run_memory(session: Session) -> Iterator[str]:
     """Record sizes and peaks, whatever becomes of each row; at its end it yields the name of their only group."""
     on_meta = session.devices.kind == "meta"  # there the rows themselves are of the published size
     for row in () if on_meta else session.experiment.scale("paper").rows:
-        session.start(f"counting the parameters of {row.name}")
+        session.start(f"{row.name}, counting parameters")
         session.recorder.put(session.result(row, scale="paper", device="meta", values=_model_values(row)))
 
     for row in session.expected():
@@ -86,7 +85,7 @@ def run_memory(session: Session) -> Iterator[str]:
             used, values = measure_memory(session, row, session.scale.steps)
         except Exception as error:
             session.put(row, **explain(error)._asdict())
-            session.progress.drop(session.job(row))
+            session.progress.finish(session.job(row.name))
         else:
             session.put(used, values=values)
         finally:
@@ -97,11 +96,11 @@ def run_memory(session: Session) -> Iterator[str]:
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
     """Return the row as it was run, balance included, and its model's size and peak memory."""
     session.free()
-    session.start(f"building {row.name}")
+    session.start(f"{row.name}, building")
     training = Training(row, session.devices, FakeData([row], session.seed), session.balancer, session.seed)
 
     def before(step: int) -> None:
-        session.start(f"memory of {row.name}, step {step + 1} of {steps}", session.job(row))
+        session.start(f"{row.name}, memory, step {step + 1} of {steps}", session.job(row.name))
 
     peak = measure_peak(training, session.devices, steps=steps, before=before)
     return training.row, {**_model_values(row), **peak}

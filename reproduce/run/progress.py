@@ -1,30 +1,43 @@
-"""Show what a run is doing and about how long it still takes, on one line of a terminal or as a line now and then."""
+"""Show how far a run is: on a terminal by a bar, elsewhere by a plain line now and then."""
 
 import shutil
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
+
+from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
+ECHO = 3  # columns that stay free, for a terminal shows ^C where the line ends
+
+# By default tqdm starts a thread, and has a lock for processes, which may start one: both would disturb timed steps.
+tqdm.monitor_interval = 0
+tqdm.set_lock(threading.RLock())
 
 
 @dataclass
 class Job:
-    """Plan steps of one row: how many are left, a guess of one step's cost to no unit, and the times taken."""
+    """Hold what is known of one row's steps: their number, how many are left, and the seconds that each has taken.
 
+    `guess` says what a step costs compared with the steps of other jobs; it has no unit.
+    """
+
+    steps: int
     left: int
     guess: float
+    group: str
     seconds: list[float] = field(default_factory=list)
 
 
 class Progress:
-    """Tell the current step and the time left, which is worked out from the steps that were done.
+    """Show the rows that are done, the time left and what runs now.
 
-    A row's next step takes what its steps took. A row that has not run yet takes its guess, times what the
-    guesses of the others turned out to be worth.
+    The time left follows from the steps that were done. A row's next step takes as long as the median of its steps so
+    far. For a row that has not run yet, the guess is used; what one unit of a guess is in seconds, the other rows tell.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,40 +45,40 @@ class Progress:
         self.clock = clock
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
-        self.limits: dict[str, float] = {}  # by the jobs' prefix: the seconds that they take at most
-        self.deadlines: dict[str, float] = {}  # of those that have begun: when they end at the latest
-        self.terminal = self.stream.isatty()
+        self.limits: dict[str, float] = {}  # the seconds that a group may take
+        self.ends: dict[str, float] = {}  # the latest time at which a group that has begun will end
+        self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
-        self.width = 0
 
-    def plan(self, job: str, steps: int, guess: float) -> None:
-        """Expect `steps` more steps of a job."""
-        self.jobs[job] = Job(steps, guess)
-
-    def drop(self, job: str) -> None:
-        """Expect no more steps of a job."""
-        self.jobs.pop(job, None)
+    def plan(self, job: str, steps: int, guess: float, group: str = "") -> None:
+        """Expect `steps` steps of a job, which may belong to a group."""
+        self.jobs[job] = Job(steps, steps, guess, group)
 
     def skip(self, job: str, steps: int) -> None:
-        """Expect so many fewer steps of a job: they were done before."""
+        """Expect so many fewer steps of a job, because they were done in an earlier run."""
         if job in self.jobs:
             self.jobs[job].left = max(0, self.jobs[job].left - steps)
 
-    def limit(self, prefix: str, seconds: float) -> None:
-        """Expect all jobs whose name starts with `prefix` to end so many seconds after they `begin`."""
-        self.limits[prefix] = seconds
+    def finish(self, name: str) -> None:
+        """Expect no more steps of the job, or of the jobs of the group, that has this name."""
+        for job, planned in self.jobs.items():
+            if name in (job, planned.group):
+                planned.left = 0
 
-    def begin(self, prefix: str) -> None:
-        """Say that the time of the jobs whose name starts with `prefix` begins now, where it has a limit."""
-        if prefix in self.limits:
-            self.deadlines[prefix] = self.clock() + self.limits[prefix]
+    def limit(self, group: str, seconds: float) -> None:
+        """Expect a group to take no more than so many seconds after it begins."""
+        self.limits[group] = seconds
+
+    def begin(self, group: str) -> None:
+        """Say that a group begins now."""
+        if group in self.limits:
+            self.ends[group] = self.clock() + self.limits[group]
 
     def start(self, job: str, text: str) -> None:
         """Say that a step of a job starts now; it ends when the next one starts."""
         self.stop()
         self.current = (job, self.clock())
-        left = self.seconds_left()
-        self.show(text if left is None else f"{text}, {duration(left)} left")
+        self.show(text)
 
     def stop(self) -> None:
         """Say that the current step has ended."""
@@ -82,26 +95,37 @@ class Progress:
         done = [job for job in self.jobs.values() if job.seconds]
         if not done:
             return None
-        worth = sum(statistics.median(job.seconds) for job in done) / sum(job.guess for job in done)
-        groups = dict.fromkeys((*self.limits, ""), 0.0)
-        for name, job in self.jobs.items():
-            group = next((prefix for prefix in self.limits if name.startswith(prefix)), "")
-            groups[group] += job.left * (statistics.median(job.seconds) if job.seconds else job.guess * worth)
-        now = self.clock()
-        ends = {group: max(0.0, self.deadlines[group] - now) for group in self.deadlines}
-        return sum(min(seconds, ends.get(group, self.limits.get(group, seconds))) for group, seconds in groups.items())
+        unit = sum(statistics.median(job.seconds) for job in done) / sum(job.guess for job in done)
+        groups: dict[str, float] = {}
+        for job in self.jobs.values():
+            step = statistics.median(job.seconds) if job.seconds else job.guess * unit
+            groups[job.group] = groups.get(job.group, 0.0) + job.left * step
+        most = self.limits | {group: max(0.0, end - self.clock()) for group, end in self.ends.items()}
+        return sum(min(seconds, most.get(group, seconds)) for group, seconds in groups.items())
 
     def show(self, text: str) -> None:
         """Show a status line in place of the last one; where the output is no terminal, only now and then."""
-        now = self.clock()
-        if self.terminal:
-            columns = shutil.get_terminal_size().columns
-            line = text[: columns - 1]
-            self._write("\r" + line.ljust(min(self.width, columns - 1)))
-            self.width = len(line)
-        elif self.shown_at is None or now - self.shown_at >= SECONDS_BETWEEN_LINES:
+        if self.jobs:
+            parts = [f"{sum(not job.left for job in self.jobs.values())}/{len(self.jobs)} rows"]
+            if (left := self.seconds_left()) is not None:
+                parts.append(f"{duration(left)} left")
+            text = f"{', '.join(parts)}: {text}"
+        if self.stream.isatty():
+            self._draw(text)
+        elif self.shown_at is None or self.clock() - self.shown_at >= SECONDS_BETWEEN_LINES:
             self._write(text + "\n")
-            self.shown_at = now
+            self.shown_at = self.clock()
+
+    def _draw(self, text: str) -> None:
+        """Draw the bar, to which every row adds the share of its steps that were done."""
+        columns = shutil.get_terminal_size().columns - ECHO
+        text = text[:columns]
+        if self.bar is None:
+            form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
+            self.bar = tqdm(total=len(self.jobs), file=self.stream, leave=False, bar_format=form, position=0)
+        self.bar.n = sum(1 - job.left / job.steps for job in self.jobs.values() if job.steps)
+        self.bar.ncols = columns
+        self.bar.set_description_str(text)
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
@@ -109,10 +133,11 @@ class Progress:
         self._write(text + "\n")
 
     def clear(self) -> None:
-        """Take the status line of a terminal away."""
-        if self.width:
-            self._write("\r" + " " * self.width + "\r")
-        self.width = 0
+        """Take the bar away, and whatever the terminal has shown behind it."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+            self._write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
 
     def _write(self, text: str) -> None:
         self.stream.write(text)
@@ -120,7 +145,8 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Write a time such as `2:05` in minutes and seconds, or `1:02:05` with hours."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Write a time in the unit that suits it: 45 s, 12 min, 3 h."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 99.5 else f"{minutes / 60:.0f} h"

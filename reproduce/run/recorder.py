@@ -13,7 +13,7 @@ from reproduce.machine.description import load_average, machine, versions
 from reproduce.machine.devices import Devices
 from reproduce.machine.git import checkout
 from reproduce.records.places import Json
-from reproduce.records.record import Record, Result, Run, save
+from reproduce.records.record import TIME, Record, Result, Run, save
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
 
 
 def new_recorder(out: Path, names: Sequence[str], title: str, scale: str, unit: dict[str, str], run: Run) -> Recorder:
-    """Start a record of a run of experiments of these names in the folder `out`, whose name no other file has."""
+    """Start the record of a run in the folder `out`, under a name that no other file has."""
     name = f"{'_'.join(names)}-{scale}-{run.started.replace(':', '').replace('-', '')}"
     paths = (out / f"{name}{again}.json" for again in ("", *(f"-{k}" for k in range(2, 1000))))
     path = next(path for path in paths if not path.exists())
@@ -54,20 +54,10 @@ def new_recorder(out: Path, names: Sequence[str], title: str, scale: str, unit: 
 def new_run(devices: Devices, seed: int, command: Sequence[str], settings: dict[str, Json] | None = None) -> Run:
     """Describe a run that starts now, on this machine."""
     return Run(
-        state="running",
-        command=list(command),
-        seed=seed,
-        started=now(),
-        ended=None,
-        device=devices.kind,
-        devices=devices.count,
-        threads_per_device=devices.threads,
-        machine=machine(),
-        versions=versions(),
-        git=checkout(),
-        load=load_average(),
-        settings=settings or {},
-    )
+        state="running", command=list(command), seed=seed, started=now(), ended=None, device=devices.kind,
+        devices=devices.count, threads_per_device=devices.threads, machine=machine(), versions=versions(),
+        git=checkout(), load=load_average(), settings=settings or {},
+    )  # fmt: skip
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
@@ -87,4 +77,4 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
 
 def now() -> str:
     """Return the time in UTC, such as 2020-04-21T10:02:05Z."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(timezone.utc).strftime(TIME)

@@ -75,7 +75,7 @@ class Session:
     links: dict[str, Link] = field(default_factory=dict)
 
     def expected(self) -> Sequence[Row]:
-        """Return all rows, none of which was run yet: where no clock is involved, a device may play several."""
+        """Record every row as not run, and return all: where nothing is timed, one device may play several."""
         for row in self.scale.rows:
             self.put(row, status="not run")
         return self.scale.rows
@@ -83,7 +83,7 @@ class Session:
     def link(self, row: Row) -> Link | None:
         """Return what says how long the row's copies take in an emulation; None where they take no time.
 
-        It is what was asked for, or what is known of GPUs like those here, or what the row names.
+        The user's choice comes first, then a description of GPUs like those here, then the row's own.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
@@ -95,14 +95,14 @@ class Session:
             self.links[name] = Link(self.hardware or load_hardware(name), papers if in_proportion else None)
         return self.links[name]
 
-    def job(self, row: Row) -> str:
-        """Name the row's steps to the progress display."""
-        return f"{self.experiment.name} {row.name}"
+    def job(self, name: object) -> str:
+        """Return the name under which the progress display knows a row or a group of this experiment."""
+        return f"{self.experiment.name} {name}"
 
     def start(self, text: str, job: str = "") -> None:
         """Show that something starts: a step, where a job is named."""
         self.check()
-        self.progress.start(job, f"{self.experiment.name}: {text}")
+        self.progress.start(job, text)
 
     def result(self, row: Row, **fields: Any) -> Result:
         """Return a result for `row` with these fields; it was measured by threads, unless they say otherwise."""

@@ -69,9 +69,10 @@ def plan_speed(session: Session) -> None:
     for group in _groups(session):
         for task in group.tasks:
             rounds = session.steps or session.scale.steps
-            session.progress.plan(_job(session, task), _warmup(session, task) + rounds, task.work)
+            steps = _warmup(session, task) + rounds
+            session.progress.plan(session.job(task), steps, task.work, session.job(group.name))
         if group.limit is not None:
-            session.progress.limit(f"{session.experiment.name} {group.name} ", group.limit)
+            session.progress.limit(session.job(group.name), group.limit)
 
 
 def run_speed(session: Session) -> Iterator[str]:
@@ -93,6 +94,7 @@ def run_speed(session: Session) -> Iterator[str]:
         for task in without_memory if len(group.tasks) > 1 else []:
             session.free()
             _run_all(session, group, [task], paired=False)
+        session.progress.finish(session.job(group.name))
         yield group.name
 
 
@@ -106,8 +108,8 @@ def _groups(session: Session) -> list[Group]:
             tasks.extend(PlannedTask(row, emulated=False, engine=engine) for engine in engines)
         if row.devices <= session.emulate:
             tasks.append(PlannedTask(row, emulated=True))
-    # Each has a share of the scale's time, by its work. What is emulated counts alone where there is any: some of it
-    # would take too long to measure.
+    # A group's share of the scale's time is its share of the work. Where rows are emulated, only these count, because
+    # some of them would take too long to measure.
     kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()}
     works = {name: sum(task.work for task in tasks) for name, tasks in kinds.items()}
     seconds = session.scale.seconds if session.steps is None else None
@@ -120,10 +122,6 @@ def _groups(session: Session) -> list[Group]:
 def _warmup(session: Session, task: PlannedTask) -> int:
     skipped = task.row.skip_epochs * task.row.steps_per_epoch  # the epochs before the timed ones, as in the publication
     return session.scale.warmup if task.emulated else max(session.scale.warmup, skipped)
-
-
-def _job(session: Session, task: PlannedTask) -> str:
-    return f"{session.experiment.name} {task.row.group} {task}"
 
 
 def _run_all(session: Session, group: Group, tasks: Sequence[PlannedTask], *, paired: bool = True) -> list[PlannedTask]:
@@ -155,18 +153,17 @@ class _Timing:
         """Build rows, which share their data, and run the first steps of each, which are slower than the rest."""
         data = FakeData([executed(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
         for task in tasks:
-            self.add_one(task, data)
+            self._add(task, data)
 
-    def add_one(self, task: PlannedTask, data: FakeData) -> None:
-        """Build a row and run its first steps."""
+    def _add(self, task: PlannedTask, data: FakeData) -> None:
         session = self.session
         try:
-            session.start(f"building {task}")
+            session.start(f"{task}, building")
             made = self.make(task, data)
             if isinstance(made, MeasuredSteps):
                 self.losses.setdefault(task.row.name, made.losses)
             for _ in range(_warmup(session, task)):
-                session.start(f"warming up {task}", _job(session, task))
+                session.start(f"{task}, warm-up", session.job(task))
                 self.run_one(task, made)
             if task.emulated and made.runs:
                 self.seconds[task.row.name] = median(made.samples()["step_time"])
@@ -213,15 +210,15 @@ class _Timing:
         steps = session.scale.least_steps + session.scale.warmup
         if limit is None or step is None or step * steps <= LARGEST_SHARE * limit:
             return True
-        reason = f"not measured: a step takes about {duration(step)} min (--steps K does measure it)"
+        reason = f"not measured: a step would take about {duration(step)}; --steps K measures it nevertheless"
         session.put(task.row, **task.kind, status="not run", reason=reason)
-        session.progress.drop(_job(session, task))
+        session.progress.finish(session.job(task))
         return False
 
     def run(self) -> None:
         """Run all rows, round after round, until the group's time is over where it has a limit."""
         session, rounds = self.session, self.session.steps or self.session.scale.steps
-        session.progress.begin(f"{session.experiment.name} {self.group.name} ")
+        session.progress.begin(session.job(self.group.name))
         started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
         try:
             for done, _ in enumerate(turns(steps, rounds, random.Random(session.seed)), 1):
@@ -238,7 +235,7 @@ class _Timing:
         if task not in self.running:
             return
         number = len(self.rounds[task]) + 1
-        self.session.start(f"round {number} of {rounds}, {task}", _job(self.session, task))
+        self.session.start(f"{task}, round {number} of {rounds}", self.session.job(task))
         try:
             self.run_one(task, self.running[task])
         except Exception as error:
@@ -250,7 +247,7 @@ class _Timing:
     def watch(self) -> None:
         """See how busy each device is."""
         for task, steps in self.running.items():
-            self.session.start(f"watching {task}", _job(self.session, task))
+            self.session.start(f"{task}, utilization", self.session.job(task))
             values, timeline = steps.watch()
             self.session.add_values(task.row, values, **task.kind)
             if timeline is not None and self.session.trace is not None:
@@ -267,7 +264,7 @@ class _Timing:
                 with contextlib.suppress(Exception):  # what cannot be counted is still out of memory
                     reason = f"out of memory: {memory_needed(task.row)}"
         self.session.put(task.row, **task.kind, status=failure.status, reason=reason)
-        self.session.progress.drop(_job(self.session, task))
+        self.session.progress.finish(self.session.job(task))
 
     def put_all(self) -> None:
         """Record the steps so far. A loss that is no number is none that JSON could hold."""

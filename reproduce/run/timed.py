@@ -42,7 +42,7 @@ class MeasuredSteps:
 
     def run(self) -> None:
         """Run one more step."""
-        torch.manual_seed(len(self.losses))  # whatever other rows have drawn: every engine's k-th step begins alike
+        torch.manual_seed(len(self.losses))  # so that each engine's k-th step draws the same
         self.runs.append(self._timed())
         self.losses.append(self.runs[-1][1])
 

@@ -54,7 +54,7 @@ class FakeData:
 class Balancer:
     """Balance models over partitions by profiling, once for each model, number of partitions and samples.
 
-    A row's configuration says otherwise: `PLANNED` asks `torchgpipe.plan`, and `EQUAL_LAYERS` needs no profile.
+    A row may ask for another balance: `PLANNED` for that of `torchgpipe.plan`, `EQUAL_LAYERS` for equally many layers.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -87,14 +87,9 @@ class Balancer:
 def planned(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[int, ...]]:
     """Plan the row by a profile on the sample's device: return the best balance for each number of partitions."""
     found = plan(
-        model,
-        sample,
-        batch_size=row.batch_size,
-        devices=MOST_DEVICES,
-        memory=NO_LIMIT,
-        chunks=row.micro_batches,
+        model, sample, batch_size=row.batch_size, devices=MOST_DEVICES, memory=NO_LIMIT, chunks=row.micro_batches,
         checkpoint=row.checkpoint or "never",
-    )
+    )  # fmt: skip
     return {n: tuple(each.best.setup.balance) for n, each in found.by_devices.items() if each.best is not None}
 
 
@@ -103,17 +98,10 @@ def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engi
     if row.partitions is None:
         return model.to(devices[0])
     return GPipe(
-        model,
-        row.balance,
-        devices=devices,
-        chunks=row.chunks or 1,
-        checkpoint=row.checkpoint or "never",
-        deferred_batch_norm=row.deferred_batch_norm,
-        engine=engine,
-        dependency="dependency" in row.components,
-        copy_streams="streams" in row.components,
-        portals="portals" in row.components,
-    )
+        model, row.balance, devices=devices, chunks=row.chunks or 1, checkpoint=row.checkpoint or "never",
+        deferred_batch_norm=row.deferred_batch_norm, engine=engine, dependency="dependency" in row.components,
+        copy_streams="streams" in row.components, portals="portals" in row.components,
+    )  # fmt: skip
 
 
 def work_of(row: Row, seed: int) -> Work:
@@ -121,16 +109,10 @@ def work_of(row: Row, seed: int) -> Work:
     torch.manual_seed(seed)
     data, device = FakeData([row], seed), torch.device("cpu")
     return Work(
-        layers=row.build(),
-        balance=row.balance or (),
-        chunks=row.chunks or 1,
-        checkpoint=row.checkpoint or "never",
-        deferred_batch_norm=row.deferred_batch_norm,
-        input=data.input(row, device),
-        target=data.target(row, device),
-        loss=getattr(F, row.loss),
-        optimizer=partial(make_optimizer, row),
-    )
+        layers=row.build(), balance=row.balance or (), chunks=row.chunks or 1, checkpoint=row.checkpoint or "never",
+        deferred_batch_norm=row.deferred_batch_norm, input=data.input(row, device), target=data.target(row, device),
+        loss=getattr(F, row.loss), optimizer=partial(make_optimizer, row),
+    )  # fmt: skip
 
 
 def make_optimizer(row: Row, model: nn.Module, **options: float) -> torch.optim.Optimizer:
@@ -147,8 +129,8 @@ class Training:
     ) -> None:
         """Build everything; `self.row` has the balance that is used.
 
-        Where `row` are the first micro-batches of one that it `emulates`, the balance is that one's, all partitions are
-        on the first device, and one thread issues their tasks one after another.
+        To emulate a row, `emulates` is that row, and `row` has its first micro-batches. Then all partitions are on the
+        first device, in the balance of the whole row, and one thread runs their tasks one after another.
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():

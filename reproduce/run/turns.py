@@ -13,7 +13,8 @@ def turns(
 ) -> Iterator[dict[Way, list[T]]]:
     """Run a step of each way per round; yield all samples after each round, without those that warm up.
 
-    The order is drawn for a round, and turned round for the next: in both together none is first more often.
+    The order is drawn for each second round; the round after it has the reverse order, so that no way comes first more
+    often.
     """
     draw = draw or random.Random(0)
     samples: dict[Way, list[T]] = {way: [] for way in steps}

@@ -24,17 +24,9 @@ FIELDS = ("experiment", "row", "metric", "unit", "relative", "side", "name", "va
 
 
 def compared(
-    names: Sequence[str],
-    *,
-    metric: str | None = None,
-    filters: Sequence[str] = (),
-    down: Sequence[str] = (),
-    across: Sequence[str] = (),
-    alpha: float = Rule.alpha,
-    threshold: float = Rule.threshold,
-    style: str = "text",
-    force: bool = False,
-) -> tuple[str, str | None]:
+    names: Sequence[str], *, metric: str | None, filters: Sequence[str], down: Sequence[str], across: Sequence[str],
+    alpha: float, threshold: float, style: str, force: bool, every: bool,
+) -> tuple[str, str | None]:  # fmt: skip
     """Return the comparison as text, and why it does not pass as free of regressions, None where it does.
 
     `down` and `across` name the fields of a grid, where one is wanted; the others are the command's options.
@@ -51,19 +43,15 @@ def compared(
     for option, fields in (("--row", down), ("--col", across)):
         for field in fields:
             values_of(field, lines, f"{option} {field}")
-    comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force)
+    comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force, every=every or style == "json")
     grids = [grid for each in comparisons for grid in pivot(each, sides, down, across)] if down else None
     return write_comparisons(comparisons, sides, rule, notes, style, grids), _complaint(comparisons)
 
 
 def write_comparisons(
-    comparisons: Sequence[Comparison],
-    sides: Sequence[Side],
-    rule: Rule,
-    notes: Sequence[str],
-    style: str,
+    comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str], style: str,
     grids: Sequence[Table] | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Return comparisons and notes as 'text', 'markdown', 'csv' or 'json'; as text with `grids` in place of tables."""
     if style == "csv":
         return _as_csv(comparisons, sides)

@@ -1,19 +1,17 @@
 """Make the tables of predictions: how far they are from what was published, and from what was measured of it."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from reproduce.error import Error
 from reproduce.experiments import AS_PUBLISHED
 from reproduce.numbers.metrics import errors, read, speed_ups, throughput
 from reproduce.numbers.sources import Entry
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.places import MEASURED
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result, Run, load
+from reproduce.records.record import Record, Result, Run, readable
 from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, number, ratio, table
 from reproduce.tables.rows import ROW, by_row
 from torchgpipe.plan.planner import HERE
@@ -35,12 +33,8 @@ Measured = dict[str, MeasuredRow]  # by the published row
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
     """Return each published row of the experiment that was measured, by the newest run that did."""
-    records = []
-    for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(Error):  # `show` says what is wrong with it
-            records.append(load(path))
     found: Measured = {}
-    for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
+    for record in readable(folder):
         for result in record.results:
             if result.experiment == experiment and record.run and (row := _measured(result, record.run)) is not None:
                 found[(result.published or "").rpartition("/")[2]] = row

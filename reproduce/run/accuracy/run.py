@@ -34,7 +34,7 @@ def plan_accuracy(session: Session) -> None:
     """Tell the progress display what is to come: steps of training, for evaluations take little beside them."""
     seeds = len(_needs(session).seeds)
     for row in cast("list[AccuracyRow]", session.scale.rows):
-        session.progress.plan(session.job(row), seeds * row.recipe.epochs * _steps(session, row), row.work())
+        session.progress.plan(session.job(row.name), seeds * row.recipe.epochs * _steps(session, row), row.work())
 
 
 def run_accuracy(session: Session) -> Iterator[str]:
@@ -55,7 +55,7 @@ def run_accuracy(session: Session) -> Iterator[str]:
             failure = explain(error)
             ended[row.name] = failure.status
             _put(session, row, [], status=failure.status, reason=f"seed {seed}: {failure.reason}")
-            session.progress.drop(session.job(row))
+            session.progress.finish(session.job(row.name))
         session.progress.stop()
         session.free()
     if "failed" not in ended.values():  # else the next run goes on from what there is
@@ -70,9 +70,9 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     done: list[Epoch] = saved["epochs"] if saved else []
     if saved:
         session.progress.say(f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}")
-        session.progress.skip(session.job(row), len(done) * steps)
+        session.progress.skip(session.job(row.name), len(done) * steps)
         _put(session, row, done)
-    session.start(f"building {row.name}")
+    session.start(f"{row.name}, building")
     training = AccuracyTraining(row, session.devices, seed, steps)
     if saved:
         training.load(saved["training"])
@@ -95,7 +95,7 @@ def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: "Accur
     losses, learning_rate = [], 0.0
     session.devices.synchronize()
     started = time.perf_counter()
-    for batch in shown(data.train_batches(row.batch_size, seed, epoch - 1), what, session.job(row)):
+    for batch in shown(data.train_batches(row.batch_size, seed, epoch - 1), what, session.job(row.name)):
         learning_rate = training.learning_rate
         losses.append(training.step(*batch))
     session.devices.synchronize()
@@ -143,7 +143,7 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
-    """Keep no training from starting anew: move what somebody's own data taught, and delete the rest."""
+    """Let the next run start anew: move checkpoints of the user's data aside, and delete those of made data."""
     for path in filter(Path.exists, paths):  # a training without memory has none
         if session.scale.settings()["made"]:
             path.unlink()

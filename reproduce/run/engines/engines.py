@@ -28,7 +28,7 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
 FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
 FIRST = 2  # steps: one before the parameters have been updated, and one after it; rounding grows from step to step
-ROUNDING = 1e-4  # relative; a convolution's gradient is rounded otherwise in each start of Python
+ROUNDING = 1e-4  # relative; a convolution's gradient is rounded differently in each process
 SCHEDULES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
 OFFERED: dict[str, tuple[Engine, ...]] = {"threads": ("threads",), "ranks": ("ranks",), "torch": SCHEDULES}
 """The names that a user may ask for."""

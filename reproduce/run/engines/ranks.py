@@ -1,9 +1,8 @@
 """Be one rank of a pipeline: `processes.py` starts as many as it has partitions.
 
-Each hears the same requests: an engine and a function that makes its work; `"step"` or `"record"`, a step with its
-timeline, and the time at which it begins. It answers by a pair: `"answer"` with nothing, or with when its step was
-over, the loss and the timeline's tasks; or `"failed"` with why, and then it ends. So it does when the process ends that
-asks.
+All ranks get the same requests. A request is an engine and a function that makes its work; or `"step"`, or `"record"`
+for a step with a timeline, and the time at which it begins. The answer to a step is `"answer"` with the time of its
+end, the loss and the timeline's tasks. A rank that fails answers `"failed"` with the reason and ends.
 """
 
 import contextlib

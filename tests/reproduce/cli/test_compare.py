@@ -72,7 +72,12 @@ GRIDS = ["e: throughput, B/A", "", r"n \ m 1 4", "----- ------ ------"]
         ("a b c --filter m=4", [
             BETTER, "", "row A B C", "------------------------ ---- --------- ---------", "n2m4 8.00 16.0 missing",
             "x 2.00", "1.98-2.02", "better", "n10m4 8.00 16.0 8.00", "x 2.00 x 1.00", "1.98-2.02 0.99-1.01", "better ~",
-            "geometric mean of 1 or 2 x 2.00 x 1.00", "", "- missing in C: n2m4",
+            "geometric mean of 1 or 2 x 2.00 x 1.00", "", "- missing in C: 1 row; --all names them",
+        ]),
+        ("a few --all", [
+            BETTER, "", "row A B B/A interval verdict", "------------------- ---- ---- ---- -------- --------",
+            "n2m1 8.00 8.00 1.00 too few;", "needs 5", "geometric mean of 1 1.00", "",
+            "- missing in B: n2m4, n10m1, n10m4",
         ]),
         (GRID, [*GRIDS, "2 1.00 ~ 2.00 +", "10 1.00 ~ 2.00 +"]),
         (f"{GRID} --metric speedup", ["e: speedup, each side over its own, B/A", *GRIDS[1:], "2 1 2.00 +"]),

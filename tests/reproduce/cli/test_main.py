@@ -9,31 +9,93 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import reproduce.__main__ as program
 from reproduce.cli.main import COMMANDS
 from reproduce.cli.run import INTERRUPTED
 from reproduce.experiments import EXPERIMENTS
+from reproduce.machine.description import ROOT
 from reproduce.machine.devices import Devices
 from reproduce.records.places import RESULTS
+from reproduce.records.record import save
 from reproduce.report.page import TITLE
 from reproduce.tables.layout import WIDTH
 
+from ..made import record, row
+
+SCREEN = 24  # lines of a terminal
 PATIENCE = 300  # seconds; only a hang takes as long
 
 
 @pytest.mark.parametrize("arguments", [[], *([command.name, "--help"] for command in COMMANDS)])
-def test_help_fits_80_columns(arguments: list[str], command: Any) -> None:
+def test_help_fits_a_screen_and_ends_with_two_examples(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
     lines = command(*arguments)[0].splitlines()
-    assert max(map(len, lines)) <= WIDTH
+    commands = {command.name: command for command in COMMANDS}
+    many_options = arguments and len(commands[arguments[0]].params) > 8
+    assert max(map(len, lines)) <= WIDTH and len(lines) <= (40 if many_options else SCREEN)
     assert arguments or not any(line.endswith("...") for line in lines[1:]), "no command's summary is cut off"
+    title, *examples = lines[-3:]
+    assert title.strip() == "Examples:"
+    monkeypatch.chdir(ROOT)
+    for example in examples:
+        program, name, *options = example.strip().removeprefix("python -m ").split()
+        assert program == "reproduce" and name in (arguments or commands)
+        commands[name].make_context(name, options)  # raises where there is no such option or value
+
+
+@pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cuda", 8), Devices("meta", 8)], ids=str)
+def test_the_list_is_one_screen(devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
+    monkeypatch.setattr(Devices, "memory", 24 << 30)
+    lines = command("list")[0].splitlines()
+    assert max(map(len, lines)) <= WIDTH and len(lines) <= SCREEN
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in EXPERIMENTS] == [*EXPERIMENTS]
+
+
+RUN_HERE = {"state": "finished", "command": ["run"], "started": "2020-04-21T10:00:00Z", "ended": "2020-04-21T10:07:00Z"}
+
+LATER = {"started": "2020-04-21T10:02:00Z"}
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([], "?"),
+        ([{}], "7"),
+        ([{}, {"started": "2020-04-21T10:02:00Z"}], "5"),  # the newer one
+        ([{}, {**LATER, "command": ["run", "--row", "n2m1"]}, {**LATER, "state": "interrupted"}], "7"),
+        ([{"folder": "measured"}], "(7)"),
+        ([{}, {**LATER, "folder": "measured"}], "7"),
+        ([{"several": True}], "<7"),
+    ],
+)
+def test_the_list_says_how_long_a_run_has_taken_here(
+    runs: list[dict[str, Any]], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("reproduce.cli.list.MEASURED", Path("measured"))
+    monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: Devices("cpu", 2, 1))
+    Path("runs").mkdir()
+    Path("measured").mkdir()
+    for number, changes in enumerate(runs):
+        folder = changes.get("folder", "runs")
+        names = ["unet-speed", "unet-memory"][: 1 + ("several" in changes)]
+        given = {name: value for name, value in changes.items() if name not in ("several", "folder")}
+        made = record(*(row("x", 1.0, experiment=name) for name in names), **{**RUN_HERE, **given})
+        save(replace(made, scale="small"), Path(folder) / f"r{number}.json")
+    Path("runs/broken.json").write_text("{}")
+    (line,) = [line for line in command("list")[0].splitlines() if line.startswith("unet-speed ")]
+    assert line.split()[-1] == said
 
 
 @pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cpu", 8, 16)], ids=str)
 def test_the_list_has_every_row(devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
     monkeypatch.setattr("reproduce.cli.list.why_not", lambda *_: None)  # whatever memory is free
-    lines = command("list")[0].splitlines()
+    lines = command("list", *EXPERIMENTS)[0].splitlines()
     assert max(map(len, lines)) <= WIDTH
     scales = [scale for experiment in EXPERIMENTS.values() for scale in experiment.scales]
     names = [row.name for scale in scales for row in scale.rows]
@@ -74,7 +136,7 @@ LIBRARY = "raise OSError('libcudart.so.12: cannot open\\nshared object')"
         ("list", "torch", LIBRARY, "torch is broken (libcudart.so.12"),
         ("list", "torch", "import no_such_module", "torch is broken (No module named 'no_such_module')"),
         *(("list", name, ABSENT.format(name), f"{name} is not installed")
-          for name in ("torch", "click", "msgspec", "tabulate")),
+          for name in ("torch", "click", "msgspec", "tabulate", "tqdm")),
         *(pytest.param(command, name, ABSENT.format(name), f"{name} is not installed: run 'make setup', or 'pip insta",
                        marks=pytest.mark.slow)
           for command, name in ((f"compare {PAPER} {PAPER}", "scipy"), ("report", "matplotlib"), ("report", "jinja2"))),

@@ -110,7 +110,8 @@ COMPARED: dict[str, tuple[list[Record], dict[str, Any], dict[str, Any], bool, li
         [record(row("x", 1.0), row("y", 1.0), LACKING),
          record(row("x", 1.0), row("w", 1.0), LACKING, row("y", status="out of memory"))],
         {}, {"x": (1.0, "~")}, False,
-        ["no number (out of memory) in B: y", "no number (needs 8 devices) in A and B: z", "missing in A: w"],
+        [f"{what}: 1 row; --all names them" for what in
+         ("no number (out of memory) in B", "no number (needs 8 devices) in A and B", "missing in A")],
     ),
     **{
         str(change): ([record(row("x", 1.0)), record(row("x", 1.0), **change)], {}, {"x": expected}, relative, notes)
@@ -147,15 +148,17 @@ def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "metric", "notes"),
+    ("rows", "options", "notes"),
     [
-        ([], None, ["only in A: e (2 rows), f (1 row)"]),
-        ([row("x", values={"loss": 1.0})], None,
+        ([], {}, ["only in A: e (2 rows), f (1 row); --all names them"]),
+        ([], {"every": True}, ["only in A: e (x, y), f (x)"]),
+        ([row("x", values={"loss": 1.0})], {},
          ["e: no row has the same metric on two sides: A has throughput, time, speedup, step_time, round; B has loss",
-          "only in A: f (1 row)"]),
-        ([row("x", 1.0)], "loss", ["e: loss is not on two sides of any row", "only in A: f (1 row)"]),
+          "only in A: f (1 row); --all names them"]),
+        ([row("x", 1.0)], {"metric": "loss", "every": True},
+         ["e: loss is not on two sides of any row", "only in A: f (x)"]),
     ],
 )  # fmt: skip
-def test_experiments_without_a_table(rows: list[Any], metric: str | None, notes: list[str]) -> None:
+def test_experiments_without_a_table(rows: list[Any], options: dict[str, Any], notes: list[str]) -> None:
     first = record(row("x", 1.0), row("y", 1.0), row("x", 1.0, experiment="f"))
-    assert compared(first, record(*rows), metric=metric) == ([], notes)
+    assert compared(first, record(*rows), **options) == ([], notes)

@@ -76,10 +76,10 @@ SAYS: dict[str, list[str]] = {
         "| n8m4 | 8 | 4 | 480 | 70.1 | 76.0 | - | 42.7 | - | 44.2 | 2.62 |",
         "over that of the first row, n2m1",
         "Measured (small, CUDA) did other work than published, with other batch_size, micro_batch_size, D.",
-        *(f"Speed-up over the table's first row, m = {m}." for m in (1, 4, 32)),
-        "Speed-up over n for m = 32: published n=2 1.77, n=4 2.71, n=8 4.95; predicted (a<b) n=2 1.70",
+        *(f"Speed-up over the table's first row, {m} micro-batch" for m in (1, 4, 32)),
+        "Speed-up over n, 32 micro-batches: published n=2 1.77, n=4 2.71, n=8 4.95; predicted (a<b) n=2 1.70",
         "; emulated (small, CPU) n=2 1.54, n=4 2.79, n=8 4.38",
-        "ideal n·m/(n+m-1) published predicted (a<b) measured (small, CUDA) emulated (small, CUDA) measured (small,",
+        "ideal, of equal tasks published predicted (a<b) measured (small, CUDA) emulated (small, CUDA)",
     ],
     "unet-speed": [
         "published n=1 1.00, n=1 0.86, n=2 1.25, n=4 2.35, n=8 3.11; predicted",
@@ -103,8 +103,8 @@ SAYS: dict[str, list[str]] = {
     "unet-ablation": [
         "dep-str-ptl | 4 | 8 | 128 | 58.5 | 49.7 | 27.1 | 1.91 | 1.40 (1.40-1.41) | 75% | 74% | 451.2 MiB | 23.50 GiB",
         *(f"{what} as components are added one by one." for what in (
-            "Throughput over the first row's", "Utilization", "Reserved memory over the first row's",
-            "Allocated memory over the first row's")),
+            "Throughput, relative to the first row", "Utilization", "Reserved memory, relative to the first row",
+            "Allocated memory, relative to the first row")),
         "published baseline 1.00, dep-x-x 0.37",
         "dep-str-ptl 1.91",
     ],

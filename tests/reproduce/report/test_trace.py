@@ -35,7 +35,7 @@ def test_what_perfetto_shows_is_read_back(steps: int, titles: list[str], tmp_pat
 def test_pictures_say_the_bubble() -> None:
     picture = gantt(TIMELINE, "a title", "svg").decode()
     # Text is drawn as paths; matplotlib writes what it says into comments.
-    for text in ("a title", "bubble 56% of 2 x 1 s; the whole step took 1.5 s", "recomputation", "copy", "j=1"):
+    for text in ("a title", "bubble 56% of 2 x 1 s; the whole step took 1.5 s", "recomputation", "copy", "device 1"):
         assert text in picture
     assert gantt(Timeline([], 1.0, 1), "nothing", "png").startswith(b"\x89PNG")
     ((svg, caption),) = trace_figures([(TITLE, TIMELINE)])

@@ -1,4 +1,4 @@
-"""Progress: one line that fits the terminal, or a line now and then, and a time left that follows what was done."""
+"""Progress: a bar that fits the terminal, or a line now and then, and a time left that follows what was done."""
 
 import io
 
@@ -36,31 +36,54 @@ def test_a_step_takes_what_its_steps_took_and_a_new_one_its_guess() -> None:
     assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "b is guessed to take twice as long as a"
     take(progress, "b", seconds=1.0, steps=2)
     assert progress.seconds_left() == 3 * 2.0 + 3 * 1.0
-    progress.drop("a")
+    progress.finish("a")
     assert progress.seconds_left() == 3.0
 
 
 def test_a_time_limit_bounds_the_time_left() -> None:
     progress = Progress(io.StringIO(), clock := Clock())
-    for job, steps in (("slow a", 100), ("other", 3)):
-        progress.plan(job, steps, guess=1.0)
-    progress.limit("slow ", 50.0)
-    take(progress, "slow a", seconds=10.0)
+    for job, steps, group in (("a", 100, "slow"), ("other", 3, "")):
+        progress.plan(job, steps, guess=1.0, group=group)
+    progress.limit("slow", 50.0)
+    take(progress, "a", seconds=10.0)
     assert progress.seconds_left() == 50.0 + 3 * 10.0, "first steps are not among those that are limited"
-    progress.begin("slow ")
+    progress.begin("slow")
     for seconds, left in ((10, 40.0), (100, 0.0)):
         clock.time += seconds
         assert progress.seconds_left() == left + 3 * 10.0
+    progress.finish("slow")
+    take(progress, "other", seconds=10.0)
+    assert progress.seconds_left() == 2 * 10.0, "a group that has ended needs no time, whatever its limit"
 
 
-def test_a_terminal_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("columns", "last"),
+    [
+        (80, "|####    | 1/2 rows, 60 s left: b, round 1 of 30"),
+        (40, "|##  | 1/2 rows, 60 s left: b, round"),
+        (30, "|#5 | 1/2 rows, 60 s left:"),
+    ],
+)
+def test_a_terminal_has_a_bar(columns: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress = Progress(stream := Terminal(), Clock())
+    progress.plan("a", 4, guess=1.0)
+    progress.plan("b", 30, guess=1.0)
+    take(progress, "a", seconds=2.0, steps=4)
+    progress.start("b", "b, round 1 of 30")
+    drawn = stream.getvalue().split("\r")
+    assert drawn[-1].rstrip() == last.rstrip()
+    assert max(map(len, drawn)) <= columns - 3, "a terminal may show ^C behind it"
+    progress.say("stays")
+    assert stream.getvalue().endswith("\r" + " " * (columns - 1) + "\rstays\n"), "the bar is gone"
+
+
+def test_what_is_not_planned_has_a_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     progress = Progress(stream := Terminal(), Clock())
-    for text in ("x" * 200, "short", "y" * 40):
+    for text in ("x" * 200, "short"):
         progress.show(text)
-    progress.say("stays")
-    written = ["x" * 39, "short".ljust(39), "y" * 39, " " * 39, "stays\n"]
-    assert stream.getvalue() == "\r" + "\r".join(written), "what stood there before is overwritten"
+    assert stream.getvalue().split("\r")[-1] == "short".ljust(37) and "x" * 38 not in stream.getvalue()
 
 
 def test_elsewhere_a_line_is_written_now_and_then() -> None:
@@ -68,9 +91,11 @@ def test_elsewhere_a_line_is_written_now_and_then() -> None:
     progress.plan("a", 4, 1.0)
     take(progress, "a", seconds=SECONDS_BETWEEN_LINES / 2, steps=4)
     progress.clear()
-    assert stream.getvalue() == "a\na, 0:30 left\n"
+    assert stream.getvalue() == "0/1 rows: a\n0/1 rows, 30 s left: a\n"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(9.6, "0:10"), (59.7, "1:00"), (3600, "1:00:00"), (3725, "1:02:05")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(9.6, "10 s"), (59.7, "60 s"), (125, "2 min"), (5940, "99 min"), (40000, "11 h")]
+)
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -157,7 +157,7 @@ ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
 @pytest.mark.parametrize(
     ("steps", "changes", "timed", "said"),
     [
-        ([], LONG, 1, "not measured: a step takes about 0:02 min (--steps K does measure it)"),
+        ([], LONG, 1, "not measured: a step would take about 2 s; --steps K measures it nevertheless"),
         (["--steps=1"], LONG, 1, None),
         ([], {**LONG, "seconds": 3000.0}, 1, None),
         ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least

@@ -115,7 +115,7 @@ ENGINES = record(
 BUSY = [replace(each, samples={**each.samples, "wall_time": [1.5 * x for x in each.samples["work_time"]]})
         if each.emulated else each for each in EMULATED.results]  # fmt: skip
 TWO_THREADS = replace(RUN, threads_per_device=2)
-TOO_LONG = "not measured: a step takes about 9:00 min"
+TOO_LONG = "not measured: a step would take about 9 min"
 NO_ROOM = "out of memory: its 4 partition(s) take 99 GiB"
 FEW_DEVICES = [each for each in EMULATED.results if "n8" not in each.row]
 NO_LOAD = "NOT in the minute before the start"
