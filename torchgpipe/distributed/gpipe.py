@@ -120,6 +120,7 @@ class DistributedGPipe(Partitioned):
 
     @silence.setter
     def silence(self, timeout: float | None) -> None:
+        """Set `timeout` by its old name."""
         _warn_of_silence(3)  # through `nn.Module.__setattr__`
         self.timeout = timeout
 
