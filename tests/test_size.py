@@ -19,7 +19,7 @@ LIMITS = {
     "torchgpipe/skip": 310,
     "torchgpipe/trace": 1_550,
     "torchgpipe/balance": 480,
-    "torchgpipe/distributed": 2_160,
+    "torchgpipe/distributed": 2_080,
     "torchgpipe/state": 620,
     "torchgpipe/plan": 4_000,
     "torchgpipe/timeline": 380,
