@@ -22,8 +22,16 @@ NOTES = (
     "machine; <: together with other experiments; ?: no such run",
     "python -m reproduce list NAME shows an experiment's rows, at every scale",
 )
-PARTIAL = ("--row", "--steps", "--engine", "--emulate", "--no-emulate", "--seeds")  # options of runs unlike the usual
-SUFFIXES = ".../mb: at equal micro-batch size; .../pb: in the published balance"
+PARTIAL = (
+    "--row",
+    "--steps",
+    "--engine",
+    "--emulate",
+    "--no-emulate",
+    "--seeds",
+    "--all",
+)  # options of runs unlike the usual
+SUFFIXES = "run --all or --row: .../mb, at equal micro-batch size, and .../pb, in the published balance"
 COLUMNS: list[Column[Row]] = [
     Column("row", lambda row: row.name, left=True),
     Column("size", lambda row: f"({', '.join(map(str, row.size))})" if row.size else "-", left=True),
@@ -58,7 +66,7 @@ def _overview(devices: Devices) -> Table:
         scale, count, minutes = "none", "-", "-"
         with contextlib.suppress(Error):  # no scale fits: `list NAME` says why
             scale = choose_scale([experiment], devices, None)
-            count, minutes = str(len(experiment.scale(scale).rows)), _minutes(name, scale)
+            count, minutes = str(sum(not row.extra for row in experiment.scale(scale).rows)), _minutes(name, scale)
         rows.append((name, textwrap.fill(experiment.title, SHOWS), scale, count, minutes))
     return Table(f"Experiments, on {devices}", ["name", "what it shows", "scale", "rows", "minutes"], rows, NOTES, 3)
 

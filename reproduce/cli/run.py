@@ -39,6 +39,7 @@ INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 @click.argument("experiments", nargs=-1, required=True, callback=known("experiment", lambda: EXPERIMENTS))
 @click.option("--scale", type=click.Choice(["paper", "small"]), help="Default: the largest that this machine holds.")
 @click.option("--row", "rows", multiple=True, metavar="NAME", help="Run only this row; may be repeated.")
+@click.option("--all", "extra", is_flag=True, help="Speed: run the rows .../mb and .../pb, too.")
 @on
 @devices
 @click.option("--steps", type=COUNT, metavar="K", help="Timed steps of each row. Default: the scale's, within its "
@@ -54,20 +55,19 @@ INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
               f"these; else {PUBLISHED_NODE} for rows like the published ones.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N",
               help="Seed of parameters, data and the rows' order.")  # fmt: skip
-@click.option("--out", type=PATH, default=RUNS, metavar="DIR", help="Where to put the record and the tables. Default: "
-              "runs.")  # fmt: skip
+@click.option("--out", type=PATH, default=RUNS, metavar="DIR", help="Where record and tables go. Default: runs.")
 @click.option("--trace", type=FILE, metavar="FILE", help="Speed: write the timeline of one more step of each row, as "
               "FILE.json for Perfetto and as a picture, FILE.svg or .png.")  # fmt: skip
 @click.option("--data", type=PATH, metavar="DIR", help="Accuracy: the folder of ImageNet, with "
               "train/<class>/*.JPEG and val/<class>/*.JPEG.")  # fmt: skip
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds. Default: the scale's.")
 def run(
-    experiments: list[str], scale: str | None, rows: tuple[str, ...], on: str | None, devices: int | None,
+    experiments: list[str], scale: str | None, rows: tuple[str, ...], extra: bool, on: str | None, devices: int | None,
     steps: int | None, engines: tuple[str, ...], emulate: int, no_emulate: bool, link: Hardware | None, seed: int,
     out: Path, trace: Path | None, data: Path | None, seeds: int | None,
 ) -> None:  # fmt: skip
     """Run experiments, print their tables and keep a record. The command list shows the EXPERIMENTS."""
-    asked = choose_rows([EXPERIMENTS[name] for name in experiments], rows)
+    asked = choose_rows([EXPERIMENTS[name] for name in experiments], rows, extra=extra)
     for experiment in asked:
         if experiment.table is not None:
             published(experiment.table)  # a broken checkout should be noticed now
@@ -95,6 +95,7 @@ def run(
         "emulate": emulate,
         FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
         **({"rows": list(rows)} if rows else {}),
+        **({"all": True} if extra else {}),
         **({"engines": list(engines)} if engines != ("threads",) else {}),
         **{experiment.name: at.settings() for experiment, at in chosen},
     }
@@ -122,10 +123,10 @@ def run(
                 plan(session)
             for session in sessions:
                 progress.say(f"running {session.experiment.name}: {session.experiment.title}")
-                for done in itertools.chain(run_experiment(session), [ENGINES]):
+                for group, done in itertools.chain(run_experiment(session), [(ENGINES, True)]):
                     progress.clear()
-                    for table in tables(recorder.record, session.experiment.name, done):
-                        click.echo(f"\n{table.text()}")
+                    for table in tables(recorder.record, session.experiment.name, group):
+                        click.echo(f"\n{table.text()}", err=not done)
         state = "finished"
     except KeyboardInterrupt:
         pass

@@ -15,14 +15,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}" if close else f"there are {', '.join(known)}"
 
 
-def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list[Experiment]:
-    """Return the experiments with the rows so called only, or as they are where no name is given.
+def choose_rows(experiments: Sequence[Experiment], names: Sequence[str], *, extra: bool = False) -> list[Experiment]:
+    """Return the experiments with the rows so called only. Without names: with all rows, or all but the extra ones.
 
     Raises:
         Error: none of them has a row of that name, or one has no row of these names.
     """
-    if not names:
-        return list(experiments)
     known = {row.name: None for each in experiments for scale in each.scales for row in scale.rows}
     for name in names:
         if name not in known:
@@ -30,7 +28,10 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str]) -> list
 
     chosen = []
     for each in experiments:
-        scales = tuple(replace(at, rows=tuple(row for row in at.rows if row.name in names)) for at in each.scales)
+        scales = tuple(
+            replace(at, rows=tuple(row for row in at.rows if (row.name in names if names else extra or not row.extra)))
+            for at in each.scales
+        )
         if not any(scale.rows for scale in scales):
             raise Error(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out", USAGE)
         chosen.append(replace(each, scales=tuple(scale for scale in scales if scale.rows)))

@@ -80,6 +80,11 @@ class Row:
         return self.model if self.equal == "model" else self.equal or self.configuration
 
     @property
+    def extra(self) -> bool:
+        """Say whether a run leaves the row out unless it is asked for."""
+        return self.configuration == PUBLISHED_BALANCE or self.equal == "micro-batch"
+
+    @property
     def devices(self) -> int:
         """Count the devices that the row needs."""
         return self.partitions or 1

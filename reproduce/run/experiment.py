@@ -17,16 +17,16 @@ def plan(session: Session) -> None:
     WAYS[session.experiment.measures][0](session)
 
 
-def run_experiment(session: Session) -> Iterator[str]:
-    """Run every row, whatever becomes of others; yield the name of each group that is done, which has its tables."""
+def run_experiment(session: Session) -> Iterator[tuple[str, bool]]:
+    """Run every row, whatever becomes of others; yield the name of a group that has a table, and whether it is done."""
     with session.devices.in_use():
         yield from WAYS[session.experiment.measures][1](session)
 
 
-def _ablation(session: Session) -> Iterator[str]:
+def _ablation(session: Session) -> Iterator[tuple[str, bool]]:
     """Time every row as a speed experiment does, then measure each one's peak memory; one without says why."""
-    for _ in run_speed(session):
-        for row in session.scale.rows:
+    for _, done in run_speed(session):
+        for row in session.scale.rows if done else ():
             kinds = [kind for kind in (False, True) if session.recorded(row, emulated=kind).status in SUCCESS]
             try:
                 values = measure_memory(session, row, MEMORY_STEPS)[1] if kinds else {}
@@ -35,7 +35,7 @@ def _ablation(session: Session) -> Iterator[str]:
             for kind in kinds:
                 session.add_values(row, values, emulated=kind)
             session.progress.stop()
-        yield ""
+        yield "", done
 
 
 WAYS = {  # what is measured -> how to plan, how to run

@@ -7,6 +7,7 @@ no such count, and one GPU that plays several devices has only one for all. Ther
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -73,7 +74,7 @@ def plan_memory(session: Session) -> None:
         session.progress.plan(session.job(row.name), session.scale.steps, row.work())
 
 
-def run_memory(session: Session) -> Iterator[str]:
+def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
     """Record sizes and peaks, whatever becomes of each row; at its end it yields the name of their only group."""
     on_meta = session.devices.kind == "meta"  # there the rows themselves are of the published size
     for row in () if on_meta else session.experiment.scale("paper").rows:
@@ -88,9 +89,11 @@ def run_memory(session: Session) -> Iterator[str]:
             session.progress.finish(session.job(row.name))
         else:
             session.put(used, values=values)
+            peaks: Any = values["peak_allocated"]
+            session.progress.say(f"{row.name}: peaks of {sum(peaks) / 2**20:,.0f} MiB, all devices together")
         finally:
             session.progress.stop()
-    yield ""
+    yield "", True
 
 
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:

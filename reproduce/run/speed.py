@@ -9,7 +9,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -31,6 +31,7 @@ from reproduce.run.turns import turns
 
 Steps = MeasuredSteps | Emulation
 LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
+PREVIEW_AFTER = 10.0  # seconds that a group has taken to its first round's end: quicker ones need no preview
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +76,8 @@ def plan_speed(session: Session) -> None:
             session.progress.limit(session.job(group.name), group.limit)
 
 
-def run_speed(session: Session) -> Iterator[str]:
-    """Run one group of rows after another, and yield its name when it is done.
+def run_speed(session: Session) -> Iterator[tuple[str, bool]]:
+    """Run one group of rows after another; yield its name and False after its first round, and True when it is done.
 
     A row that did not fit beside the others is run alone afterwards.
     """
@@ -90,12 +91,12 @@ def run_speed(session: Session) -> Iterator[str]:
     for group in _groups(session):
         for task in group.tasks:
             session.put(task.row, **task.kind, status="not run")
-        without_memory = _run_all(session, group, group.tasks) if group.tasks else []
+        without_memory = (yield from _run_all(session, group, group.tasks)) if group.tasks else []
         for task in without_memory if len(group.tasks) > 1 else []:
             session.free()
-            _run_all(session, group, [task], paired=False)
+            yield from _run_all(session, group, [task], paired=False)
         session.progress.finish(session.job(group.name))
-        yield group.name
+        yield group.name, True
 
 
 def _groups(session: Session) -> list[Group]:
@@ -124,13 +125,19 @@ def _warmup(session: Session, task: PlannedTask) -> int:
     return session.scale.warmup if task.emulated else max(session.scale.warmup, skipped)
 
 
-def _run_all(session: Session, group: Group, tasks: Sequence[PlannedTask], *, paired: bool = True) -> list[PlannedTask]:
+def _run_all(
+    session: Session, group: Group, tasks: Sequence[PlannedTask], *, paired: bool = True
+) -> Generator[tuple[str, bool], None, list[PlannedTask]]:
     """Run rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
+    started = time.monotonic()
     with contextlib.ExitStack() as processes:
         timing = _Timing(session, group, paired, processes)
         timing.add([task for task in tasks if task.emulated])  # these tell how long the others will take
         timing.add([task for task in tasks if not task.emulated and timing.is_worth_measuring(task)])
-        timing.run()
+        for done in timing.run():
+            if done == 1 and time.monotonic() - started > PREVIEW_AFTER:
+                session.progress.say("after 1 round; this table comes again when all rounds are done:")
+                yield group.name, False
         timing.watch()
     return timing.without_memory
 
@@ -215,8 +222,8 @@ class _Timing:
         session.progress.finish(session.job(task))
         return False
 
-    def run(self) -> None:
-        """Run all rows, round after round, until the group's time is over where it has a limit."""
+    def run(self) -> Iterator[int]:
+        """Run all rows until the group's time is over where it has a limit; yield the number of rounds after each."""
         session, rounds = self.session, self.session.steps or self.session.scale.steps
         session.progress.begin(session.job(self.group.name))
         started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
@@ -224,6 +231,7 @@ class _Timing:
             for done, _ in enumerate(turns(steps, rounds, random.Random(session.seed)), 1):
                 session.rounds += 1
                 self.put_all()
+                yield done
                 if done >= session.scale.least_steps and time.monotonic() - started > (self.group.limit or math.inf):
                     break
         finally:

@@ -15,13 +15,14 @@ from reproduce.experiments import EQUAL_LAYERS, PLANNED, Row
 from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.run.engines.engines import Work
 from torchgpipe import GPipe
-from torchgpipe.balance import balance_by_time
+from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.balance.profile import profile_times
 from torchgpipe.engine.engines import EngineName
 from torchgpipe.plan import plan
 from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 
-PROFILE_SECONDS = 1.0  # for each balance
+PROFILE_SECONDS = 1.0  # for each model and sample
 PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
 NO_LIMIT = 2.0**60  # bytes: a row that does not fit says so when it runs
 
@@ -52,14 +53,15 @@ class FakeData:
 
 
 class Balancer:
-    """Balance models over partitions by profiling, once for each model, number of partitions and samples.
+    """Balance models over partitions by profiling, once for each model and number of samples.
 
     A row may ask for another balance: `PLANNED` for that of `torchgpipe.plan`, `EQUAL_LAYERS` for equally many layers.
     """
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        self.known: dict[tuple[str, tuple[int, ...], int, int], tuple[int, ...]] = {}
+        self.profiles: dict[tuple[object, ...], list[float]] = {}  # seconds of each layer
+        self.plans: dict[tuple[object, ...], dict[int, tuple[int, ...]]] = {}  # a balance for each number of partitions
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
         """Return `row` with a balance: its own, where it has one."""
@@ -73,15 +75,15 @@ class Balancer:
 
         # Rows at equal batch size share a balance: a quarter of the batch is between their micro-batches.
         samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
-        key = (row.model, row.size, row.partitions, min(samples, PROFILE_SAMPLES))
-        if key not in self.known:
-            sample = data.input(row, self.device)[: key[-1]]
-            if row.configuration == PLANNED:
-                self.known |= {(*key[:2], n, key[-1]): balance for n, balance in planned(row, model, sample).items()}
-            else:
-                balance = balance_by_time(row.partitions, model, sample, timeout=PROFILE_SECONDS, device=self.device)
-                self.known[key] = tuple(balance)
-        return replace(row, balance=self.known[key])
+        sample = data.input(row, self.device)[: min(samples, PROFILE_SAMPLES)]
+        key = (row.model, row.size, len(sample))
+        if row.configuration == PLANNED:
+            if key not in self.plans:
+                self.plans[key] = planned(row, model, sample)
+            return replace(row, balance=self.plans[key][row.partitions])
+        if key not in self.profiles:
+            self.profiles[key] = profile_times(model, sample, PROFILE_SECONDS, self.device)
+        return replace(row, balance=tuple(minimise_heaviest(self.profiles[key], row.partitions)))
 
 
 def planned(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[int, ...]]:

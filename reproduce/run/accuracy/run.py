@@ -37,7 +37,7 @@ def plan_accuracy(session: Session) -> None:
         session.progress.plan(session.job(row.name), seeds * row.recipe.epochs * _steps(session, row), row.work())
 
 
-def run_accuracy(session: Session) -> Iterator[str]:
+def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
     """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible.
 
     What it yields at its end names their only group.
@@ -60,7 +60,7 @@ def run_accuracy(session: Session) -> Iterator[str]:
         session.free()
     if "failed" not in ended.values():  # else the next run goes on from what there is
         _put_away(session, paths)
-    yield ""
+    yield "", True
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:

@@ -34,7 +34,7 @@ def the_record(folder: str = "out") -> Record:
 def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
     """Measured and emulated steps have traces of their own."""
     into = ("--out", "new/folder", "--trace", "t.png")
-    out, err = command("run", "tiny-speed", "tiny-memory", *SMALL, "--steps", "2", *into)
+    out, err = command("run", "tiny-speed", "tiny-memory", *SMALL, "--all", "--steps", "2", *into)
     assert max(map(len, out.splitlines())) <= WIDTH
     flat = " ".join(out.split())
     titles = ("like the published rows", "published balance is worth", "at equal batch size", "live bytes")

@@ -8,7 +8,7 @@ import pytest
 
 from reproduce.error import Error
 from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, Experiment
-from reproduce.experiments.choose import choose_scale
+from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.resnet import TRAINING
 from reproduce.experiments.row import PUBLISHED_NODE, GiB
 from reproduce.machine.devices import Devices
@@ -119,3 +119,11 @@ def test_the_largest_scale_that_fits_is_chosen(
     else:
         with pytest.raises(Error, match=f"^{re.escape(expected)}$"):
             choose_scale(ALL, devices, asked)
+
+
+@pytest.mark.parametrize(
+    ("names", "extra", "counts"), [((), False, (20, 20)), ((), True, (31, 40)), (("n2m4/pb",), False, (1,))]
+)
+def test_extra_rows_are_run_where_they_are_asked_for(names: tuple[str, ...], extra: bool, counts: Any) -> None:
+    (chosen,) = choose_rows([EXPERIMENTS["amoebanet-speed"]], names, extra=extra)
+    assert tuple(len(scale.rows) for scale in chosen.scales) == counts

@@ -29,7 +29,7 @@ class Runner:
     def __call__(self, name: str, *options: str, status: int = 0, **changes: Any) -> dict[str, Result]:
         paper, small = TINY[name].scales
         known, progress = {*self.folder.glob("*.json")}, Progress(said := io.StringIO())
-        command = ["run", name, "--on", "cpu", "--scale", "small", "--out", str(self.folder), *options]
+        command = ["run", name, "--all", "--on", "cpu", "--scale", "small", "--out", str(self.folder), *options]
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.setitem(EXPERIMENTS, name, replace(TINY[name], scales=(paper, replace(small, **changes))))
             patch.setattr("reproduce.machine.devices.cores", lambda: CORES)

@@ -110,6 +110,18 @@ def test_an_interruption_keeps_every_step(
     assert (found[row].status == "not run") == (kept[row] == 0)
 
 
+def test_rows_appear_before_all_is_done(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A speed table after its first round, and a line for each row on memory; neither is on standard output."""
+    monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
+    run("tiny-speed", "--steps=2")
+    early, late = (re.findall(r"(\d) steps?\s+per\s+row", text) for text in (capsys.readouterr().err, run.out))
+    assert (early, late, run.said.count("after 1 round; ")) == (["1", "1"], ["2", "2"], 3)
+    run("tiny-memory")
+    assert "pipeline-2: peaks of 0 MiB" in run.said
+
+
 def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None:
     fake.raises["pipeline-1"] = lambda _: None if fake.alive == {"pipeline-1"} else ValueError(str(fake.alive))
     found = run("tiny-memory")

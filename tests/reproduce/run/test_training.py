@@ -62,15 +62,14 @@ def test_configurations_train_the_same_where_micro_batches_do_not_matter() -> No
 
 
 def test_balances_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = Mock(side_effect=lambda partitions, model, sample, **_: [10 - partitions, *[1] * (partitions - 1)])
-    monkeypatch.setattr("reproduce.run.training.balance_by_time", profile)
+    profile = Mock(return_value=[1.0, 1.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr("reproduce.run.training.profile_times", profile)
     rows = [replace(NAIVE, balance=None, chunks=m, partitions=n) for n in (2, 3) for m in (1, 4)]
     data, balancer = FakeData(rows, 0), Balancer(CPU)
     model = NAIVE.build()
     found = [balancer.balanced(row, model, data).balance for row in (*rows, NAIVE)]
-    assert found == [(8, 1), (8, 1), (7, 1, 1), (7, 1, 1), (4, 5)]
-    asked = [(call.args[0], len(call.args[2])) for call in profile.call_args_list]
-    assert asked == [(2, 1), (3, 1)], "of a quarter of the batch"
+    assert found == [(3, 2), (3, 2), (2, 2, 1), (2, 2, 1), (4, 5)]
+    assert [len(call.args[1]) for call in profile.call_args_list] == [1], "of a quarter of the batch"
 
 
 def test_a_planned_balance_is_of_the_whole_row_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
