@@ -1,4 +1,2 @@
 """Adapters that run the rows of tests/behaviours/rows/training.py on this library's pipelines and on others.
-
-They may import `tests.behaviours`, `tests.plain`, `benchmarks.pipelines`, `reproduce.run.engines` and `torchgpipe`.
-"""
+They may import `tests.behaviours`, `tests.plain`, `benchmarks.pipelines`, `reproduce.run.engines` and `torchgpipe`."""

@@ -1,4 +1,2 @@
 """Times of single parts of the library, under pytest-benchmark.
-
-They may import `benchmarks.pipelines`, `reproduce.models` and `torchgpipe`.
-"""
+They may import `benchmarks.pipelines`, `reproduce.models` and `torchgpipe`."""

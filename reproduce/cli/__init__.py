@@ -1,1 +1,2 @@
-"""The command line."""
+"""The command line: one file for each command.
+It may import all of `reproduce`; nothing imports it but `__main__`."""

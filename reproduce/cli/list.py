@@ -22,15 +22,8 @@ NOTES = (
     "machine; <: together with other experiments; ?: no such run",
     "python -m reproduce list NAME shows an experiment's rows, at every scale",
 )
-PARTIAL = (
-    "--row",
-    "--steps",
-    "--engine",
-    "--emulate",
-    "--no-emulate",
-    "--seeds",
-    "--all",
-)  # options of runs unlike the usual
+# Options of runs unlike the usual.
+PARTIAL = ("--row", "--all", "--steps", "--engine", "--emulate", "--no-emulate", "--seeds")
 SUFFIXES = "run --all or --row: .../mb, at equal micro-batch size, and .../pb, in the published balance"
 COLUMNS: list[Column[Row]] = [
     Column("row", lambda row: row.name, left=True),

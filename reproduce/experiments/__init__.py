@@ -1,4 +1,5 @@
-"""Hold every experiment by name. An experiment is data: a new one is a new table here, and no code elsewhere."""
+"""Hold every experiment by name. An experiment is data: a new one is a new table here, and no code elsewhere.
+It may import `models`, `records` and `machine`."""
 
 from reproduce.experiments import amoebanet, resnet, unet, zoo
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale
@@ -20,16 +21,7 @@ __all__ = [
     "AccuracyRow", "AccuracyScale", "Experiment", "Optimizer", "Row", "Scale",
 ]  # fmt: skip
 
-EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (
-        amoebanet.SPEED,
-        amoebanet.MEMORY,
-        unet.SPEED,
-        unet.MEMORY,
-        unet.ABLATION,
-        resnet.SPEED,
-        resnet.ACCURACY,
-        zoo.SPEED,
-    )
-}
+ALL = (
+    amoebanet.SPEED, amoebanet.MEMORY, unet.SPEED, unet.MEMORY, unet.ABLATION, resnet.SPEED, resnet.ACCURACY, zoo.SPEED
+)  # fmt: skip
+EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in ALL}

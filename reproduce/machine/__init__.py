@@ -1,1 +1,2 @@
-"""The machine that runs: its devices, and what it consists of."""
+"""The machine that runs: its devices, and what it consists of.
+It may import `torchgpipe`, nothing else of `reproduce`."""

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,7 @@ def load_average() -> list[float] | None:
 
 
 def _cpu_model() -> str:
-    if named := info(Path("/proc/cpuinfo"), "model name"):
-        return named
-    try:
-        sysctl = ("sysctl", "-n", "machdep.cpu.brand_string")
-        return subprocess.run(sysctl, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return platform.processor() or platform.machine() or "unknown"
+    return info(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine() or "unknown"
 
 
 def _memory() -> int | None:

@@ -7,6 +7,8 @@
 
 Build under `with torch.device("meta"):` to count or to work out shapes without memory. No layer overwrites
 its input, for under checkpointing a partition's input is needed again.
+
+It may import `torchgpipe`, nothing else of `reproduce`.
 """
 
 from collections.abc import Callable

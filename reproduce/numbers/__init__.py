@@ -1,1 +1,2 @@
-"""The one place that divides: spreads, metrics, matching, significance."""
+"""The one place that divides: spreads, metrics, matching, significance.
+It may import `experiments`, `records` and `machine`."""

@@ -1,1 +1,2 @@
-"""Predict rows that are not run."""
+"""Predict rows that are not run.
+It may import `experiments`, `records`, `models` and `torchgpipe`."""

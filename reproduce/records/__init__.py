@@ -1,1 +1,2 @@
-"""Results on disk: measured, emulated, predicted and published ones."""
+"""Results on disk: measured, emulated, predicted and published ones.
+It may import `machine`."""

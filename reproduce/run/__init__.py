@@ -1,1 +1,2 @@
-"""Run the rows of experiments."""
+"""Run the rows of experiments: on devices here, emulated, or for their memory alone.
+It may import `experiments`, `records`, `models`, `machine` and `torchgpipe`."""

@@ -1,4 +1,2 @@
 """What runs tasks in their order: the graph engine, and programs, which are threads here and ranks in `distributed`.
-
-It may import `task`, `tensors` and `skip`.
-"""
+It may import `task`, `tensors` and `skip`."""

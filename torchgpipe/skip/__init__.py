@@ -1,7 +1,5 @@
 """Skip connections between layers of a sequence, also across partitions: how they are declared, found and checked.
-
-It may import nothing else of this library.
-"""
+It may import nothing else of this library."""
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.skip.skippable import pop, skippable, stash

@@ -1,4 +1,2 @@
 """One task: its graph, and what its layers meet in it: parameters, buffers, random numbers, modes, batch normalization.
-
-It may import `tensors` and `skip`.
-"""
+It may import `tensors` and `skip`."""

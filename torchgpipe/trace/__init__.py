@@ -1,7 +1,5 @@
 """Any module as a sequence of layers: its calls are recorded, made the same for all batch sizes, cut, and checked.
-
-It may import `tensors` and `skip`, and `pipeline.py` alone also `gpipe` and `plan`.
-"""
+It may import `tensors` and `skip`, and `pipeline.py` alone also `gpipe` and `plan`."""
 
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.sequential import sequential

@@ -1,4 +1,2 @@
 """What trains partitions at once: threads, ranks, PyTorch's schedules, and the processes of the last two.
-
-It may import `torchgpipe`, and of `reproduce` what lies below `run`.
-"""
+It may import `torchgpipe`, and of `reproduce` what lies below `run`."""

@@ -1,4 +1,2 @@
 """How ranks learn that another one has failed, ended or hangs.
-
-It may import `wires`, `engine` and `tensors`.
-"""
+It may import `wires`, `engine` and `tensors`."""

@@ -1,4 +1,2 @@
 """Messages of tensors from rank to rank, over gloo and NCCL.
-
-It may import `engine`, `tensors` and `skip`, nothing else of `distributed`.
-"""
+It may import `engine`, `tensors` and `skip`, nothing else of `distributed`."""

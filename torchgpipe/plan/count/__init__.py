@@ -1,4 +1,2 @@
 """What layers do and hold, counted on `meta`: operators, bytes, and what an optimizer adds.
-
-It may import `plan.hardware`, but nothing of `plan` that predicts or searches.
-"""
+It may import `plan.hardware`, but nothing of `plan` that predicts or searches."""

@@ -1,4 +1,2 @@
 """How fast devices are: descriptions of nodes, seconds of operators, and measurements of the present device.
-
-It may import nothing else of `plan`.
-"""
+It may import nothing else of `plan`."""

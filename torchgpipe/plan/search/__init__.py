@@ -1,4 +1,2 @@
 """The search: which setups are tried, what is said if none fits, and data parallel training to compare with.
-
-It may import all of `plan` but the planner and its report.
-"""
+It may import all of `plan` but the planner and its report."""
