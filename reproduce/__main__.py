@@ -1,4 +1,4 @@
-"""Start `python -m reproduce`. What the program needs is looked for first; what is missing is told in one line."""
+"""Start `python -m reproduce`. First check the packages that it needs; report a missing one in one line."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ LEAST_TORCH = (2, 11)
 
 
 def missing() -> str | None:
-    """Return what is wrong with a package that the program needs, and what to do; None where nothing is."""
+    """Return which needed package is missing, broken or too old, and what to do; None if all are fine."""
     for package in ("torch", "click", "msgspec", "tabulate", "tqdm"):
         try:
             importlib.import_module(package)
@@ -30,8 +30,8 @@ def missing() -> str | None:
 def main() -> int:
     """Run the program and return its exit code."""
     if sys.argv[1:2] == ["run"]:
-        keep_freed_memory()  # or rows with smaller tensors gain what no pipeline gave them
-    # PyTorch swallows a KeyboardInterrupt that meets it while it is imported, so Ctrl-C must not wait for one.
+        keep_freed_memory()  # else rows with smaller tensors look faster, for a reason that is not pipelining
+    # `import torch` can swallow a KeyboardInterrupt. Until it is done, Ctrl-C ends the process without raising one.
     handler = signal.signal(signal.SIGINT, leave)
     problem = missing()
     if problem is not None:
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """End the program at once: so far it has done nothing that could be lost."""
+    """End the program at once. It has done nothing yet that could be lost."""
     os.write(2, b"reproduce: interrupted\n")
     os._exit(130)
 

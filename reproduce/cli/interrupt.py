@@ -1,7 +1,7 @@
-"""See to it that Ctrl-C ends a run, also where Python would swallow it.
+"""Make sure that Ctrl-C ends a run, also where Python would swallow it.
 
 `KeyboardInterrupt` is raised wherever the main thread happens to be. In a destructor or a weak reference's callback,
-where tensors often die, Python prints it and goes on. So Ctrl-C is also remembered, and looked for between steps.
+where tensors are often freed, Python prints it and goes on. So a flag remembers Ctrl-C and is checked between steps.
 """
 
 import contextlib

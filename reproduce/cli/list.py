@@ -15,14 +15,14 @@ from reproduce.records.record import readable
 from reproduce.run.engines import engines
 from reproduce.tables.layout import Column, Table, many, table
 
-SHOWS = 38  # columns of what an experiment shows
+SHOWS = 38  # width of the column "what it shows", in characters
 NOTES = (
     "scale: the largest that this machine holds now",
     "minutes: of the last run of all rows, in runs; in brackets: in results/measured, which may have been on another "
     "machine; <: together with other experiments; ?: no such run",
     "python -m reproduce list NAME shows an experiment's rows, at every scale",
 )
-# Options of runs unlike the usual.
+# A run with one of these options does not tell how long a usual run takes.
 PARTIAL = ("--row", "--all", "--steps", "--engine", "--emulate", "--no-emulate", "--seeds")
 SUFFIXES = "run --all or --row: .../mb, at equal micro-batch size, and .../pb, in the published balance"
 COLUMNS: list[Column[Row]] = [
@@ -65,7 +65,7 @@ def _overview(devices: Devices) -> Table:
 
 
 def _minutes(name: str, scale: str) -> str:
-    """Return how long the newest run of an experiment took that is known of, as the notes explain."""
+    """Return how many minutes the newest known run of the experiment took, in the notation that `NOTES` explains."""
     for folder, form in ((RUNS, "{}"), (MEASURED, "({})")):
         for record in reversed(readable(folder)):
             run, names = record.run, {result.experiment for result in record.results}

@@ -26,7 +26,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None, benchmarks: Maker | None = None) -> int:
     """Run the command line and return its exit code; an error is one line on stderr.
 
-    What makes the tables of `benchmarks` is for the command `render`.
+    `benchmarks` makes the tables of that folder. Only the command `render` uses it.
     """
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:

@@ -6,7 +6,7 @@ import click
 import torch
 from msgspec.structs import replace
 
-from reproduce.cli.shared import COUNT, PATH, autocast, examples, fp32_precision, hardware, known, numbers, parsed
+from reproduce.cli.shared import COUNT, PATH, autocast, examples, fp32_precision, hardware, known, parsed, precision
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.models import MODELS as BUILT
 from reproduce.models import titled
@@ -26,7 +26,7 @@ from torchgpipe.plan.hardware.headroom import HEADROOM, room
 from torchgpipe.plan.planner import HERE
 
 ALL = "all"
-ELSEWHERE = "predicted"  # a folder of the example; results/predicted is as published
+ELSEWHERE = "predicted"  # in the example, so that whoever copies it leaves the committed results/predicted alone
 
 
 @click.command(epilog=examples("predict all", f"predict unet-speed --hardware h100x8 --out {ELSEWHERE}"))
@@ -79,7 +79,7 @@ def predict(
     prepare_folder(out)
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
-        with numbers(fp32_precision, autocast):
+        with precision(fp32_precision, autocast):
             record = predict_table(name, hardware)
         if other:
             record = replace(record, name="-".join([record.name, *other]), title=", ".join([record.title, *other]))
@@ -90,7 +90,7 @@ def predict(
 
 
 PROFILED = 4
-"""Samples of the largest micro-batch that layers are timed with, unless told otherwise."""
+"""Default size of the largest micro-batch that layers are timed with, in samples."""
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 
 
@@ -156,7 +156,7 @@ def plan(
             numbers_as = (autocast and f"autocast {autocast}", fp32_precision, "master weights" * master_weights)
             click.echo(", ".join([given.title, f"batch size {batch_size}", optimizer, *filter(None, numbers_as)]))
             found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
-            with found.in_use(), numbers(fp32_precision):
+            with found.in_use(), precision(fp32_precision):
                 module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
                 planned = make_plan(
                     module, sample, batch_size=batch_size, devices=devices or (None if hardware else found.count),

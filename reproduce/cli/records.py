@@ -62,7 +62,7 @@ def publish(record: str, force: bool) -> None:
     if any(against.values()) and not force:
         reasons = "; ".join(reason for reason, holds in against.items() if holds)
         raise click.ClickException(f"{record}: {reasons}; run it again, or use --force")
-    # Folders of the machine that ran it are nobody's business.
+    # The folders of the machine that ran it are private.
     command = [re.sub(r"^(--[a-z]+=)?/.*/(?=.)", r"\1", word) for word in found.run.command]
     renamed = replace(found, name=path.stem, run=replace(found.run, command=command))
     save(renamed, path)

@@ -32,7 +32,7 @@ from reproduce.tables.engines import GROUP as ENGINES
 from reproduce.tables.layout import many
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware
 
-INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 
 
 @click.command(epilog=examples("run unet-memory --scale small", "run unet-speed --row baseline --row pipeline-2"))
@@ -70,7 +70,7 @@ def run(
     asked = choose_rows([EXPERIMENTS[name] for name in experiments], rows, extra=extra)
     for experiment in asked:
         if experiment.table is not None:
-            published(experiment.table)  # a broken checkout should be noticed now
+            published(experiment.table)  # a missing or broken file is reported before the run, not after it
     found = find_devices(on, devices)
     measured = {experiment.measures for experiment in asked}
     if engines != ("threads",) and not measured & {"speed", "ablation"}:
@@ -152,7 +152,7 @@ def run(
 
 
 def make_tracer(trace: Path, chosen: Sequence[tuple[Experiment, Scale]], *, several: bool) -> Tracer:
-    """Return what writes timelines, or say now what could not be written. `several`: a row has more than one."""
+    """Return the writer of timelines, or raise now if it could not write. `several`: rows have several timelines."""
     timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
     if not timed:
         measures = chosen[0][0].measures

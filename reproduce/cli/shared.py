@@ -1,4 +1,4 @@
-"""Hold the options that several commands have, and what they do with paths and names."""
+"""Hold the options that several commands share, and helpers for their paths and names."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -51,14 +51,14 @@ def alpha(where: str) -> Option:
 
 
 def hardware(here: str) -> Option:
-    """Return the option `--hardware`; its help says by `here` what is timed on this machine."""
+    """Return the option `--hardware`. `here` is the part of its help about timing on this machine."""
     return click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE",
                         callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
                         help=f"{', '.join(hardware_names())}, a file (.json), {here} on this machine.")  # fmt: skip
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
-    """Return a callback that parses an option's text, and says what is wrong where that raises `ValueError`."""
+    """Return a callback that parses an option's text. A `ValueError` of `parse` becomes click's error message."""
 
     def callback(_: click.Context, __: click.Parameter, text: str | None) -> T | None:
         try:
@@ -70,7 +70,7 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
 
 
 def known(what: str, offered: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """Return a callback that refuses names which are not offered, and lets each be there once."""
+    """Return a callback that refuses names which are not offered, and drops repeated ones."""
 
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
         for name in names:
@@ -82,15 +82,15 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> Callable[..., list
 
 
 @contextlib.contextmanager
-def numbers(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
-    """Set how float32 is computed, and autocast of GPUs, where they are given; both are restored afterwards."""
+def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
+    """Set float32's precision and CUDA autocast where they are given, and restore both at the end."""
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = [kind.fp32_precision for kind in kinds]
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         for kind in kinds if fp32_precision else ():
             kind.fp32_precision = fp32_precision
-        if autocast is not None:  # not by `torch.autocast`, which refuses a device that is not here
+        if autocast is not None:  # `torch.autocast` would disable itself on a machine without a GPU
             torch.set_autocast_enabled("cuda", True)
             torch.set_autocast_dtype("cuda", getattr(torch, autocast))
         yield
@@ -102,6 +102,6 @@ def numbers(fp32_precision: str | None, autocast: str | None = None) -> Iterator
 
 
 def shown(path: Path) -> str:
-    """Return the path as one would type it here, where it lies below the current folder."""
+    """Return the path relative to the current folder if it lies below it, else the absolute path."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

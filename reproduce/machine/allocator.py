@@ -5,10 +5,10 @@ import os
 import platform
 import sys
 
-# By default glibc asks the system for large tensors again at every step, page by page. From which size on depends on
-# the process's history, so that two processes of the same code may differ. The system hands out a process's pages under
-# one lock, so the threads of a process wait for each other, and separate processes do not. In threads other than the
-# first, tensors above the 64 MiB of a thread's heap come from the system in any case.
+# By default glibc returns freed large tensors to the system and requests their pages again at every step. "Large" depends
+# on what the process freed before, so two processes that run the same code may differ. The kernel maps pages of a process
+# under one lock: threads of one process wait for each other there, separate processes do not. The setting cannot help
+# with tensors above 64 MiB outside the main thread: they exceed glibc's heap of a thread.
 THRESHOLD = 2**30
 M_MMAP_THRESHOLD = -3  # as malloc.h names it
 KEEP_FREED = {

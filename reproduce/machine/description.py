@@ -12,9 +12,9 @@ from msgspec import Struct
 import torchgpipe
 from reproduce.machine.devices import cores, info
 
-ROOT = Path(__file__).resolve().parents[2]  # of the checkout
+ROOT = Path(__file__).resolve().parents[2]  # the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
-MOST_NVLINKS = 36  # that a driver numbers
+MOST_NVLINKS = 36  # more than any GPU has; the driver is asked for links 0 to 35
 CLOCK_SM, CLOCK_MEMORY = 1, 2  # as nvml.h numbers them
 
 
@@ -88,7 +88,7 @@ def _memory() -> int | None:
 
 
 def _gpu(index: int) -> Gpu:
-    """Describe a CUDA device of this process. The driver may number it otherwise, so its UUID finds it."""
+    """Describe a CUDA device of this process. It is looked up by UUID: the driver may use other indices than CUDA."""
     properties = torch.cuda.get_device_properties(index)
     handle = _ask_driver("nvmlDeviceGetHandleByUUID", f"GPU-{properties.uuid}")
     if handle is None:
@@ -111,11 +111,11 @@ def _gpu(index: int) -> Gpu:
 
 
 def _ask_driver(function: str, *arguments: object) -> Any:
-    """Return what a function of NVML returns; None if the driver or its Python bindings are missing, or if it fails."""
+    """Call a function of NVML and return its result; None if it fails, or if driver or Python bindings are missing."""
     try:
         import pynvml
 
-        pynvml.nvmlInit()  # it counts how often it is called, and does its work the first time
+        pynvml.nvmlInit()  # cheap to repeat: only the first call initializes
         return getattr(pynvml, function)(*arguments)
     except Exception:
         return None

@@ -24,14 +24,14 @@ class Devices:
     threads: int | None = None
 
     def first(self, n: int) -> list[torch.device]:
-        """Return the first `n` devices; where CUDA has fewer, the first one n times, which then plays all."""
+        """Return the first `n` devices. If there are fewer CUDA devices, return the first one n times, to emulate them."""
         if self.kind != "cuda":
             return [torch.device(self.kind)] * n
         return [torch.device("cuda", i if n <= self.count else 0) for i in range(n)]
 
     @property
     def memory(self) -> int | None:
-        """Return the bytes of the smallest CUDA device, or of free main memory, which CPU devices share."""
+        """Return the memory of the smallest CUDA device, or the free main memory that CPU devices share, in bytes."""
         if self.kind == "meta":
             return None
         if self.kind == "cpu":
@@ -68,10 +68,10 @@ class Devices:
 
 
 def find_devices(kind: str | None, count: int | None) -> Devices:
-    """Return `count` devices or all, of `kind` or of CUDA where there is any.
+    """Return `count` devices of a kind. Default: all of them; CUDA devices if there are any, else CPU devices.
 
     Raises:
-        Error: there are fewer.
+        Error: there are fewer than `count`.
     """
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind is None:
@@ -98,17 +98,17 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 
 
 def cores() -> int:
-    """Count the CPU cores that this process may use: its affinity, and a container's quota."""
+    """Count the CPU cores that this process may use, given its CPU affinity and its container's quota."""
     have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         limit, period = CPU_QUOTA.read_text().split()
         return max(1, min(have, int(limit) // int(period)))
-    except (OSError, ValueError):  # no container, or one without a limit, which says "max"
+    except (OSError, ValueError):  # no container, or one without a limit: the file says "max"
         return have
 
 
 def info(file: Path, name: str) -> str | None:
-    """Return what a file of Linux says about `name`, first; None where it is silent."""
+    """Return the first value of `name` in a Linux file of lines `name: value`; None if there is none."""
     try:
         lines = [line.partition(":") for line in file.read_text().splitlines()]
     except OSError:

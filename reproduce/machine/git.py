@@ -19,9 +19,9 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def checkout(folder: Path = ROOT) -> Git | None:
-    """Return the revision that is checked out in `folder`; None within or outside a checkout, and without git."""
+    """Return the revision checked out in `folder`; None if it is not the top folder of a checkout, or without git."""
     try:
-        if git(folder, "rev-parse", "--show-prefix"):  # of another project, which has this one installed
+        if git(folder, "rev-parse", "--show-prefix"):  # a subfolder of a checkout: another project's, where this one is installed
             return None
         changes = git(folder, "status", "--porcelain", "--untracked-files=no")
         return Git(git(folder, "rev-parse", "--verify", "HEAD").decode(), dirty=bool(changes))
@@ -51,7 +51,7 @@ def commit_of(folder: Path, revision: str) -> str:
 def git(folder: Path, *arguments: str) -> bytes:
     """Run git in `folder` and return what it prints, without white space around it.
 
-    A hook or an alias of git may run this program and name a repository in the environment: that is left out.
+    Variables such as GIT_DIR are not passed on: if a git hook or alias started this program, they name its repository.
 
     Raises:
         Error: git is not there, or fails; the message ends with the last line that git printed.
@@ -59,7 +59,7 @@ def git(folder: Path, *arguments: str) -> bytes:
     environment = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG_)", name)}
     command = ["git", "-C", str(folder), *arguments]
     try:
-        # In a session of its own, git is out of the reach of Ctrl-C, which is for this program to handle.
+        # A new session keeps Ctrl-C away from git: only this program handles it.
         done = subprocess.run(command, capture_output=True, timeout=120, start_new_session=True, env=environment)
     except FileNotFoundError:
         raise Error("git is not installed", USAGE) from None
