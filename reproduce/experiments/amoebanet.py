@@ -5,12 +5,12 @@ from dataclasses import replace
 from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment
 from reproduce.experiments.row import Optimizer, Row
 
-# The batch size is of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it.
+# This batch size is for the rows at equal batch size. Every m divides it, and it fits in naive on two P40s.
 BASE = Row(model="AmoebaNet-D", size=(18, 256), batch_size=64)
 
 # --- speed -----------------------------------------------------------------------------------------------------
 
-SAMPLES = 10_000  # of an epoch, as published
+SAMPLES = 10_000  # in the published epoch
 
 PUBLISHED_SPEED: Published = (
     ("n2m1", 1, 96, (7, 17)),
@@ -42,7 +42,7 @@ RMSPROP = Optimizer(name="RMSprop", options={"foreach": False}, state=1)
 
 MEMORY_BASE = replace(BASE, batch_size=128, optimizer=RMSPROP)
 
-# name, (L, D) as published and at the small scale, m, balance, as published
+# name, published (L, D), (L, D) of the small scale, m, published balance
 SIZES: Sizes = (
     ("baseline", (18, 208), (18, 16), None, None),
     ("pipeline-1", (18, 416), (18, 32), None, (24,)),

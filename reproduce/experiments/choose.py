@@ -16,10 +16,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def choose_rows(experiments: Sequence[Experiment], names: Sequence[str], *, extra: bool = False) -> list[Experiment]:
-    """Return the experiments with the rows so called only. Without names: with all rows, or all but the extra ones.
+    """Return the experiments with only the rows of these names. Without names: all rows, the extra ones only if asked.
 
     Raises:
-        Error: none of them has a row of that name, or one has no row of these names.
+        Error: a name is no row of any experiment, or an experiment has no row of these names.
     """
     known = {row.name: None for each in experiments for scale in each.scales for row in scale.rows}
     for name in names:
@@ -39,7 +39,7 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str], *, extr
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
-    """Return `asked`, or the first scale, in the experiments' order, that all of them have and the machine holds.
+    """Return `asked`; if it is None, the first scale that all experiments have and that fits on the machine.
 
     Raises:
         Error: an experiment has no such scale, or the machine cannot hold it.
@@ -63,7 +63,7 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
 
 
 def why_not(scale: Scale, devices: Devices) -> str | None:
-    """Say why the devices cannot hold the scale; None where they can, though rows may still need more of them."""
+    """Say why the scale does not fit on the devices; None if it does, although some rows may need more devices."""
     if devices.kind == "meta" and not scale.cuda:
         return "its balances are profiled, and devices that hold no data take no time"
     needed, have = f"{scale.memory / GiB:.0f} GiB of memory", devices.memory

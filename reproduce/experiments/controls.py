@@ -1,10 +1,10 @@
-"""List rows by rule: the published ones of n partitions, and beside them controls that nobody has published.
+"""Generate rows: the published ones of n partitions, and controls, which nobody has published.
 
 The published rows vary the batch with n and m, so they mix pipelining with larger batches. The controls are naive
 model parallelism, checkpoint-only and GPipe, and keep one thing equal:
 
 - the batch size: every row does the same work on the same samples, in more or in fewer parts;
-- the micro-batch size: every task of every row is as large, so kernels are as efficient, and the batch grows with m.
+- the micro-batch size: kernels work on equally large tensors in every row; the batch size grows with m.
 """
 
 import math
@@ -28,13 +28,13 @@ from reproduce.experiments.row import (
 
 PARTITIONS = (2, 4, 8)
 CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)  # of the controls
-SMALL_MICRO_BATCH = 4  # of those at equal micro-batch size
+SMALL_MICRO_BATCH = 4  # of the small scale's controls at equal micro-batch size
 
 Balance = tuple[int, ...]
 
 # name, m, batch size, balance; the first row is plain training
 Published = Sequence[tuple[str, int | None, int, Balance | None]]
-# name, model's size as published and at the small scale, m (None: micro-batches of one), balance; the first likewise
+# name, published model size, small scale's, m (None: micro-batches of one sample), balance; first row: plain training
 Sizes = Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int | None, Balance | None]]
 
 
@@ -42,11 +42,11 @@ def speed_experiment(
     name: str, title: str, table: str, base: Row, theirs: Sequence[Row], micro_batch: int, small: Row,
     batch_sizes: Sequence[int], seconds: float,
 ) -> Experiment:  # fmt: skip
-    """List a speed experiment: the published rows and controls of `base`, or the like of the `small` model.
+    """Return a speed experiment. Scale paper: the published rows and controls of `base`; scale small: of `small`.
 
-    The controls have micro-batches of `micro_batch`, in the published balances. Of the small scale the rows have
-    `batch_sizes`, and `seconds` in all: with extra rows each group has the less of them, but no fewer than the least
-    number of rounds.
+    At scale paper, controls have the published balances, and those at equal micro-batch size have `micro_batch` samples
+    in each. At scale small, the published rows get `batch_sizes`, and all groups share a time limit of `seconds`; every
+    group runs its least number of rounds even if that takes longer.
     """
     balances = {len(row.balance): row.balance for row in theirs if row.balance}
     balances[1] = (sum(balances[PARTITIONS[0]]),)
@@ -59,7 +59,7 @@ def speed_experiment(
 
 
 def memory_experiment(name: str, title: str, table: str, base: Row, small: Row, sizes: Sizes) -> Experiment:
-    """List a memory experiment: models of the published `sizes`, and of small ones."""
+    """Return a memory experiment. Scale paper has models of the published sizes, scale small smaller ones."""
     scales = (
         Scale(name="paper", rows=memory_rows(base, sizes), memory=P40_MEMORY, cuda=True, steps=2),
         Scale(name="small", rows=memory_rows(small, sizes, small=True), memory=4 * GiB, cuda=False, steps=2),
@@ -68,9 +68,9 @@ def memory_experiment(name: str, title: str, table: str, base: Row, small: Row, 
 
 
 def published_rows(base: Row, table: Published, samples: int) -> tuple[Row, ...]:
-    """List plain training and pipelines of n partitions, at batch sizes of their own.
+    """List plain training and pipelines of n partitions, each row with its own batch size.
 
-    `samples` make an epoch, of which the published timing leaves out the first.
+    An epoch has so many `samples`. The published timing leaves out the first epoch.
     """
     base = replace(base, configuration=AS_PUBLISHED, over=table[0][0], skip_epochs=1)
     return tuple(
@@ -83,10 +83,10 @@ def published_rows(base: Row, table: Published, samples: int) -> tuple[Row, ...]
 
 
 def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> tuple[Row, ...]:
-    """List rows like the published `rows`, of `base`'s smaller model and at smaller batch sizes.
+    """List rows like the published `rows`, with the smaller model of `base` and smaller batch sizes.
 
-    Their balance is profiled, as the published one was on its own hardware. All but those of one partition come a
-    second time, in the published balance.
+    Their balance is profiled here, as the published one was profiled on the published hardware. Rows of several
+    partitions are listed once more with the published balance.
     """
     like = [
         replace(row, configuration=LIKE_PUBLISHED, model=base.model, size=base.size, input_shape=base.input_shape,
@@ -101,7 +101,7 @@ def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> tuple
 
 
 def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> tuple[Row, ...]:
-    """List plain training and pipelines of n partitions, each with a larger model."""
+    """List plain training, and pipelines of n partitions: the more partitions, the larger the model."""
     rows = []
     for name, size, small_size, chunks, balance in table:
         configuration = "baseline" if balance is None else "pipeline"
@@ -112,7 +112,7 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> tuple[Row, .
 
 
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
-    """Return the row in the partitions of `balance`; None: without any. A lone micro-batch is recomputed, as there."""
+    """Return the row in the partitions of `balance`, or unchanged. A lone micro-batch is recomputed, as published."""
     if balance is None:
         return row
     checkpoint: Checkpoint = "always" if chunks == 1 else "except_last"
@@ -120,9 +120,9 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
 
 
 def controls(base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None) -> tuple[Row, ...]:
-    """List the controls, first at `base`'s batch size, then in micro-batches of `micro_batch`; those end in `/mb`.
+    """List the controls at `base`'s batch size, then those with `micro_batch` samples per micro-batch, named .../mb.
 
-    Where `balances` is None they are profiled.
+    Without `balances`, balances are profiled.
     """
     made: list[tuple[str, int, int, Checkpoint, str, int]] = [
         *(("naive", n, 1, "never", f"naive n{n}", n) for n in PARTITIONS),

@@ -11,9 +11,9 @@ from reproduce.records.places import Json
 class Recipe:
     """Say how long a training takes, and at which learning rates.
 
-    The learning rate grows with the batch size: it is `base_lr`, times `batch_size / base_batch_size` where that is
-    above 1. It gets there within the first `warmup_epochs`, from `base_lr` in equal steps, one for each mini-batch
-    (Goyal et al., arXiv:1706.02677, section 2.2), and is multiplied by `lr_decay` at each of `lr_decay_epochs`.
+    The peak learning rate is `base_lr * max(1, batch_size / base_batch_size)`. Warm-up: during `warmup_epochs` the rate
+    grows linearly from `base_lr` to the peak, a step per mini-batch (Goyal et al., arXiv:1706.02677, section 2.2). At
+    each of `lr_decay_epochs` it is multiplied by `lr_decay`.
     """
 
     epochs: int
@@ -23,21 +23,21 @@ class Recipe:
     lr_decay_epochs: tuple[int, ...]
     lr_decay: float
 
-    def peak(self, batch_size: int) -> float:
+    def peak_lr(self, batch_size: int) -> float:
         """Return the learning rate after the warm-up."""
         return self.base_lr * max(1.0, batch_size / self.base_batch_size)
 
     def learning_rate(self, batch_size: int, epoch: float) -> float:
-        """Return the learning rate after so many epochs; a fraction is a place within an epoch."""
+        """Return the learning rate at a point of training, in epochs; 2.5 is in the middle of the third epoch."""
         warmed_up = 1.0 if self.warmup_epochs == 0 else min(1.0, epoch / self.warmup_epochs)
-        rate = self.base_lr + warmed_up * (self.peak(batch_size) - self.base_lr)
+        rate = self.base_lr + warmed_up * (self.peak_lr(batch_size) - self.base_lr)
         decays = sum(epoch >= at for at in self.lr_decay_epochs)
         return rate * self.lr_decay**decays
 
     def config(self, batch_size: int) -> dict[str, Json]:
         """Return the recipe under the names of the published table."""
         return {
-            "lr": self.peak(batch_size),
+            "lr": self.peak_lr(batch_size),
             "base_lr": self.base_lr,
             "lr_scaling": f"linear in batch/{self.base_batch_size}, at least 1",
             "warmup_epochs": self.warmup_epochs,
@@ -49,10 +49,10 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow(Row):
-    """Configure one training to its end.
+    """Configure a training that runs for all epochs of its recipe.
 
-    `gpus` is how many devices share every mini-batch where there is no pipeline (`torch.nn.DataParallel`). `data` says
-    how the data are read, under the names of the published table.
+    `gpus` is the number of data-parallel devices of a row without a pipeline (`torch.nn.DataParallel`). `data` says how
+    the data are read, under the names of the published table.
     """
 
     num_classes: int = 1000
@@ -80,11 +80,11 @@ class AccuracyRow(Row):
 class AccuracyScale(Scale):
     """Choose an experiment's sizes; every row is trained `seeds` times.
 
-    `made` are the numbers of which the program makes its data (`Gratings`), or None where the user brings them.
+    `made`: the arguments of `Gratings`, which generates the data; None if the user provides the data.
     """
 
     rows: tuple[AccuracyRow, ...]
-    steps: int = 0  # as many as the recipe's epochs have
+    steps: int = 0  # unused: the recipe's epochs decide
     seeds: int
     made: Mapping[str, Json] | None
 

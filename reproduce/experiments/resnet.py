@@ -8,7 +8,7 @@ from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB,
 
 # --- speed -------------------------------------------------------------------------------------------------------
 
-SAMPLES = 50_000  # of an epoch, as published
+SAMPLES = 50_000  # in the published epoch
 
 PUBLISHED_SPEED: Published = (
     ("baseline", None, 118, None),
@@ -18,7 +18,7 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# The batch size is of the rows at equal batch size: a multiple of every m, and naive on two P40s has room for it.
+# This batch size is for the rows at equal batch size. Every m divides it, and it fits in naive on two P40s.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
 
@@ -77,7 +77,7 @@ SMALL_TRAINING = replace(
     model="ResNet",
     size=(1, 16, 1),
     input_shape=(3, 32, 32),
-    batch_size=128,  # micro-batches of 32 at m = 4: with fewer, normalization by micro-batch costs accuracy here
+    batch_size=128,  # 32 samples per micro-batch at m = 4: with fewer, batch norm over micro-batches costs accuracy
     num_classes=8,
     recipe=Recipe(epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1),
     data=(("dataset", "gratings"), ("train_crop", "random"), ("eval_crop", "middle"), ("drop_last", True)),
@@ -85,7 +85,7 @@ SMALL_TRAINING = replace(
 
 BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU
 
-SMALL_ROWS = (  # plain training, and pipelines that are to equal it
+SMALL_ROWS = (  # plain training, and pipelines that should reach the same error
     replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256"),
     *(
         replace(SMALL_TRAINING, name=name, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last",

@@ -1,4 +1,4 @@
-"""Describe experiments as data: rows to run, scales that choose their sizes, experiments that hold both."""
+"""Define an experiment as data: its rows, and scales, each a list of rows and the machine that they need."""
 
 import math
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ Component = Literal["dependency", "streams", "portals"]
 Equal = Literal["batch", "micro-batch", "model"]
 
 AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
-LIKE_PUBLISHED = "like the published"  # of those that repeat them with a smaller model and batch: the same n and m
-PUBLISHED_BALANCE = "with the published balance"  # of the same once more, in the balance that suited a P40
-PLANNED = "balance of plan"  # of rows in the balance that `torchgpipe.plan` finds by a profile
+LIKE_PUBLISHED = "like the published"  # the same n and m as published, with a smaller model and batch
+PUBLISHED_BALANCE = "with the published balance"  # like the published ones, in the balance that was profiled on a P40
+PLANNED = "balance of plan"  # of rows whose balance `torchgpipe.plan` finds from a profile
 EQUAL_LAYERS = "equal layers"  # of rows whose partitions have equally many layers
 GiB = 2**30
-PUBLISHED_NODE = "p40x8"  # the description of what the papers' tables were taken on
+PUBLISHED_NODE = "p40x8"  # the hardware description of the node that the papers measured on
 P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
 COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
@@ -39,16 +39,15 @@ SGD = Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Configure one training run, whole.
+    """Configure one training run completely.
 
-    `partitions=None` is plain training on one device, without a pipeline. `balance=None` asks for one that is
-    profiled on the spot. `published` names the row of the experiment's published table that this one reproduces,
-    `over` the row of the same table that the speed-up is taken over. `equal` marks rows of ours that nobody has
-    published: naive, checkpoint-only and GPipe at one batch size, or at one micro-batch size; or of one model, plain
-    and pipelined. `options` say about the model what its size does not. `components` are the parts of the pipeline
-    that are switched on. The steps of the first `skip_epochs` epochs are not timed. `link` names the hardware
-    description of which an emulation takes how long copies between devices are; without one, devices share memory and
-    copy nothing.
+    `partitions=None` is plain training on one device, without a pipeline. With `balance=None` the balance is profiled
+    before the run. `published` names the row of the experiment's published table that this row reproduces, `over` the
+    row of this experiment that is the baseline of its speed-up. `equal` marks rows that nobody has published, and says
+    what they have in common: "batch" or "micro-batch" size (naive, checkpoint-only and GPipe), or "model" (plain and
+    pipelined). `options` are what a record keeps of the model beside its size. `components` are the parts of the
+    pipeline that are switched on. The steps of the first `skip_epochs` epochs are not timed. `link` names a hardware
+    description: an emulation takes the time of copies between devices from it. Without one, copies take no time.
     """
 
     name: str = ""
@@ -76,12 +75,12 @@ class Row:
 
     @property
     def group(self) -> str:
-        """Name the rows of its experiment that it is compared with: they are run in turn, and share a table."""
+        """Name the row's group. The rows of a group are compared: they run in turn, and share a table."""
         return self.model if self.equal == "model" else self.equal or self.configuration
 
     @property
     def extra(self) -> bool:
-        """Say whether a run leaves the row out unless it is asked for."""
+        """Say whether the row runs only with --all or --row."""
         return self.configuration == PUBLISHED_BALANCE or self.equal == "micro-batch"
 
     @property
@@ -96,12 +95,12 @@ class Row:
 
     @property
     def micro_batches(self) -> int | None:
-        """Count the micro-batches that exist: fewer than `chunks` where the batch does not yield so many."""
+        """Count the micro-batches that `torch.chunk` makes, which may be fewer than `chunks`."""
         size = self.micro_batch_size
         return None if size is None else math.ceil(self.batch_size / size)
 
     def work(self) -> float:
-        """Guess the cost of a step, to no unit: good for telling the time left, and for nothing else."""
+        """Guess the relative cost of a step. It has no unit and is only good for estimating the time left."""
         return self.batch_size * math.prod(self.size) * (1.3 if self.checkpoint in ("always", "except_last") else 1)
 
     def build(self) -> nn.Sequential:
@@ -140,9 +139,9 @@ class Row:
 class Scale:
     """Choose an experiment's sizes, and say what they ask of a machine.
 
-    `steps` are measured per row after `warmup` that are not; where `seconds` is given, a measurement stops
-    after that time, but not before `least_steps`. `memory` is what each CUDA device must have, or the main
-    memory where the devices are CPU ones, in bytes; `cuda` says whether only CUDA devices will do.
+    Each row runs `warmup` steps that are not timed, then `steps` timed ones. With `seconds`, a measurement stops after
+    that time, but not before `least_steps`. `memory`: the bytes that each CUDA device must have or, on CPU devices, the
+    main memory. With `cuda`, the scale runs on CUDA devices only.
     """
 
     name: str
@@ -159,14 +158,14 @@ class Scale:
         return {name: getattr(self, name) for name in ("steps", "warmup", "least_steps", "seconds")}
 
 
-# of experiments that time steps; their rows are filled in
+# of experiments that time steps, without their rows
 PAPER_SCALE = Scale(name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800)
 SMALL_SCALE = Scale(name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=1, least_steps=3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Name an experiment: what it measures, the published table that it reproduces, if any, and its scales."""
+    """Define an experiment: what it measures, its scales, and the published table that it reproduces, if any."""
 
     name: str
     title: str

@@ -19,13 +19,13 @@ BASE = Row(
     size=(5, 64),
     input_shape=(3, 192, 192),
     options={"depth": 5, "output_channels": 1},
-    batch_size=64,  # of the rows at equal batch size: naive on two P40s has room for it
+    batch_size=64,  # for the rows at equal batch size; it fits in naive on two P40s
     loss="binary_cross_entropy_with_logits",
     num_classes=None,
 )
 SMALL = replace(BASE, size=(5, 16), input_shape=(3, 96, 96), batch_size=32)
 
-SAMPLES = 10_000  # of an epoch, as published
+SAMPLES = 10_000  # in the published epoch
 
 # --- speed -----------------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ SPEED = speed_experiment(
 
 # --- memory ----------------------------------------------------------------------------------------------------
 
-# name, (B, C) as published and at the small scale, m, balance, as published
+# name, published (B, C), (B, C) of the small scale, m, published balance
 SIZES: Sizes = (
     ("baseline", (6, 72), (6, 4), None, None),
     ("pipeline-1", (11, 128), (11, 8), 32, (505,)),
@@ -71,7 +71,7 @@ MEMORY = memory_experiment(
 
 # --- ablation --------------------------------------------------------------------------------------------------
 
-PUBLISHED_ABLATION = ("baseline", "dep-x-x", "dep-str-x", "dep-str-ptl")  # each with one component more
+PUBLISHED_ABLATION = ("baseline", "dep-x-x", "dep-str-x", "dep-str-ptl")  # each adds one component
 ABLATION_BALANCE = (34, 76, 70, 61)
 
 

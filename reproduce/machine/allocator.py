@@ -5,10 +5,10 @@ import os
 import platform
 import sys
 
-# By default glibc returns freed large tensors to the system and requests their pages again at every step. "Large" depends
-# on what the process freed before, so two processes that run the same code may differ. The kernel maps pages of a process
-# under one lock: threads of one process wait for each other there, separate processes do not. The setting cannot help
-# with tensors above 64 MiB outside the main thread: they exceed glibc's heap of a thread.
+# By default glibc returns freed large tensors to the system and requests their pages again at every step. Which size is
+# large depends on what the process freed before, so two processes that run the same code may differ. The kernel maps a
+# process's pages under one lock: threads of one process wait for each other there, separate processes do not. Tensors
+# above 64 MiB outside the main thread come from the system in any case: they exceed glibc's heap of a thread.
 THRESHOLD = 2**30
 M_MMAP_THRESHOLD = -3  # as malloc.h names it
 KEEP_FREED = {

@@ -14,7 +14,7 @@ from reproduce.machine.devices import cores, info
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
-MOST_NVLINKS = 36  # more than any GPU has; the driver is asked for links 0 to 35
+MOST_NVLINKS = 36  # NVML's indices are smaller than this
 CLOCK_SM, CLOCK_MEMORY = 1, 2  # as nvml.h numbers them
 
 

@@ -24,7 +24,7 @@ class Devices:
     threads: int | None = None
 
     def first(self, n: int) -> list[torch.device]:
-        """Return the first `n` devices. If there are fewer CUDA devices, return the first one n times, to emulate them."""
+        """Return the first `n` devices. Where CUDA has fewer, return its first device n times, in place of all."""
         if self.kind != "cuda":
             return [torch.device(self.kind)] * n
         return [torch.device("cuda", i if n <= self.count else 0) for i in range(n)]

@@ -21,7 +21,7 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True):
 def checkout(folder: Path = ROOT) -> Git | None:
     """Return the revision checked out in `folder`; None if it is not the top folder of a checkout, or without git."""
     try:
-        if git(folder, "rev-parse", "--show-prefix"):  # a subfolder of a checkout: another project's, where this one is installed
+        if git(folder, "rev-parse", "--show-prefix"):  # another project's checkout, which has this one installed
             return None
         changes = git(folder, "status", "--porcelain", "--untracked-files=no")
         return Git(git(folder, "rev-parse", "--verify", "HEAD").decode(), dirty=bool(changes))
