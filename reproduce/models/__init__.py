@@ -1,12 +1,12 @@
-"""Build models as flat `nn.Sequential`s, whose every entry is one layer to balance: the papers' three, and others.
+"""Build the papers' three models and others as flat `nn.Sequential`s. A balance counts their entries as layers.
 
-- `amoebanetd(num_layers, num_filters)`: a classifier, 3 x 224 x 224, whose layers hand on pairs of tensors;
+- `amoebanetd(num_layers, num_filters)`: a classifier, 3 x 224 x 224, whose layers pass pairs of tensors;
 - `unet(depth, num_convs, base_channels)`: segmentation, 3 x 192 x 192, with long skips;
 - `resnet101()`: torchvision's classifier, 3 x 224 x 224, with a short skip over every bottleneck;
 - `torchvision:NAME`, ten of torchvision's models, as `torchgpipe.sequential` cuts them.
 
-Build under `with torch.device("meta"):` to count or to work out shapes without memory. No layer overwrites
-its input, for under checkpointing a partition's input is needed again.
+Build under `with torch.device("meta"):` to count parameters or infer shapes without memory. No layer works in place
+on its input, because checkpointing needs a partition's input again.
 
 It may import `torchgpipe`, nothing else of `reproduce`.
 """
@@ -25,7 +25,7 @@ __all__ = ["MODELS", "Model", "amoebanetd", "resnet101", "unet"]
 
 
 class Model(NamedTuple):
-    """Say how a model is built from its sizes, what these are called in the published tables, and a sample's shape."""
+    """Hold what builds a model from its sizes, the names of the sizes in the published tables, and a sample's shape."""
 
     build: Callable[..., nn.Sequential]
     sizes: tuple[str, ...]
@@ -51,5 +51,5 @@ MODELS = {
 }
 """Every model that an experiment may name.
 
-`thin ResNet-101` has fewer channels than `ResNet-101`; `ResNet` has as many bottlenecks in each of its four stages.
+`thin ResNet-101` has fewer channels than `ResNet-101`; `ResNet` has `blocks` bottlenecks in each of its four stages.
 """

@@ -1,8 +1,8 @@
 """Build AmoebaNet-D (L, D), an image classifier found by evolution, as a flat sequence of L + 6 layers.
 
-`L` normal cells stand in three equal groups; reduction cells, each of which halves the image and doubles the
-channels, stand before and between them. What a cell computes is data, the two genotypes below. Cells
-hand on a pair of states, because each reads the outputs of the two cells before it.
+`L` normal cells form three equal groups; reduction cells, each of which halves the image and doubles the
+channels, come before and between them. The two genotypes below define what a cell computes. Cells
+pass a pair of states, because each reads the outputs of the two cells before it.
 
 Sources: Real et al., "Regularized Evolution for Image Classifier Architecture Search" (arXiv:1802.01548), for
 the cells; Huang et al., "GPipe" (arXiv:1811.06965), for the sizes (L, D).
@@ -81,13 +81,13 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         image = self.relu(image)
-        shifted = F.pad(image, (-1, 1, -1, 1))  # drop the first column and row, add zeros behind the last
+        shifted = F.pad(image, (-1, 1, -1, 1))  # drop the first row and column, append zeros after the last
         output: Tensor = self.bn(torch.cat([self.even(image), self.odd(shifted)], dim=1))
         return output
 
 
 def narrow_convs(channels: int, *convs: tuple[tuple[int, int], tuple[int, int]]) -> nn.Module:
-    """Build convolutions of a fourth of the channels, each with its kernel and stride, between ones of 1 x 1."""
+    """Build a bottleneck: 1 x 1 to a fourth of the channels, `convs` of a kernel and stride each, and 1 x 1 back."""
     narrow = channels // 4
     return nn.Sequential(
         relu_conv_bn(channels, narrow),
@@ -106,7 +106,7 @@ OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "conv 3x3": lambda channels, stride: narrow_convs(channels, ((3, 3), (stride, stride))),
     "conv 1x7-7x1": lambda channels, stride: narrow_convs(channels, ((1, 7), (1, stride)), ((7, 1), (stride, 1))),
     "avg pool 3x3": avg_pool_3x3,
-    # The search calls this one a max pool, but the published numbers were taken with an average pool.
+    # A max pool by its name in the cell search, but the published numbers were measured with an average pool.
     "pool 3x3": avg_pool_3x3,
     "max pool 2x2": lambda channels, stride: nn.MaxPool2d(2, stride),
 }
@@ -127,7 +127,7 @@ class PairSum(nn.Module):
 
 
 def fit_older_state(inputs: int, channels: int, after_reduction: bool) -> nn.Module:
-    """Bring the state of two cells ago to the size and channels of the last cell's."""
+    """Build what gives the output of the cell before the last the image size and channels of the last cell's."""
     if after_reduction:
         return FactorizedReduction(inputs, channels)
     if inputs != channels:
@@ -138,7 +138,7 @@ def fit_older_state(inputs: int, channels: int, after_reduction: bool) -> nn.Mod
 class Cell(nn.Module):
     """Map the last two states `(s1, s2)` to `(output, s1)`, the last two states for the next cell.
 
-    A lone tensor stands for both states.
+    A single tensor is used as both states.
     Shapes: `s1` is (N, inputs[0], H, W) and `s2` is (N, inputs[1], H, W), or (N, inputs[1], 2H, 2W) after a
     reduction cell; the output is (N, out_channels, H / stride, W / stride).
     """
@@ -160,7 +160,7 @@ class Cell(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Map the last two states to class scores: (N, channels, 7, 7) and any to (N, num_classes)."""
+    """Map the newer of the two states, (N, channels, 7, 7), to class scores, (N, num_classes)."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()

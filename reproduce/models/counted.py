@@ -1,4 +1,4 @@
-"""Count what a model's layers do and hold, and say how a row sets it up, for what `torchgpipe.plan` predicts of it."""
+"""Make the inputs of `torchgpipe.plan` predictions: the counted layers of a model, and a row's setup."""
 
 import functools
 from typing import Any
@@ -12,13 +12,13 @@ from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
 
 ALIKE = Alike()
-"""Models of one family have many layers in common."""
+"""A cache of counted layers: models of one family share many."""
 
 
 def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
     """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for.
 
-    PyTorch's present settings count: autocast for GPUs, and the precision of float32.
+    The result depends on PyTorch's current settings: CUDA autocast, and the precision of float32.
     """
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
@@ -33,9 +33,9 @@ def _counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], m
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
-    """Return the setup that a row's `config` says; without a pipeline it is one partition and one micro-batch.
+    """Return the setup of a row's `config`; without a pipeline, one partition and one micro-batch.
 
-    `zeroed`: gradients were kept and set to zero, as PyTorch of the papers' time did.
+    `zeroed`: `zero_grad` fills gradients with zeros, as it did in PyTorch of the papers' time, instead of freeing them.
     """
     components = config.get("components")
     name = config["optimizer"].lower()
@@ -44,7 +44,7 @@ def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Se
         balance=tuple(config["balance"] or (layers,)),
         chunks=config["chunks"] or 1,
         checkpoint=config["checkpoint"] or "never",
-        # PyTorch of that time updated one parameter after another, on GPUs too.
+        # PyTorch of that time had no foreach optimizers: it updated one parameter after another, on GPUs too.
         optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,

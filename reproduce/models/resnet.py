@@ -1,8 +1,8 @@
-"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, each bottleneck's identity a skip; and other models.
+"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, with identities as skips; and other models.
 
-The layers are torchvision's own, in its order, under its names joined by `_` (`layer1_0_conv1`), so that
-weights and eval-mode outputs are the same to the bit. Two things change: an in-place ReLU becomes a plain
-one, and what a bottleneck adds at its end is stashed at its start.
+The layers are torchvision's own, in its order. Names have `_` for `.`, as in `layer1_0_conv1`. Weights and eval-mode
+outputs are bitwise equal. Two things change: ReLUs are not in place, and a bottleneck stashes its identity at its
+start and pops it at its end.
 
 Ten other well-known models are sequences of their own layers, as `torchgpipe.sequential` cuts them. Whatever builds a
 model raises `Error` where torchvision is missing or broken.
@@ -39,7 +39,7 @@ RESNET101 = (3, 4, 23, 3)  # bottlenecks in each stage
 
 @skippable(pop=["skip"])
 class AddIdentity(nn.Module):
-    """Add what the bottleneck began with, downsampled where size or channels have changed since."""
+    """Add the bottleneck's input, downsampled if the bottleneck changes the image size or the channels."""
 
     isolate: Callable[[Namespace], nn.Module]  # set by @skippable
 
@@ -78,7 +78,7 @@ def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-1
     """Import a module of torchvision, only when it is needed: all else must work without torchvision.
 
     Raises:
-        Error: torchvision is missing, or broken, for example made for another PyTorch; in one line.
+        Error: torchvision is missing, or broken, for example built for another PyTorch; in one line.
     """
     try:
         return importlib.import_module(f"torchvision.{module}")
@@ -96,7 +96,7 @@ def resnet(blocks: Sequence[int], width: int = 64, expansion: int = 4, num_class
     Args:
         blocks: bottlenecks in each of the four stages.
         width: channels within the first stage's bottlenecks, doubled by every stage.
-        expansion: what goes from bottleneck to bottleneck has 64 times as many channels, doubled by every stage.
+        expansion: channels of a first-stage bottleneck's output, in units of 64, doubled by every stage.
         num_classes: outputs.
 
     Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes).
@@ -116,7 +116,7 @@ def resnet(blocks: Sequence[int], width: int = 64, expansion: int = 4, num_class
 
 
 def resnet101(num_classes: int = 1000) -> nn.Sequential:
-    """Build ResNet-101 with random weights, the same as torchvision's after the same seed, as `resnet` does."""
+    """Build ResNet-101 with random weights. With the same seed they equal those of torchvision's ResNet-101."""
     return resnet(RESNET101, num_classes=num_classes)
 
 
@@ -125,8 +125,8 @@ def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
         model.load_state_dict(flat_state(torch.load("resnet101.pth", weights_only=True)))
 
-    The tensors are shared. A state that is flat already is returned as it is; `load_state_dict` tells what else does
-    not fit.
+    The tensors are shared, not copied. Names that are flat already stay; `load_state_dict` reports names that do not
+    fit.
     """
     return {re.sub(r"^(layer\d)\.(\d+)\.", r"\1_\2_", key).replace("_downsample.", "_add.downsample."): value
             for key, value in state.items()}  # fmt: skip
@@ -142,7 +142,7 @@ ZOO = ("resnet18", "resnet50", "alexnet", "densenet121", "mobilenet_v3_large", "
 
 
 def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
-    """Build the model of that name with random weights, for square images of so many pixels a side.
+    """Build the model of that name with random weights, for images of `pixels` x `pixels`.
 
     Raises:
         ValueError: torchvision has no such model.
@@ -150,24 +150,24 @@ def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
     builder = import_torchvision("models", f"torchvision:{name}").get_model_builder(name)
     # Without weights nothing is downloaded.
     given = {key: None for key in inspect.signature(builder).parameters if key.startswith("weights")}
-    if name.startswith("vit_"):  # which are made for one size of images
+    if name.startswith("vit_"):  # ViT is built for one image size
         options["image_size"] = pixels
     device = torch.get_default_device()
-    # RegNet works out its widths with tensors, which have no values on `meta`.
+    # RegNet's constructor computes widths with tensors, which have no values on `meta`.
     with torch.device("cpu" if name.startswith("regnet_") else device):
         model: nn.Module = builder(**given, **options)
     return model.to(device)
 
 
 def layers_of(name: str, pixels: int, num_classes: int = 1000) -> nn.Sequential:
-    """Build the model of that name as `torchgpipe.sequential` cuts it; after one seed, with the same weights.
+    """Build the model of that name as `torchgpipe.sequential` splits it. The same seed gives the same weights.
 
     Shapes: (N, 3, pixels, pixels) to (N, num_classes).
     """
     return copy.deepcopy(_traced(name, pixels, num_classes, torch.get_default_device(), torch.initial_seed()))
 
 
-@functools.lru_cache(maxsize=1)  # rows of one model follow each other, and recording takes seconds
+@functools.lru_cache(maxsize=1)  # rows of one model are built one after another, and tracing takes seconds
 def _traced(name: str, pixels: int, num_classes: int, device: torch.device, seed: int) -> nn.Sequential:
     model = torchvision_model(name, pixels, num_classes=num_classes)
     return torchgpipe.sequential(model, torch.rand(2, 3, pixels, pixels))

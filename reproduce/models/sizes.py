@@ -1,4 +1,4 @@
-"""Check a model's sizes before any layer is built, so that a wrong one is told in the caller's own words."""
+"""Check a model's sizes before any layer is built, so that the error names the caller's argument."""
 
 
 def check_size(name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = "") -> None:

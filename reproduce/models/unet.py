@@ -35,7 +35,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class PopConcat(nn.Module):
-    """Pad the input to the skip's height and width, and put the skip's channels behind its own.
+    """Pad the input to the skip's height and width, and append the skip's channels.
 
     Sizes differ by a row or a column where pooling had to round an odd size down.
     """

@@ -1,2 +1,2 @@
-"""The one place that divides: spreads, metrics, matching, significance.
+"""Compute what tables show from what records hold: metrics, spreads, matching, significance.
 It may import `experiments`, `records` and `machine`."""

@@ -1,7 +1,7 @@
-"""Compare matched rows: every side with the first, in absolute numbers where that is fair, else in ratios.
+"""Compare every side with the first, row by row: in absolute numbers where that is fair, else in ratios.
 
 Absolute numbers are compared only between rows that did the same work on the same machine. Otherwise each side's
-numbers are first divided by those of one of its own rows, and these ratios are compared.
+numbers are first divided by those of a baseline row of the same side, and these ratios are compared.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ from reproduce.records.record import SUCCESS
 TIMES = ("throughput", "speedup", "time", "step_time")
 Verdict = Literal["better", "worse", "differs", "~", "too few", "untested"]
 HINT = "; --all names them"
-Readings = Mapping[int, Reading]  # what the sides say of a row, by the side's number
+Readings = Mapping[int, Reading]  # a row's reading on each side that has one, by the side's number
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """Hold a line, what each side says of it, and how each compares with the first side.
+    """Hold a line of the table: each side's reading, and how each side compares with the first.
 
-    `readings` has None for a side that says nothing, `decisions` where nothing can be compared. `base` marks the row
-    that the others were divided by.
+    `readings` has None for a side without a number, `decisions` for one that cannot be compared. `base` marks the
+    baseline row, by which the others were divided.
     """
 
     line: Line
@@ -37,7 +37,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold the rows of an experiment, compared in one metric. `together` judges their mean, where that can be."""
+    """Hold the rows of an experiment, compared in one metric. `together` judges their geometric mean, if known."""
 
     experiment: str
     metric: str
@@ -53,7 +53,7 @@ class Comparison:
         return f"{self.metric}, each side over its own" if self.relative else self.metric
 
     def mean(self, side: int) -> tuple[float, int] | None:
-        """Return the geometric mean of a side's ratios, as judged where it was, and of how many; None without any."""
+        """Return the geometric mean of a side's ratios, from `together` if known, and their number; None if none."""
         ratios = [decision.ratio for row in self.rows if (decision := row.decisions[side])]
         if not ratios:
             return None
@@ -61,7 +61,7 @@ class Comparison:
 
 
 def verdict(decision: Decision, metric: str) -> Verdict:
-    """Say what a decision means where the metric has a better side."""
+    """Turn higher and lower into better and worse, if it is known which is better for the metric."""
     if decision.outcome == "higher" or decision.outcome == "lower":
         wanted = better(metric)
         return "differs" if wanted is None else "better" if decision.outcome == wanted else "worse"
@@ -74,8 +74,8 @@ def compare(
 ) -> tuple[list[Comparison], list[str]]:  # fmt: skip
     """Return a comparison for each experiment of which two sides have numbers, and notes about the others.
 
-    Without a `metric` an experiment is compared in the first of the usual ones that two sides share. Notes count rows
-    that only one side has; they name `every` one where that is asked for.
+    Without a `metric`, an experiment is compared in the first of `DEFAULTS` that two sides share. Notes count the rows
+    that only one side has, or name them if `every`.
     """
     comparisons, notes = [], []
     on_one_side: dict[str, list[str]] = {}
@@ -143,9 +143,9 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
 
 
 def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> tuple[Line, Readings]:
-    """Return the line to divide by: the one that the row's speed-up is over, where all sides have a number of it.
+    """Return the baseline line to divide by, one for which all sides of this row have a number.
 
-    Where there is none, it is the first line of which all sides have a number: of the same scale and kind, if possible.
+    It prefers the same kind (emulated, engine), then the same scale, then the row that `over` names, then the first.
     """
     ours = line.first.result
 
@@ -161,7 +161,7 @@ def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> 
 
 
 def _machine(entry: Entry) -> object:
-    """Return what has to be equal for absolute times to be compared."""
+    """Return a key. Absolute times are comparable only between records with equal keys."""
     run = entry.record.run
     if run is None:
         return entry.result.hardware or entry.record.hardware or entry.record.name
@@ -178,7 +178,7 @@ def _pairs(lines: Sequence[Line]) -> Iterator[tuple[Entry, Entry]]:
 
 
 def _unfair(lines: Sequence[Line], metric: str) -> list[str]:
-    """Return why absolute numbers may not be compared. What is no time does not depend on the machine."""
+    """Return why absolute numbers are not comparable. Only `TIMES` depend on the machine."""
     reasons = []
     if metric in TIMES and any(_machine(first) != _machine(other) for first, other in _pairs(lines)):
         reasons.append("the sides ran on different machines")
@@ -188,7 +188,7 @@ def _unfair(lines: Sequence[Line], metric: str) -> list[str]:
 
 
 def _other_differences(lines: Sequence[Line]) -> list[str]:
-    """Say which other circumstances of matched rows differ."""
+    """Say which other fields and versions differ between matched rows."""
     fields: list[str] = []
     versions: dict[str, list[str]] = {}
     for first, other in _pairs(lines):
@@ -220,7 +220,7 @@ def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Re
 
 
 def _nothing_shared(sides: Sequence[Side], lines: Sequence[Line], metric: str | None) -> str:
-    """Say what there is, where no row has the same metric on two sides."""
+    """Say which metrics each side has, when no row has the same metric on two sides."""
     experiment = lines[0].experiment
     if metric is not None:
         return f"{experiment}: {metric} is not on two sides of any row"

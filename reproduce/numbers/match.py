@@ -1,9 +1,9 @@
-"""Match the rows of several sides: those with the same configuration stand on one line.
+"""Match the rows of several sides: rows with the same configuration share a line.
 
-Two rows have the same configuration if no field that both record differs, but for what a run chooses by itself, such
-as a profiled balance, if both were emulated or neither, and if both were measured with one engine. A published row is
-also matched with the rows that are marked as reproducing it: with those of its own configuration where a side has any,
-else with all, at whatever scale; a note then says what differs.
+Two rows have the same configuration if they agree in every field that both record, except fields that a run chooses
+itself (`CHOSEN`, a profiled balance); both or neither must be emulated, and both measured with the same engine. A
+published row is also matched with the rows whose `published` names it: on each side with those of the same
+configuration or, if there are none, with all of them, at any scale. A note then says what differs.
 """
 
 import json
@@ -18,14 +18,14 @@ from reproduce.numbers.sources import Entry, Side
 T = TypeVar("T")
 Key = TypeVar("Key")
 
-CHOSEN = ("balance",)  # by a run itself, where the experiment does not fix it
+CHOSEN = ("balance",)  # fields that a run chooses itself if the experiment does not fix them
 FIELDS = ("experiment", "row", "scale", "device", "engine")  # besides those of the configuration
 ALIASES = {"n": "partitions", "m": "chunks"}
 
 
 @dataclass
 class Line:
-    """Hold what stands on one line of a table: at most one row of each side, by the side's number."""
+    """Hold one line of the comparison: at most one row of each side, by the side's number."""
 
     experiment: str
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -33,12 +33,12 @@ class Line:
 
     @property
     def first(self) -> Entry:
-        """Give the row that says what the line is about: one that was run rather than published, where there is one."""
+        """Give the row that names and describes the line: the first one that is not published, if any."""
         return min(self.entries.values(), key=lambda entry: entry.result.status == "published")
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
-    """Return the items that have the same key, by their keys."""
+    """Group items by a key: return a list of items for each key."""
     groups: dict[Key, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -62,7 +62,7 @@ def match(sides: Sequence[Side]) -> list[Line]:
 
 
 def differing(one: Entry, other: Entry) -> list[str]:
-    """Return the names of the fields that both rows record, and differently."""
+    """Return the names of the fields that both rows record with different values."""
     ours, theirs = one.result.config, other.result.config
     return [name for name in ours if name in theirs and ours[name] != theirs[name]]
 
@@ -85,7 +85,7 @@ def value_text(line: Line, name: str) -> str:
 
 
 def values_of(name: str, lines: Sequence[Line], option: str) -> list[str]:
-    """Return all that the field of that name is in some line; `option` is what the user typed.
+    """Return all values of a field among the lines. `option`, which the user typed, is for the error.
 
     Raises:
         Error: no line has it; the message names the fields that there are.
@@ -99,7 +99,7 @@ def values_of(name: str, lines: Sequence[Line], option: str) -> list[str]:
 
 
 def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
-    """Return the lines that all filters let pass: texts such as `n=2,4`, a field and the values that it may have.
+    """Return the lines that pass all filters, such as `n=2,4`: a field and its allowed values.
 
     Raises:
         Error: a filter is not of that form, or no line is left.
@@ -134,7 +134,7 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
-    """Put a published row on every line that reproduces it, or else where rows are placed."""
+    """Put a published row on every line that reproduces it; if there is none, on a line as other rows."""
     name = f"{entry.result.experiment}/{entry.result.row}"
     reproducing = [line for line in lines if number not in line.entries and line.first.result.published == name]
     for side in {side for line in reproducing for side in line.entries}:
@@ -151,13 +151,13 @@ def _same(one: Entry, other: Entry) -> bool:
     ways = {(each.emulated, each.engine) for each in both}
     if len(ways) > 1 or not same_work(one, other):
         return False
-    # Rows that record nothing in common, or were published both, differ where their names do.
+    # The fields do not tell if both rows are published, or share no field. Then the names must be the same.
     named = all(result.status == "published" for result in both) or not (both[0].config.keys() & both[1].config.keys())
     return not named or both[0].row == both[1].row
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Name the lines after their rows, and say of emulated ones that they are, and which engine others had.
+    """Name the lines after their rows, with "emulated" or the engine, if that is not threads, in brackets.
 
     Add scale, device or hardware where lines would have the same name.
     """

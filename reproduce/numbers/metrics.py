@@ -1,4 +1,4 @@
-"""Work out every number that is shown: each metric of a row is made of its samples here, and nowhere else."""
+"""Compute every metric of a row from its samples. No other module does, so all tables show the same numbers."""
 
 import math
 import statistics
@@ -16,14 +16,14 @@ HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
 LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model_bytes", "bubble")
 BYTES = {"bytes": 1, "MiB": 2**20, "MB": 10**6, "GiB": 2**30, "GB": 10**9}
 
-Round = tuple[str, float]  # the run, and the number of the round in it
+Round = tuple[str, float]  # a run, and the number of a round of it
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Hold what a row says of a metric: an exact number or samples, and the rounds that these were taken in.
+    """Hold a row's value of a metric: an exact number, or samples and the rounds in which they were taken.
 
-    Samples are summed up by their median, or by their `mean`.
+    The middle of samples is their median, or with `mean` their mean.
     """
 
     measurement: Measurement
@@ -33,7 +33,7 @@ class Reading:
 
     @property
     def listed(self) -> Sequence[float]:
-        """Give the samples; an exact number as the only one."""
+        """Give the samples; an exact number counts as one."""
         return [self.measurement] if isinstance(self.measurement, (int, float)) else self.measurement
 
     @property
@@ -48,7 +48,7 @@ class Reading:
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """Give the first and the third quartile; None of a single number."""
+        """Give the first and the third quartile; None if there are fewer than two samples."""
         if len(self.listed) < 2:
             return None
         low, _, high = statistics.quantiles(self.listed, n=4, method="inclusive")
@@ -65,11 +65,11 @@ class FinalError(NamedTuple):
         return f"{self.mean:.2f}" + ("" if self.deviation is None else f" +- {self.deviation:.2f}")
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return how far the two may be from each other to be the same; None where a deviation is not known."""
+        """Return the largest difference of means that still counts as the same; None if a deviation is not known."""
         return None if self.deviation is None or other.deviation is None else self.deviation + other.deviation
 
     def verdict(self, other: "FinalError") -> str:
-        """Say whether the two are the same, as mean +- deviation of both overlap; nothing where these are not known."""
+        """Say "same" if mean +- deviation of the two overlap, else "differs"; "" if a deviation is not known."""
         allowed = self.allowed(other)
         return "" if allowed is None else "same" if abs(self.mean - other.mean) <= allowed else "differs"
 
@@ -81,7 +81,7 @@ def final_errors(result: Result) -> list[float]:
 
 
 def final_error(result: Result) -> FinalError | None:
-    """Return mean and sample standard deviation over the seeds, or what was published; None where there is neither."""
+    """Return mean and standard deviation over the seeds, or the published error; None if there is neither."""
     if result.status == "published":
         error = result.values.get("top1_error")
         return None if error is None else FinalError(error, result.values.get("top1_error_spread"))
@@ -92,7 +92,7 @@ def final_error(result: Result) -> FinalError | None:
 
 
 def throughput(result: Result, run: str = "") -> Reading | None:
-    """Return samples per second of every step, or as one number where only that is known; None where nothing is."""
+    """Return samples per second of every step, or one exact number if only that is recorded; None without either."""
     steps = result.samples.get("step_time")
     if steps:
         return Reading([result.config["batch_size"] / each for each in steps], "samples/s", _rounds(result, run))
@@ -106,10 +106,10 @@ def epoch_throughput(result: Result) -> float | None:
 
 
 def speed_up(result: Result | None, base: Result | None) -> Reading | None:
-    """Return how many times as fast a row is as another of its record; None where one has no throughput.
+    """Return a row's throughput divided by that of another row of its record; None if one has no throughput.
 
-    Steps of one round ran next to each other, so it is taken within rounds. Where the two share none, it is the ratio
-    of their medians, an exact number.
+    Steps of one round ran next to each other, so a ratio is computed in each round. If the two rows share no round, it
+    is the ratio of their medians, an exact number.
     """
     ours, theirs = (None if each is None else throughput(each) for each in (result, base))
     if ours is None or theirs is None:
@@ -119,20 +119,20 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 
 
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
-    """Return how many times as fast as the first each row is that was timed, by what its name is up to a slash."""
+    """Return the speed-up of each timed row over `first`, by the row's name without a slash and what follows."""
     found = {result.row.partition("/")[0]: speed_up(result, first) for result in results}
     return {row: reading.middle for row, reading in found.items() if reading is not None}
 
 
 def errors(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much each number differs from the other one of its name, as a share of that."""
+    """Return the relative error of each number of `ours` against the one of the same name in `theirs`."""
     return {name: value / theirs[name] - 1 for name, value in ours.items()}
 
 
 def over(reading: Reading, base: Reading) -> Reading:
-    """Return a reading divided by another: round by round where they share rounds, else in order.
+    """Divide a reading by another: round by round if they share rounds, else sample by sample in order.
 
-    An exact number goes with every sample of the other.
+    An exact number is combined with every sample of the other.
     """
     mine, other = dict(zip(reading.rounds, reading.listed)), dict(zip(base.rounds, base.listed))  # noqa: B905
     shared = sorted(mine.keys() & other.keys())
@@ -146,9 +146,9 @@ def over(reading: Reading, base: Reading) -> Reading:
 
 
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
-    """Return how many times as many samples per second a row has emulated as measured; None where one has none.
+    """Return a row's emulated throughput divided by its measured one; None if one of them is missing.
 
-    That is of devices like those that it was measured on, without a described link.
+    It takes the emulation of this machine's own devices (`here_time`), without a described link.
     """
     steps = emulated.samples.get("here_time")
     theirs = None if measured is None else throughput(measured)
@@ -159,7 +159,7 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
 
 
 def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median of the ratios of samples that were taken in pairs, in logarithms."""
+    """Return the median ratio of paired samples, computed from logarithms."""
     return math.exp(statistics.median(math.log(one / two) for one, two in zip(samples, base, strict=True)))
 
 
@@ -170,24 +170,24 @@ def utilization(result: Result) -> float | None:
 
 
 def outcome(result: Result) -> str:
-    """Say in a word or three how a row ended that has no number."""
+    """Say in one to three words why a row has no number."""
     return result.reason if result.status == "needs devices" and result.reason else result.status
 
 
 def better(metric: str) -> Literal["higher", "lower", None]:
-    """Say which way is better; None where neither is, or nobody knows."""
+    """Say whether higher or lower is better; None if that is not known."""
     return "higher" if metric in HIGHER else "lower" if metric in LOWER else None
 
 
 def read(entry: Entry, metric: str) -> Reading | None:
-    """Return what a row says of a metric; None where it says nothing.
+    """Return a row's value of a metric; None if it has none.
 
     - `throughput` (and `speedup`, which is made of it): samples per second of whole steps
     - `time`: seconds per step, or per call of a benchmark
     - `memory`: bytes allocated to tensors at the peak, summed over devices
     - `reserved`: bytes that the caching allocator held, summed over devices: what the papers publish
     - `top1_error`: after the last epoch, in %, one for each seed
-    - anything else: the value or the series of that name; of a value for each device, the mean
+    - anything else: the value or the samples of that name; of a list with a value for each device, the mean
     """
     result, unit = entry.result, entry.record.unit
     run = f"{entry.record.name} {entry.record.run.started}" if entry.record.run is not None else entry.record.name
@@ -214,7 +214,7 @@ def read(entry: Entry, metric: str) -> Reading | None:
 
 
 def available(entries: Sequence[Entry]) -> list[str]:
-    """Return the metrics of which any of the rows says something."""
+    """Return the metrics that any of the rows has."""
     names = dict.fromkeys([*DEFAULTS, "speedup"])
     for entry in entries:
         names.update(dict.fromkeys([*entry.result.samples, *entry.result.values]))
@@ -234,7 +234,7 @@ def _is_number(value: Json) -> bool:
 
 
 def _published_memory(result: Result, unit: Mapping[str, str]) -> float | None:
-    """Return the published memory in bytes: as printed, or of model and activations together."""
+    """Return the published memory in bytes: as one number, or as the sum of model and activations."""
     for names in (("memory",), ("model_memory", "peak_activation_memory")):
         sizes = [(result.values.get(name), BYTES.get(unit.get(name, ""))) for name in names]
         if all(_is_number(size) and factor for size, factor in sizes):

@@ -1,13 +1,13 @@
-"""Test whether two measurements differ for real: significantly, and by more than a threshold. No I/O in here.
+"""Test whether two measurements really differ: significantly, and by more than a threshold.
 
-- A difference is real only if a rank test over the samples calls it significant, and it is larger than a threshold:
-  the first alone is passed by differences that nobody cares for, the second alone by noise.
-- The ratio's interval is the test inverted: all ratios that the test does not reject. So the two never contradict.
-- Where there are so few samples that no outcome whatever could be significant, that is the answer, with the number
-  of samples that would do.
+- A difference is real only if a rank test over the samples is significant, and the ratio exceeds a threshold. The test
+  alone would pass differences too small to matter, the threshold alone would pass noise.
+- The confidence interval of the ratio is the inverted test: all ratios that the test does not reject. So the two agree.
+- If there are so few samples that no outcome could be significant, the answer is 'too few', with the number of samples
+  that would be enough.
 
-What it cannot know: samples of one run vary less than runs do. Runs that are to be compared in earnest are interleaved,
-and then their samples come in pairs.
+The test cannot know that samples of one run vary less than samples of several runs. For a reliable comparison, run both
+sides interleaved and compare paired samples.
 """
 
 import bisect
@@ -24,7 +24,7 @@ from reproduce.numbers.metrics import Measurement
 
 Outcome = Literal["higher", "lower", "~", "too few", "untested"]
 Array = NDArray[numpy.float64]
-MOST_SAMPLES = 400  # of each side, as all pairs of them are looked at
+MOST_SAMPLES = 400  # of each side: the number of pairs grows quadratically
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Decision:
     """Hold how `head` compares with `base`.
 
     `ratio` estimates head / base, and lies between `low` and `high` with a confidence of 1 - alpha. '~' means
-    that no real difference was found, which is not to say that there is none. 'untested' means that both are exact
-    numbers, which have a ratio but no spread. `needed` says how many samples, of each side that has any, would do.
+    that no real difference was found, which does not prove that there is none. 'untested': both are exact numbers,
+    which have a ratio but no spread. `needed`, for 'too few': the number of samples on each side that would be enough.
     """
 
     outcome: Outcome
@@ -59,9 +59,9 @@ class Decision:
 def compare_samples(base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False) -> Decision:
     """Compare `head` with `base`, both positive.
 
-    Samples of the two are independent (Mann-Whitney), or `paired`: the i-th of both ran next to each other (Wilcoxon's
-    signed ranks). Samples against an exact number are tested by signed ranks, too. The ratio is the median of the
-    ratios of all pairs, or of all means of two pairs (Hodges and Lehmann, 1963).
+    Samples are independent (Mann-Whitney test), or `paired`: the i-th samples of both ran together (Wilcoxon's
+    signed-rank test). Samples against an exact number are tested by signed ranks, too. The ratio is the Hodges-Lehmann
+    estimate (1963): the median ratio over all pairs of samples, or over all means of two pairs.
 
     Raises:
         ValueError: a number is not positive, a side has no sample, or paired sides differ in length.
@@ -78,14 +78,14 @@ def compare_samples(base: Measurement, head: Measurement, rule: Rule = Rule(), *
 
 
 def needed(alpha: float, *, paired: bool) -> int:
-    """Return the least number of samples, of each side, with which anything can be significant at all."""
+    """Return the smallest number of samples per side with which any outcome can be significant."""
     count = 1
     while _least_p(count, None if paired else count) > alpha:
         count += 1
     return count
 
 
-# --- the two tests: candidates of the log ratio, p of any log ratio, samples of the sides ---------------------------
+# --- the two tests: candidate log ratios, p-value of a log ratio, numbers of samples of both sides ------------------
 
 Test = tuple[Array, Callable[[float], float], int, int | None]
 
@@ -117,10 +117,10 @@ def _decision(candidates: Array, p: Callable[[float], float], one: int, other: i
         return Decision("too few", ratio, needed=needed(rule.alpha, paired=other is None))
 
     def below(k: int) -> float:
-        """Return p of a ratio between the k-th candidate and the one before."""
+        """Return the p-value of a log ratio between candidates k - 1 and k."""
         return p(ordered[0] - 1 if k == 0 else (ordered[k - 1] + ordered[k]) / 2)
 
-    # p rises towards the middle, so the first candidate that is not rejected is found by bisection.
+    # p-values rise towards the middle: bisection finds the first candidate that is not rejected.
     rejected = bisect.bisect_right(range((len(ordered) + 1) // 2), rule.alpha, key=below)
     low, high = ordered[max(rejected - 1, 0)], ordered[len(ordered) - max(rejected, 1)]
     chance = p(0.0)
@@ -130,7 +130,7 @@ def _decision(candidates: Array, p: Callable[[float], float], one: int, other: i
 
 
 def _least_p(one: int, other: int | None) -> float:
-    """Return the p of the most extreme outcome there is: all of one side above all of the other, two-sided."""
+    """Return the two-sided p-value of the most extreme outcome: all of one side above all of the other."""
     return 2.0 ** (1 - one) if other is None else 2 / math.comb(one + other, one)
 
 
@@ -145,7 +145,7 @@ def _logs(side: Measurement) -> Array:
 
 
 def _thin(values: Array) -> Array:
-    """Take every k-th of very many, which errs on the side of caution: fewer prove less."""
+    """Keep every k-th of very many samples. That is conservative: with fewer samples, less is significant."""
     return values[:: math.ceil(len(values) / MOST_SAMPLES)]
 
 

@@ -1,4 +1,4 @@
-"""Load a side of a comparison: a record, a folder of them, pytest-benchmark's JSON, or a git revision with some."""
+"""Load one side of a comparison from a record, a folder of records, pytest-benchmark's JSON or a git revision."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class _Benchmark(Struct):
 class _File(Struct):
     benchmarks: list[_Benchmark]
     machine_info: dict[str, Json]
-    commit_info: dict[str, Json] | None = None  # without an id outside a checkout
+    commit_info: dict[str, Json] | None = None  # has no "id" if it was not run in a checkout
     datetime: str = ""
     version: str | None = None
 
@@ -76,7 +76,7 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
     return Record(Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=run)
 
 
-IN_REVISION = "results/measured"  # where a revision's records are looked for if no place is named
+IN_REVISION = "results/measured"  # the default folder of a revision's records
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Side:
-    """Hold the rows of a side, each once: the newest where several runs have it.
+    """Hold the rows of a side. If several runs have a row, the newest one counts.
 
     `letter` is its short name in tables, `name` what the user called it.
     """
@@ -107,10 +107,10 @@ class Side:
 
 
 def load_side(letter: str, name: str) -> Side:
-    """Load what `name` names: a path, or a run's name, or else REVISION or REVISION:PATH of the current git checkout.
+    """Load a side by its name: a path or the name of a run; else REVISION or REVISION:PATH of the git checkout here.
 
     Raises:
-        Error: there is nothing of that name, no record in it, or a file that is none.
+        Error: the name is not found, holds no record, or a file is not a record.
     """
     path = find_record(name or "''")
     if path.is_dir():
@@ -126,7 +126,7 @@ def load_side(letter: str, name: str) -> Side:
 
 
 def side_of(letter: str, name: str, records: Sequence[Record]) -> Side:
-    """Make a side of records: where several hold a row, the one that started last counts."""
+    """Make a side from records. If several hold a row, the record of the run that started last counts."""
     newest: dict[tuple[str | bool | None, ...], Entry] = {}
     for record in sorted(records, key=lambda record: record.run.started if record.run else ""):
         for result in record.results:
@@ -153,7 +153,7 @@ def _from_git(name: str) -> Iterator[Record]:
         ) from None
     listed = git(here, "ls-tree", "-r", "-z", "--full-tree", "--name-only", commit, "--", place).decode()
     files = [file for file in listed.split("\0") if file.endswith(".json")]
-    if PurePosixPath(place) not in map(PurePosixPath, files):  # a folder: like on disk, without those below it
+    if PurePosixPath(place) not in map(PurePosixPath, files):  # a folder: as on disk, without its subfolders
         files = [file for file in files if PurePosixPath(file).parent == PurePosixPath(place)]
     if not files:
         raise Error(
