@@ -1,7 +1,7 @@
-"""Find what `python -m reproduce plan` asks about: the model that a user names, and the largest model that fits.
+"""Answer the questions of `python -m reproduce plan`: find the model by its name, and the largest model that fits.
 
-A model is one of the papers', one of torchvision's, or what a function of the user's returns. The largest, naive and
-pipelined, is the papers' own question.
+A model is one of the papers' or of torchvision's, or a function of the user returns it. The papers report the largest
+model, too: for naive model parallelism and for a pipeline.
 """
 
 import importlib
@@ -29,16 +29,16 @@ from torchgpipe.trace.layer import Layers
 
 Sizes = tuple[int, ...]
 
-# what it is called -> the model, the papers' batch size, optimizer
+# name on the command line -> name of the model, the papers' batch size, optimizer
 MODELS = {
     "amoebanet": ("AmoebaNet-D", 128, "rmsprop"),
     "unet": ("U-Net", 32, "sgd"),
     "resnet101": ("ResNet-101", 128, "sgd"),
 }
 STEPS = {"amoebanet": (3, 16), "unet": (1, 8)}
-"""By which sizes grow."""
+"""The steps by which sizes grow."""
 MOST = {"amoebanet": (384, 8192), "unet": (384, 4096)}
-"""Where the search ends."""
+"""The largest sizes that the search tries."""
 PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
 IMAGE = (3, 224, 224)
 """The shape of a sample for torchvision's models, unless told otherwise."""
@@ -46,19 +46,19 @@ IMAGE = (3, 224, 224)
 
 @dataclass(frozen=True)
 class Given:
-    """A model that a user named: what it is called, and how it is trained unless told otherwise."""
+    """A model that the user named, with its default batch size and optimizer."""
 
     title: str
     build: Callable[[], tuple[nn.Module, Any]]
-    """Return the model, and a sample for it: a tensor, a tuple of tensors, or a dictionary of them by argument."""
+    """Return the model and an example input: a tensor, a tuple of tensors, or a dictionary of keyword arguments."""
     batch_size: int = 128
     optimizer: str = "sgd"
 
-    def built(self, rows: int, device: torch.device) -> tuple[nn.Sequential, Any]:
-        """Return the model on `meta`, as an `nn.Sequential`, and a sample of so many rows on the device.
+    def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
+        """Return the model on `meta` as an `nn.Sequential`, and an input of so many samples on `device`.
 
         Raises:
-            ValueError: it is another module, and cannot become one.
+            ValueError: the model is no `nn.Sequential` and cannot be split into one.
         """
         with torch.device("meta"):
             module, sample = self.build()
@@ -68,7 +68,7 @@ class Given:
         def take(x: Tensor, grows: bool = True) -> Tensor:
             if x.is_meta:
                 x = torch.rand(x.shape).to(x.dtype)
-            return x.to(device)[torch.arange(rows, device=device) % len(x) if grows else ...]
+            return x.to(device)[torch.arange(samples, device=device) % len(x) if grows else ...]
 
         if isinstance(sample, dict) and isinstance(module, Layers) and (signature := module.signature) is not None:
             grows = dict(zip(signature.names, signature.batched, strict=True))
@@ -77,7 +77,7 @@ class Given:
 
 
 def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Given:
-    """Return the model of this name: the papers' in these `sizes`, others for samples of this `shape`.
+    """Find a model by its name. `sizes` are for the papers' models, `shape` (of a sample) for the others.
 
     Raises:
         ValueError: there is no such model.
@@ -101,7 +101,7 @@ def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Giv
 
 
 def _function(where: str, what: str) -> Callable[[], Any]:
-    """Return a function of a module that can be imported, from the present folder too."""
+    """Import a function from a module, which may be in the current folder."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(where), what)
@@ -116,7 +116,7 @@ def _function(where: str, what: str) -> Callable[[], Any]:
 
 
 def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
-    """Return the model and its sample, from what a function returned."""
+    """Return the model and its example input from what the user's function returned."""
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(module, nn.Module):
         raise ValueError(f"{name} has to return a model, or a model and a sample; got {type(module).__name__}")
@@ -129,22 +129,22 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
 
 @dataclass(frozen=True)
 class Asked:
-    """What has to fit where: a model by its name here, its sizes, and how it is trained on how many devices."""
+    """The question which model fits: its name, sizes and training, and the devices that it must fit on."""
 
     model: str
     sizes: Sizes
     batch_size: int
     devices: int
     memory: float
-    """What tensors may take of each device."""
+    """The bytes that tensors may take on each device."""
     optimizer: str
     hardware: Hardware
 
 
 def largest(asked: Asked, how: str, axis: int, notice: Callable[[Sizes], None]) -> tuple[Sizes | None, Sizes | None]:
-    """Return the largest sizes that fit, and the next that do not; None where there are none.
+    """Return the largest sizes that fit, or None, and the next larger ones, which do not fit, or None.
 
-    One size is doubled from the one that was asked for until it does not fit, then bisected; `notice` gets each try.
+    The size of `axis` is doubled until the model does not fit, then bisected. `notice` is called with the sizes tried.
     """
     step, most = STEPS[asked.model][axis], MOST[asked.model][axis]
 

@@ -1,7 +1,7 @@
-"""Predict the rows of a published table, as they were configured there, on a described node and without running them.
+"""Predict the rows of a published table, in the published configuration, from a hardware description alone.
 
-Results are records like any other, with status `predicted`; which description of hardware was used stands in them.
-They hold no time and no machine, so that the same source gives the same file.
+The result is a record whose results have status `predicted`. It names the hardware description. It holds neither date
+nor machine, so the same source code always writes the same file.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
 
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
-"""Those whose speed-ups the targets are about."""
+"""The experiments whose predicted speed-ups are checked against the published ones."""
 
 UNITS = {
     "throughput": "samples/s, over an epoch where the published one is",
@@ -31,10 +31,10 @@ UNITS = {
     "allocated": "bytes, of each device: the peak of what is allocated to tensors",
     "model": "bytes, of all devices: parameters, buffers, gradients and optimizer state",
 }
-DIGITS = 6  # that are kept: more would be noise of the arithmetic
+DIGITS = 6  # significant digits to keep; more would be rounding noise
 
 RESERVED = ("memory", "peak_activation_memory")
-"""Published values of memory: GiB, as reserved by the caching allocator, summed over devices."""
+"""Names of published memory values. They are GiB reserved by the caching allocator, summed over devices."""
 
 Model = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A row's model, its sizes, and a sample's shape."""
@@ -55,9 +55,9 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
 
 
 def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
-    """Predict the emulated rows of a run, as they were run, on `hardware`; or on a device here, where models are timed.
+    """Predict the emulated rows of a run from a hardware description, or from layers timed on a device of this machine.
 
-    They are timed in micro-batches as large as the run's largest. A device has no others beside it, as in emulation.
+    Layers are timed with the run's largest micro-batch, on one device while the others are idle, as in emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
     largest: dict[Model, int] = {}
@@ -91,18 +91,18 @@ def _model(config: dict[str, Json]) -> Model:
     return config["model"], sizes, tuple(config["input_shape"])
 
 
-def _predictor(key: Model, rows: int, on: Hardware | torch.device) -> Predictor:
+def _predictor(key: Model, samples: int, on: Hardware | torch.device) -> Predictor:
     if isinstance(on, Hardware):
         return Predictor(counted(*key, memory=False), on)
     model, sizes, input_shape = key
     with torch.device("meta"):
         module = MODELS[model].build(*sizes)
-    sample = torch.rand(rows, *input_shape, device=on)
+    sample = torch.rand(samples, *input_shape, device=on)
     return predictor_here(module, sample, count(module, sample, device=on.type), devices=1)
 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
-    """Return the description's figures, as a record keeps them."""
+    """Return the numbers of the hardware description for the record."""
     figures: dict[str, Json] = {key: getattr(hardware, key) for key in ("name", "title", "devices")}
     for key in hardware.sources:
         table, _, item = key.partition(".")
@@ -129,7 +129,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
 
 
 def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True) -> dict[str, float]:
-    """Predict one step, and the throughput of an epoch as the papers took it: with its last, smaller mini-batch."""
+    """Predict a step, and the throughput over an epoch as the papers measured it: with its smaller last mini-batch."""
     setup = setup_of(config, len(predictor.counts), zeroed=zeroed)
     step = predictor.step(setup)
     samples, seconds = float(setup.batch_size), step.seconds
@@ -141,7 +141,7 @@ def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
 
 
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
-    """Predict every device's peak, with PyTorch of today; without portals, nothing."""
+    """Predict every device's peak memory with today's PyTorch. Without portals it cannot be predicted."""
     setup = setup_of(config, len(counts))
     if not setup.portals:
         return {}

@@ -1,4 +1,4 @@
-"""Say where records are, and read JSON into types, strictly: nothing is converted, what does not fit is refused."""
+"""Say where records are. Read JSON into types strictly: without conversions, and with an error if it does not fit."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ RUNS = Path("runs")  # in the current folder; git ignores it
 PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
-OUT = Path() if RESULTS == PACKAGED else RESULTS  # for what is made from records: an installed package stays as it is
+OUT = Path() if RESULTS == PACKAGED else RESULTS  # for generated files; nothing is written into an installed package
 
 
 def need_checkout(command: str) -> None:
@@ -22,7 +22,7 @@ def need_checkout(command: str) -> None:
 
 
 def find_record(name: str) -> Path:
-    """Return the path `name`, or, where there is none, the record in `runs` or `results/measured` that is called so."""
+    """Return the path `name`; if it does not exist, the record of that name in `runs` or `results/measured`."""
     path = Path(name)
     named = [folder / f"{name.removesuffix('.json')}.json" for folder in (RUNS, MEASURED) if path.name == name]
     return next((each for each in (path, *named) if each.exists()), path)
@@ -33,7 +33,7 @@ Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def read_json(path: Path) -> Json:
-    """Return what the JSON file at `path` holds.
+    """Read the JSON file at `path`.
 
     Raises:
         Error: it cannot be read, or is not JSON.
@@ -46,7 +46,7 @@ def read_json(path: Path) -> Json:
 
 
 def parse_json(content: bytes, where: str) -> Json:
-    """Return what the file called `where` holds.
+    """Parse the content of the JSON file called `where`.
 
     Raises:
         Error: it is not JSON, which has neither NaN nor infinity.
@@ -58,7 +58,7 @@ def parse_json(content: bytes, where: str) -> Json:
 
 
 def decode(kind: type[T], data: Json, where: str) -> T:
-    """Return the contents of the file called `where` as `kind`, a type that msgspec knows.
+    """Convert parsed JSON to the type `kind` by msgspec. `where` names the file in errors.
 
     Raises:
         Error: something does not fit. The message names the place of the first such thing, as in `results[3].status`.

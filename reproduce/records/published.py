@@ -12,7 +12,7 @@ from reproduce.records.record import Record, Result, load, save
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
-# how a discrepancy's name starts -> how the ids of the tables start that it concerns
+# prefix of a discrepancy's name, prefix of the ids of the tables that it concerns
 CONCERNS = (
     ("amoebanetd-speed", "tg-amoebanetd-speed"),
     ("amoebanet max_pool_3x3", "tg-amoebanetd-"),

@@ -2,11 +2,11 @@
 
 A record is a JSON file that says everything needed to read it later. Its requirements:
 
-- what is in it is as measured or as published; ratios and medians are worked out by whoever reads it (but those of
-  `benchmarks` have summaries of samples, see `docs/results.md`);
-- it is replaced atomically, so that a kill at any moment leaves the old file or the new one;
-- a file of an older version is read as well, see `reproduce/records/upgrade.py`;
-- a foreign or broken file is refused with one line that says what is wrong where.
+- it holds raw measurements or published numbers; ratios and medians are computed by the reader (except that records
+  of `benchmarks` hold summaries of samples, see `docs/results.md`);
+- it is replaced atomically: if the program is killed, the old file or the new one is there;
+- files of older versions can be read, see `reproduce/records/upgrade.py`;
+- another kind of file, or a broken one, is refused with one line that says what is wrong and where.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ FORMAT = "torchgpipe-reproduce"
 VERSION = 3
 TIME = "%Y-%m-%dT%H:%M:%SZ"  # in UTC
 WIDTH = 120  # of a line
-DIGITS = 10  # of a float: a step of a second to a tenth of a nanosecond, and no clock is as fine
+DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
 FREED_MEMORY = "freed_memory"
-"""The setting that says whether a run on a CPU kept what tensors let go of (`reproduce.machine.allocator`)."""
+"""The setting that says whether the C library kept freed memory in a run (`reproduce.machine.allocator`)."""
 
 Status = Literal[
     "measured", "emulated", "published", "predicted", "out of memory", "needs devices", "failed", "not run"
@@ -41,11 +41,11 @@ SUCCESS = ("measured", "emulated", "published", "predicted")
 
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
-"""What trains the partitions of a measured row at once (`reproduce.run.engines.engines`)."""
+"""What runs the partitions of a measured row in parallel (`reproduce.run.engines.engines`)."""
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Hold how one row of an experiment ended."""
+    """Hold the result of one row of an experiment: numbers, or why there are none."""
 
     experiment: str  # or the published table's id
     row: str
@@ -57,23 +57,23 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     published: str | None = None  # the published row that it reproduces
     reason: str | None = None  # of a status that is not a success
     hardware: str | None = None  # the name of the hardware description that a prediction was made with
-    emulated: bool = False  # whether one device played all of the row's (reproduce/run/emulation.py), or failed to
+    emulated: bool = False  # also of an emulation that failed (reproduce/run/emulation.py)
     engine: Engine = "threads"  # of a measured row
     values: dict[str, Json] = {}
     samples: dict[str, list[int | float]] = {}
 
     @property
     def key(self) -> tuple[str | bool | None, ...]:
-        """Give what tells a row of a record from all others."""
+        """Give the fields that identify a result within a record."""
         return (self.experiment, self.scale, self.device, self.row, self.emulated, self.engine, self.hardware)
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe one run of the program: times in UTC, `load` the 1, 5 and 15 minutes' average at its start."""
+    """Describe one run of the program. Times are in UTC; `load` holds the load averages when it started."""
 
     state: Literal["running", "finished", "interrupted"]
     command: list[str]
-    seed: int | None  # None where another program ran, which does not say
+    seed: int | None  # None if another program ran, which records no seed
     started: str
     ended: str | None
     device: str
@@ -97,7 +97,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     name: str
     title: str
-    kind: Literal["measured", "published", "predicted"]  # one that a run wrote is "measured", emulated rows or not
+    kind: Literal["measured", "published", "predicted"]  # "measured" is any run's record, also with emulated rows
     unit: dict[str, str]
     results: list[Result]
     scale: str | None = None
@@ -114,13 +114,13 @@ def load(path: Path) -> Record:
     """Read the record at `path`.
 
     Raises:
-        Error: no such file, not JSON, not a record, of a version that is not read, or broken somewhere.
+        Error: no such file, not JSON, not a record, a version that cannot be read, or invalid content.
     """
     return parse(read_json(path), str(path))
 
 
 def readable(folder: Path) -> list[Record]:
-    """Return the records of runs in a folder, the oldest first; `show` says what is wrong with a broken one."""
+    """Return the records of runs in a folder, the oldest first. Files that cannot be read are skipped."""
     records = []
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(Error):
@@ -129,10 +129,10 @@ def readable(folder: Path) -> list[Record]:
 
 
 def parse(data: Json, where: str) -> Record:
-    """Turn the contents of the file called `where` into a record, upgrading it where it is of an older version.
+    """Turn the parsed file called `where` into a record. Older versions are upgraded.
 
     Raises:
-        Error: it is not a record, of a version that is not read, or broken somewhere.
+        Error: it is not a record, has a version that cannot be read, or invalid content.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise Error(f'{where}: not a record (its "format" is not "{FORMAT}")')
@@ -156,13 +156,13 @@ def save(record: Record, path: Path) -> None:
     try:
         fields = rounded(msgspec.to_builtins(record), DIGITS)
         text = _format({"format": FORMAT, "version": VERSION, **fields})
-    except ValueError as error:  # NaN and infinity, which JSON has no word for
+    except ValueError as error:  # NaN or infinity, which JSON cannot express
         raise Error(f"{path}: cannot be written ({error})") from error
     write_atomically(path, text + "\n")
 
 
 def _check(record: Record, where: str) -> None:
-    """Refuse what the types let pass and no reader could make sense of."""
+    """Refuse contradictions that types cannot express."""
     seen: dict[tuple[str | bool | None, ...], int] = {}
     for i, result in enumerate(record.results):
         here = f"{where}: results[{i}]"
@@ -179,7 +179,7 @@ def _check(record: Record, where: str) -> None:
 
 
 def rounded(value: Json, digits: int) -> Json:
-    """Return the value, its floats with so many significant digits."""
+    """Round all floats in a JSON value to so many significant digits."""
     if isinstance(value, dict):
         return {name: rounded(item, digits) for name, item in value.items()}
     if isinstance(value, list):
@@ -188,7 +188,7 @@ def rounded(value: Json, digits: int) -> Json:
 
 
 def _format(value: Json, indent: str = "") -> str:
-    """Write JSON for people and for `diff`: on a line what fits one, and any plain list; else a line for each thing."""
+    """Format JSON for people and `diff`: what fits in a line, and flat lists, on one line; else a line per item."""
     line, deeper = json.dumps(value, allow_nan=False), indent + " "
     nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(x, (dict, list)) for x in value))
     if not nested or len(indent + line) <= WIDTH:
@@ -200,7 +200,7 @@ def _format(value: Json, indent: str = "") -> str:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by one with `content`; whatever happens, the old file or the new one is there.
+    """Replace the file at `path`. If the program is killed meanwhile, the old file or the new one is there.
 
     Raises:
         Error: it cannot be written.

@@ -1,8 +1,8 @@
-"""Turn the contents of a record's file from one version of the format into the next.
+"""Upgrade the contents of a record's file from older versions of the format.
 
 Version 2 (2026) moved the driver's version from each GPU to the run's other versions, renamed a GPU's `max_clock`
-to `clock`, beside which there are `memory_clock` and `link` now, and gave results `hardware`. Version 3 (2026) has
-emulated results, and no `over_published` any more.
+to `clock`, and added `memory_clock` and `link` to GPUs and `hardware` to results. Version 3 (2026) added emulated
+results and removed `over_published`.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from reproduce.records.places import Json
 
 
 def upgrade(data: dict[str, Json], version: int) -> dict[str, Json]:
-    """Return the contents as the newest version has them.
+    """Return the contents in the newest version of the format.
 
-    What is not as `version` says it is stays as it is, for decoding to refuse.
+    Contents that do not match their version are left alone: decoding reports them.
     """
     while version in UPGRADES:
         data = UPGRADES[version](data)

@@ -1,2 +1,2 @@
-"""Answer "did this change slow it down?": two trees, one job, samples in turn.
+"""Answer "did this change slow training down?": time two source trees in one job, their samples in turn.
 It may import `tables` and what lies below, not `report`."""

@@ -1,7 +1,6 @@
 """Find the commit that slowed training down.
 
-Every revision is copied into a temporary folder, as for one comparison: nothing is checked out, so that the user's
-working tree stays as it is.
+Every revision is copied into a temporary folder. Nothing is checked out: the user's working tree stays as it is.
 """
 
 import bisect
@@ -29,12 +28,12 @@ def bisected(
 ) -> str:
     """Return the first commit after `good`, up to `bad`, that is slower than `good`: its hash and its subject.
 
-    Of a merge's parents only the first is followed: what was merged counts as one commit. Once `bad` is found to be
-    slower, only those cases are measured that are slower in it. `say` is told what was found of each commit.
+    Only first parents are followed: a merge counts as one commit. First `bad` is measured; then only the cases that are
+    slower in it. `say` is called with a line about each commit.
 
     Raises:
-        Error: `bad` is not slower, or no commit leads to it; a commit cannot run a case that `good` runs; or as
-            `answer`.
+        Error: `bad` is not slower, no commit from `good` to `bad` changes torchgpipe, a commit cannot run a case; or
+            as `answer`.
     """
     check_restarts(settings, rule)
     commits = between(root, good, bad)
@@ -52,7 +51,7 @@ def bisected(
     if not worse:
         raise Error(f"{bad} is not slower than {good}: there is no commit to search for")
     settings = replace(settings, cases=[case for case in settings.cases if case in worse] or settings.cases)
-    # The last is known to be slower.
+    # `bad` itself is known to be slower.
     first = bisect.bisect_left(commits[:-1], True, key=lambda commit: bool(slower(commit, settings)))
     return git(root, "show", "--no-patch", "--format=%h %s", commits[first]).decode()
 
@@ -61,7 +60,7 @@ def between(root: Path, good: str, bad: str) -> list[str]:
     """List the commits after `good`, up to `bad`, that change torchgpipe, the oldest first.
 
     Raises:
-        Error: a revision cannot be had, or there is no such commit.
+        Error: a revision is not found, or there is no such commit.
     """
     old, new = commit_of(root, good), commit_of(root, bad)
     found = git(root, "rev-list", "--first-parent", "--reverse", f"{old}..{new}", "--", PACKAGE).decode().split()

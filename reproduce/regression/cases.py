@@ -1,7 +1,7 @@
-"""Whole training steps and the bare machinery, as data, and their clocks, for `python -m reproduce regression`.
+"""The cases that `python -m reproduce regression` times: training steps, and steps that are nearly all overhead.
 
-Nothing of torchgpipe, nor the models that use it, is imported before a case is prepared: whoever does that says first
-where torchgpipe comes from. Every case is one step of one mini-batch, on CPU devices of one thread each.
+torchgpipe, and the models that use it, are imported only when a case is prepared: the caller first sets `sys.path` to
+the version to measure. Every case is one step of one mini-batch, on CPU devices of one thread each.
 """
 
 import statistics
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 Model = Literal["linear", "AmoebaNet-D", "U-Net"]
 Clock = Literal["cpu", "wall"]
 Step = Callable[[], Tensor]
-CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}  # of all of a process's threads, or of the machine
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}  # CPU time of all threads of the process, or time
 WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
 
 
 @dataclass(frozen=True)
 class Case:
-    """Name a step: a model in partitions of `balance`, a batch in `m` micro-batches, a checkpoint mode.
+    """Configure a training step: a model split by `balance`, a batch in `m` micro-batches, a checkpoint mode.
 
-    A sample of the case is the mean of `steps` steps in a row, several where one is too short for the clock.
+    A sample is the mean time of `steps` steps in a row. One step may be too short for the clock.
     """
 
     name: str
@@ -75,7 +75,7 @@ def prepare(case: Case) -> Step:
 
 def _build(case: Case) -> tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor]]:
     """Return the layers, an input, and the loss of the output."""
-    if case.model == "linear":  # does next to nothing, so that nearly all of the step is the pipeline's own
+    if case.model == "linear":  # nearly all of the step is overhead of the pipeline
         return nn.Sequential(*(nn.Linear(8, 8) for _ in case.balance)), torch.randn(case.batch, 8), Tensor.sum
     from reproduce.models import amoebanetd, unet
 
@@ -89,7 +89,7 @@ def _build(case: Case) -> tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor
 
 
 class Timed:
-    """Time the case of a name. With `slow_down`, each sample is followed by a delay of that share of the usual one."""
+    """Time a case. `slow_down` adds a delay to each sample, as a share of the median sample."""
 
     def __init__(self, name: str, clock: Clock, slow_down: float) -> None:
         self.case = next(case for case in CASES if case.name == name)
@@ -110,6 +110,6 @@ class Timed:
         self.own.append(ran - began)
         if self.slow_down:
             until = ran + self.slow_down * statistics.median_low(self.own)
-            while self.now() < until:  # to sleep takes no CPU time, and longer than was asked for
+            while self.now() < until:  # `sleep` uses no CPU time, and may take longer
                 pass
         return (self.now() - began) / self.case.steps

@@ -1,17 +1,16 @@
-"""Let ways to do the same work take turns, sample by sample, in one job, each with the torchgpipe of some folder.
+"""Time the same work with several versions of torchgpipe, in turn: a sample of one, then of the next.
 
-`reproduce.regression.job` runs this as a program of its own. A *way* names a side, which is a folder's number, and what
-that side is asked; all but torchgpipe is this checkout's. For each case of each restart the program prints a line of
-JSON that holds the samples of each way; the i-th of all of them were taken next to each other.
+`reproduce.regression.job` runs this as a separate program. A *side* is a process with the torchgpipe of one folder;
+all else is this checkout's. A *way* is a side and the arguments that it is sent. For each case of each restart, the
+program prints a line of JSON with the samples of each way; their i-th samples were taken next to each other.
 
-- Only the way that is sampled runs. A case's rounds follow each other, A B B A or B A A B again and again: what makes
-  the machine slow for a tenth of a second meets all. Who is started first, and who warms up first, is drawn as well.
-- Where all processes share one core, CPU time of a process has no part of what else runs on this core, and of how the
-  cores differ.
-- A process has a speed of its own: where its memory happens to lie makes it quicker or slower for as long as it lives.
-  The sides are therefore forked off one process, which has imported torch but nothing of torchgpipe, so that they
-  start out alike; and they are forked anew at each restart, so that what is left of it is drawn anew.
-- All ways have warmed up before any is sampled.
+- Only one way runs at a time. The order of a case's rounds is random, A B B A or B A A B: what slows the machine down
+  for a tenth of a second slows all ways down. The order in which sides start and warm up is random, too.
+- If all processes share one core, differences between cores do not matter, and CPU time does not count other programs.
+- Every process has its own speed: its memory layout makes it faster or slower for as long as it lives. So all sides are
+  forked from one process, which has imported torch but not torchgpipe, and start with the same layout. They are forked
+  again at each restart, so what differs nevertheless is random.
+- All ways are warmed up before any is sampled.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ from reproduce.run.turns import turns
 
 Way = tuple[int, Sequence[Any]]
 Cases = Mapping[str, Mapping[str, Way]]
-"""The ways of each case, by name."""
+"""Case name -> way name -> way."""
 
 
 def interleave(
@@ -50,13 +49,13 @@ def interleave(
     first: int = 0,
     least: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the samples of each case of each restart; once, which ways cannot run a case, and why.
+    """Yield a case's samples at each restart. If ways cannot run a case, yield once which, and why.
 
-    Where these leave fewer than `least` ways, the case is left out. `start(i)` starts side i, as `fork` does. Restarts
-    are counted from `first`, for there may have been others.
+    A case with fewer than `least` ways left is dropped. `start(i)` starts side i, as `fork` does. `first` is the number
+    of the first restart: earlier jobs may have run the ones before.
 
     Raises:
-        Error: a way cannot run any more.
+        Error: a way that ran before fails.
     """
     draw = random.Random(f"{seed} {first}")
     running = {case: dict(ways) for case, ways in cases.items()}
@@ -71,7 +70,7 @@ def interleave(
                     sides[side].send(asked)
                 answers = {way: sides[ways[way][0]].recv() for way in order}
                 unable = {way: answers[way] for way in ways if answers[way] is not None}
-                if unable and restart:  # what a side can run does not change: something went wrong, and is not left out
+                if unable and restart:  # it could run it at the first restart, so this is an error
                     raise _no_longer(case, *next(iter(unable.items())))
                 if unable:
                     yield {"case": case, "unable": unable}
@@ -99,25 +98,26 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 
 @contextlib.contextmanager
 def fork(folder: Path, maker: str) -> Iterator[Connection]:
-    """Fork a process with the torchgpipe in `folder`, and yield the connection to it.
+    """Fork a process that imports the torchgpipe in `folder`, and yield the connection to it.
 
-    Sent arguments, it calls `maker`, such as "package.module:function", with them, and answers with None; sent them
-    once more, with what comes of calling what was made. Instead it answers with a text where that cannot be: why.
+    `maker` names a function, as in "package.module:function", that returns a function. When it gets arguments for the
+    first time, the process calls `maker` with them and sends None; later it calls the result and sends what that
+    returns. If either fails, it sends the reason, a string.
     """
     process = Launched("fork", 1, _serve, folder, maker)
     try:
         yield process.links[0]
     except (EOFError, OSError) as error:
-        traceback.clear_frames(error.__traceback__)  # one has a buffer open, with what could not be sent
-        error.__traceback__ = None  # or this frame would refer to its caller's, and that to the error
+        traceback.clear_frames(error.__traceback__)  # a frame holds a buffer with what could not be sent
+        error.__traceback__ = None  # break the reference cycle of error, frame and caller's frame
         raise Error("a measuring process ended by itself") from None
     finally:
         process.close()
 
 
 def _serve(_: int, link: Connection, folder: Path, maker: str) -> None:
-    """Answer until there is nobody left to ask."""
-    os.dup2(2, 1)  # what a version of torchgpipe prints is no line of the job
+    """Answer requests until the connection is closed."""
+    os.dup2(2, 1)  # stdout is for the job's lines, not for what torchgpipe prints
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)
     module, name = maker.split(":")
@@ -134,7 +134,7 @@ def _serve(_: int, link: Connection, folder: Path, maker: str) -> None:
             else:
                 import torchgpipe
 
-                assert Path(torchgpipe.__file__).is_relative_to(folder), torchgpipe.__file__  # and no other
+                assert Path(torchgpipe.__file__).is_relative_to(folder), torchgpipe.__file__
                 made[str(asked)] = getattr(importlib.import_module(module), name)(*asked)
         except Exception as error:  # an older torchgpipe may lack what is asked for
             answer = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -143,10 +143,10 @@ def _serve(_: int, link: Connection, folder: Path, maker: str) -> None:
 
 def main(job: dict[str, Any]) -> None:
     """Print a line for each case of each restart."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports what would else be imported by each fork
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # import lazy modules now, not again in each fork
     gc.freeze()
     folders, maker = [Path(folder) for folder in job.pop("folders")], job.pop("maker")
-    if job.pop("one_core", False) and hasattr(os, "sched_setaffinity"):  # macOS has it not
+    if job.pop("one_core", False) and hasattr(os, "sched_setaffinity"):  # not on macOS
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the last core: the first serves most interrupts
     try:
         for line in interleave(lambda i: fork(folders[i], maker), **job):

@@ -1,7 +1,7 @@
 """Run `reproduce.regression.interleave` on two trees, and collect what it prints.
 
-All that is forked off one process has its memory layout and its hash seed, which may happen to suit one of two
-versions. So there are several such processes, one after another, of a few restarts each.
+Forked processes share the memory layout and hash seed of their parent, which may by chance favour one of the versions.
+So several parents run one after another, each for a few restarts.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from reproduce.machine.description import ROOT
 from reproduce.regression.cases import Clock
 from reproduce.regression.trees import Tree
 
-RESTARTS_OF_A_PARENT = 7  # a parent takes seconds to start, as it imports torch
+RESTARTS_OF_A_PARENT = 7  # few, but a parent takes seconds to import torch
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Say what is measured, and how long; `slow_down` plants a delay of that share of a step in the head's."""
+    """Say what is measured, and for how long. `slow_down` delays the steps of head by that share of a step."""
 
     cases: Sequence[str]
     restarts: int = 20
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass
 class Samples:
-    """Hold a case's seconds per step, a list of pairs for each restart; or why a side cannot run it."""
+    """Hold a case's seconds per step: for each restart, paired lists of base and head. `unable`: why a side fails."""
 
     base: list[list[float]] = field(default_factory=list)
     head: list[list[float]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Samples:
 
 
 def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[str, Any], None, None]:
-    """Yield each line of the job. However this ends, the job's processes end with it.
+    """Yield the lines of all jobs, one job per parent. The job's processes always end with this generator.
 
     Raises:
         Error: it ended before it was done.
@@ -75,7 +75,7 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
 
 
 def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Generator[dict[str, Any], None, None]:
-    """Yield the lines of a job of `interleave.main`, whose restarts are forked off one process.
+    """Run one job of `interleave.main` and yield its lines. All its restarts are forked from one parent.
 
     Raises:
         Error: it ended before it was done.
@@ -109,6 +109,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while os.read(process.stdout.fileno(), 65536):  # its end is reached when the last fork is gone
+    while os.read(process.stdout.fileno(), 65536):  # end of file comes when the last fork has exited
         pass
     process.stdout.close()

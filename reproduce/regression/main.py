@@ -1,10 +1,10 @@
-"""Answer what `python -m reproduce regression` was asked: was a case, or all together, slowed down for real?
+"""Answer `python -m reproduce regression`: is a case, or are all cases together, really slower?
 
-Samples of one process are no independent evidence: whatever makes this process quicker than that one is in all of
-them, and more of them only make it more certain. So a restart gives one number, the median over its pairs of head
-by base, and the rank test is over the restarts. Their geometric mean over the cases is judged likewise: it is less
-noisy than any of them, and shows what slows all down. The risk of a false alarm is one for all of these tests: each has
-an equal share of alpha (Bonferroni).
+Samples of one process are not independent: if one process happens to be faster than another, all of its samples are.
+So each restart gives one number, the median of head / base over its pairs of samples, and the rank test compares these
+numbers. Their geometric mean over all cases is tested in the same way: it is less noisy than a single case, and shows
+a change that slows all of them. Alpha is the risk of a false alarm in all tests together: each gets an equal share
+(Bonferroni).
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from reproduce.tables.layout import many
 METRIC, TOGETHER = "time", "all together"
 Progress = Callable[[int], None]
 Answer = tuple[Callable[[str], str], str | None]
-"""What writes the table as 'text', 'markdown', 'csv' or 'json', and why it does not pass, or None."""
+"""A function that writes the table in a format ('text', 'markdown', ...), and why head fails, or None."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Hold the samples of every case, and how the head compares under the rule for each test.
+    """Hold the samples of every case, and the tests' decisions. `rule` is that of a single test.
 
-    `decisions` has the cases that both sides ran, and, where these are several, all of them `TOGETHER`.
+    `decisions` has the cases that both sides ran and, if there are several, `TOGETHER` for all of them.
     """
 
     samples: Mapping[str, Samples]
@@ -50,12 +50,12 @@ class Judgement:
 
     @property
     def worse(self) -> list[str]:
-        """Name what the head made slower for real."""
+        """Name what is really slower in head."""
         return [name for name, decision in self.decisions.items() if verdict(decision, METRIC) == "worse"]
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
-    """Return how the head compares in every case, and in all of them; `rule.alpha` is the risk of all tests."""
+    """Compare head with base in every case and in all together. `rule.alpha` is the risk over all tests."""
     of_cases = {
         case: [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
         for case, samples in found.items()
@@ -83,7 +83,7 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress
     sides = []
     for letter, tree in zip("AB", both, strict=True):
         of_tree = replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty))
-        # As `compare` has it; its times are in the comparison.
+        # A side as `compare` loads it, but without rows: the comparison holds the times.
         sides.append(Side(letter, tree.name, [], [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)]))
     comparison = _comparison(judged, settings, rule.alpha)
     complaint = _complaint(judged, both[0].name, both[1].name)
@@ -91,7 +91,7 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress
 
 
 def check_restarts(settings: Settings, rule: Rule) -> None:
-    """Raise `Error` where with so few restarts nothing could ever be significant."""
+    """Raise `Error` if there are too few restarts for anything to be significant."""
     least = least_restarts(rule, len(settings.cases))
     if settings.restarts < least:
         raise Error(
@@ -102,7 +102,7 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
 
 
 def least_restarts(rule: Rule, cases: int) -> int:
-    """Return with how many restarts anything can be significant at all."""
+    """Return the smallest number of restarts with which anything can be significant."""
     return needed(_share(rule, cases + (cases > 1)).alpha, paired=True)
 
 
@@ -126,10 +126,10 @@ def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Pr
 
 
 def choose_cases(wanted: Sequence[str]) -> list[str]:
-    """Return the cases whose names contain one of the texts, or all.
+    """Return the cases whose names contain one of the texts; without texts, all.
 
     Raises:
-        Error: a text is in none.
+        Error: no case's name contains a text.
     """
     names = [case.name for case in CASES]
     for text in wanted:
@@ -151,7 +151,7 @@ def _complaint(judged: Judgement, base: str, head: str) -> str | None:
 
 
 def _comparison(judged: Judgement, settings: Settings, alpha: float) -> Comparison:
-    """Return the table's content, with what its reader has to know."""
+    """Return the content of the table, and notes on how to read it."""
     seen = {
         "cpu": "times are CPU time on one core; waiting and overlap are seen only with --clock wall",
         "wall": "times are wall-clock times on all cores",

@@ -19,7 +19,7 @@ PACKAGE = "torchgpipe"
 
 @dataclass(frozen=True)
 class Tree:
-    """Hold a folder with a torchgpipe in it: what the user called it, its commit, and whether it differs from that."""
+    """Hold a folder with a copy of torchgpipe, its name for the user, its commit, and whether it has changes."""
 
     folder: Path
     name: str
@@ -29,7 +29,7 @@ class Tree:
 
 @contextlib.contextmanager
 def trees(base: str, head: str | None, root: Path = ROOT) -> Iterator[tuple[Tree, Tree]]:
-    """Copy both sides into a temporary folder. It is removed at the end, also when a signal ends this program."""
+    """Copy both sides into a temporary folder. It is removed at the end, also if a signal ends this program."""
     with _terminable(), tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)
         old = committed(root, base, folder / "base")
@@ -66,13 +66,13 @@ def snapshot(root: Path, folder: Path) -> Tree:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM, such as `timeout` sends, and SIGHUP, of a terminal that was closed, raise `SystemExit`."""
+    """Make SIGTERM (sent by `timeout`) and SIGHUP (sent when the terminal closes) raise `SystemExit`."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as under `nohup`
+    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # else `nohup`
     for number in ours:
         signal.signal(number, end)
     try:
