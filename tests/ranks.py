@@ -61,12 +61,12 @@ class Ranks:
             return self._ended
         told: dict[int, str] = {}
         offered: dict[int, tuple[int, bytes]] = {}
-        self.launched.tell(self._index[test])
+        self.launched.send(self._index[test])
         while len(told) < WORLD:
-            heard = self._heard({*range(WORLD)} - {*told} - {*offered})
-            if not heard:
+            received = self._receive({*range(WORLD)} - {*told} - {*offered})
+            if not received:
                 return self._end(f"nothing happened for {PATIENCE} s in {test}", told)
-            for k, said in heard:
+            for k, said in received:
                 if isinstance(said, Ended):
                     return self._end(f"a rank's process ended {said.how} in {test}", told)
                 if isinstance(said, str):
@@ -76,11 +76,11 @@ class Ranks:
             self._answer(offered, told)
         return _said(told)
 
-    def _heard(self, busy: set[int]) -> list[tuple[int, Any]]:
+    def _receive(self, busy: set[int]) -> list[tuple[int, Any]]:
         """Wait for what ranks say."""
         for _ in range(PATIENCE):  # not in one go: time must not count while everything is stopped
-            if heard := [*self.launched.hear(busy, 1)]:
-                return heard
+            if received := [*self.launched.receive(busy, 1)]:
+                return received
         return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
@@ -91,7 +91,7 @@ class Ranks:
         complete = offered.keys() == {*ranks}
         if not complete and told.keys().isdisjoint(ranks):
             return
-        self.launched.tell([offered[each][1] for each in ranks] if complete else None, offered)
+        self.launched.send([offered[each][1] for each in ranks] if complete else None, offered)
         offered.clear()
 
     def _end(self, why: str, told: dict[int, str]) -> str:
@@ -115,7 +115,7 @@ class Rank:
 
     def __init__(self, index: int, link: Connection) -> None:
         self.index, self._link = index, link
-        self._heard: SimpleQueue[Any] = SimpleQueue()
+        self._received: SimpleQueue[Any] = SimpleQueue()
         self._failed: list[str] = []
         self._left = False
         self._used: dict[int, Any] = {}
@@ -134,13 +134,13 @@ class Rank:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         faulthandler.enable(2)
         faulthandler.register(signal.SIGUSR1, 2)
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
         for name, plugin in config.pluginmanager.list_name_plugin():
             if name in ("terminalreporter", "capturemanager") or type(plugin).__name__ == "WorkerInteractor":  # xdist's
                 config.pluginmanager.unregister(name=name)
         config.pluginmanager.register(self)
         while True:
-            self._test = self._heard.get()
+            self._test = self._received.get()
             self._store = self._store or self._meet()
             self._link.send(self._run(config, items[self._test]))
 
@@ -172,7 +172,7 @@ class Rank:
         """Return what each of the first n ranks offers."""
         with torch.device("cpu"):  # a test may have another default
             self._link.send((n, pickle.dumps(value)))
-            found = self._heard.get()
+            found = self._received.get()
             assert found is not None, "another rank has ended the test"
             return [pickle.loads(each) for each in found]
 
@@ -217,11 +217,11 @@ class Rank:
             told = "the test made no pipeline over ranks"
         return told
 
-    def _hear(self) -> NoReturn:
+    def _listen(self) -> NoReturn:
         # In a thread of its own, so that this process ends even if it is busy.
         while True:
             try:
-                self._heard.put(self._link.recv())
+                self._received.put(self._link.recv())
             except (EOFError, ConnectionError):
                 os._exit(0)
 

@@ -104,8 +104,8 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
         closing(Launched("forkserver", ranks, _rank, row.name, adapter, ranks, Path(folder))) as launched,
     ):
         running, end = {*range(ranks)}, time.monotonic() + limit
-        while running and (heard := [*launched.hear(running, max(0.01, end - time.monotonic()))]):
-            for k, said in heard:
+        while running and (received := [*launched.receive(running, max(0.01, end - time.monotonic()))]):
+            for k, said in received:
                 running.remove(k)
                 if isinstance(said, Ended):
                     ended[k] = f"{said.how.split(maxsplit=1)[1]}{_printed(Path(folder, f'{k}.log').read_text())}"
@@ -113,7 +113,7 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
                     left[k] = torch.load(io.BytesIO(said), weights_only=False)
                 if k in ended or left[k].outcome is not None:
                     end = min(end, time.monotonic() + AFTER)
-    # The failure itself comes first: a rank that only heard of it says less.
+    # The failure itself comes first: a rank that only learned of it says less.
     errors = [each.outcome for each in left.values() if each.outcome is not None]
     first = min(errors, key=_after_another, default=None)
     if first is not None and (not ended or (first.kind == "refused" and not _after_another(first))):

@@ -1,8 +1,8 @@
 """Draw figures with matplotlib as SVG that lives in a page: its text is text, its colours are the page's.
 
-Matplotlib knows no CSS. So figures are drawn in colours that nothing else uses, and these are then replaced by CSS
-variables, which the page sets for light and for dark. Figures are as wide as a phone, whose text is then as large as
-the page's; a wider screen shows several in a row.
+Matplotlib does not support CSS. So figures are drawn in placeholder colours, which are then replaced by CSS variables;
+the page sets these for light and dark mode. A figure is as wide as a phone's screen, so there its text is as large as
+the page's. A wider screen shows several figures in a row.
 """
 
 import html
@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 3.75  # inches of 96 CSS pixels: a small phone's screen without its margins
+WIDTH = 3.75  # inches (96 CSS pixels each): a small phone's screen without margins
 POINTS, PIXELS = 72, 96  # per inch
 
 TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
@@ -25,7 +25,7 @@ VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"} | {
 }
 
 styled = matplotlib.rc_context(fname=Path(__file__).parent / "figure.mplstyle")
-"""Decorates what draws a figure of the page."""
+"""A decorator for functions that draw figures of the page: it sets the style."""
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
@@ -35,7 +35,7 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """Return the figure as an SVG element; `name` keeps its ids apart from those of the page's other figures."""
+    """Return the figure as an SVG element. `name` is a prefix that makes its ids unique in the page."""
     name = re.sub("[^A-Za-z0-9]", "-", name)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -1,4 +1,4 @@
-"""Draw what a subject's sources say: speed-ups as curves, memory and what the ablation's components add as bars."""
+"""Draw a subject's numbers by source: speed-ups as curves, memory and the ablation's components as bars."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def ideal(n: int, m: int) -> float:
 
 
 def speed_up_figures(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Yield figures with their captions: one for each m that several n share, or else one along the table's rows."""
+    """Yield figures and captions: a figure over n for each m, or one over the rows if m changes together with n."""
     places = {row: (config.get("partitions") or 1, config.get("chunks") or 1) for row, config in subject.rows.items()}
     along = list(dict.fromkeys(places.values()))
     curves: dict[Source, dict[Place, float]] = {}
@@ -42,7 +42,7 @@ def speed_up_figures(subject: Subject) -> Iterator[tuple[str, str]]:
 
 @styled
 def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) -> tuple[str, str]:
-    """Draw curves through some places: over n where they have the same m, else one after another."""
+    """Draw a curve for each source. The x-axis is n if all places have the same m, else it lists the places."""
     fixed = len({m for _, m in places}) == 1
     m = places[0][1]
     title = f"{m} micro-batch{'es' * (m > 1)}" if fixed else f"n and m as published, {subject.name}"
@@ -79,12 +79,12 @@ ABLATED = {
     "reserved": "reserved memory, relative to the first row",
     "memory": "allocated memory, relative to the first row",
 }
-Stacks = dict[str, dict[str, float | None]]  # row -> what holds how many bytes; None: nobody knows
+Stacks = dict[str, dict[str, float | None]]  # row -> part of the bar -> bytes, or None if unknown
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Hold a bar's parts, sizes with their colours, and the text at its end."""
+    """Hold a stacked bar: its parts as sizes and colours, and the text at its end."""
 
     text: str
     parts: list[tuple[float, str]]
@@ -109,7 +109,7 @@ def memory_figures(subject: Subject) -> Iterator[tuple[str, str]]:
 
 
 def ablation_figures(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Yield a figure for each metric, with its caption, where the rows differ in the components that they have."""
+    """Yield a figure for each metric, with its caption, if the subject is an ablation."""
     for metric, meaning in ABLATED.items() if _ablated(subject) else ():
         values = {source: _over_first(subject, source, metric) for source in subject.sources}
         values = {source: own for source, own in values.items() if own}
@@ -119,7 +119,7 @@ def ablation_figures(subject: Subject) -> Iterator[tuple[str, str]]:
 
 
 def _published(source: Source) -> Stacks:
-    """Stack what was published of a row; what ran out of memory has no size."""
+    """Stack the published parts of each row's memory. Rows that ran out of memory have None."""
     units = {name: BYTES[unit] for name, unit in source.record.unit.items() if name in PARTS and unit in BYTES}
     stacks: Stacks = {}
     for result in source.results:
@@ -176,7 +176,7 @@ def _grouped(name: str, subject: Subject, values: Mapping[Source, Mapping[str, f
 
 
 def _bars(rows: Mapping[str, list[Bar]], axis: str, labels: Mapping[str, str], columns: int, title: str = "") -> Figure:
-    """Draw as many bars on each row, and a legend of colours by their labels."""
+    """Draw the bars of each row, and a legend."""
     per_row = max(map(len, rows.values()))
     height = 0.8 / per_row
     figure, axes = new_figure(0.95 + len(rows) * (0.12 + 0.19 * per_row) + 0.17 * -(-len(labels) // columns))

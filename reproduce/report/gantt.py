@@ -1,4 +1,4 @@
-"""Draw a step's timeline as a Gantt chart, a line per device, so that the bubble is seen. Needs matplotlib."""
+"""Draw a step's timeline as a Gantt chart, a line per device, so that the bubble is visible. Needs matplotlib."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from reproduce.report.figure import BACK, FAINT, SERIES, new_figure, styled, svg
 from torchgpipe.plan.replay import Costs, Timeline, replay
 
 KINDS = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "copy": "copy"}
-PAGE_COLORS = (*SERIES[:3], FAINT, BACK)  # of the kinds, and of the background
+PAGE_COLORS = (*SERIES[:3], FAINT, BACK)  # of the kinds of task, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#7f7f7f", "white")
-FILE_WIDTH, LINE, MARGIN = 10.0, 0.55, 1.75  # inches: of the picture, of a device's line, around the lines
-BAR, COPY_BAR = 0.8, 0.14  # shares of a line
-DIGIT = 0.11  # inches
+FILE_WIDTH, LINE, MARGIN = 10.0, 0.55, 1.75  # inches: the picture's width, a line's height, height without lines
+BAR, COPY_BAR = 0.8, 0.14  # heights of a task and of a copy, as shares of a line
+DIGIT = 0.11  # width of a digit in inches
 
-# what it is called, m, which micro-batches are recomputed
+# name, m, checkpoint mode
 SCHEDULES = (
     ("naive model parallelism", 1, "never"),
     ("GPipe, checkpoint=never", 4, "never"),
@@ -41,7 +41,7 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
 
 
 def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
-    """Yield a figure for each step that was run, with its caption; the title says whether it was emulated."""
+    """Yield a figure for each recorded step, with its caption. The title says whether it was emulated."""
     for i, (title, timeline) in enumerate(traces):
         start, end = timeline.window
         caption = f"{title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
@@ -58,10 +58,10 @@ def schedule_figures() -> Iterator[tuple[str, str]]:
 
 
 def costs(n: int, m: int, checkpoint: str) -> Costs:
-    """Return equal costs, of which a mini-batch's forward takes one second on each partition.
+    """Return equal costs: a mini-batch's forward takes one second on each partition.
 
-    Backward takes twice as long as forward, recomputation as long as forward, copies nothing: what is left of waiting
-    is the schedule's own, the bubble.
+    Backward takes twice as long, recomputation as long as forward, and copies take no time. So all waiting is due to
+    the schedule: it is the bubble.
     """
     recomputed = {"never": 0, "except_last": m - 1}[checkpoint]
     return Costs(
@@ -90,12 +90,12 @@ def _draw(figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Se
     for event in timeline.events:
         copy, width = event.kind == "copy", event.end - event.start
         middle = event.partition + (BAR + COPY_BAR) / 2 if copy else event.partition
-        edge = min(0.6, 40 * width / length)  # of narrow tasks, wide edges would look like a bubble
+        edge = min(0.6, 40 * width / length)  # on narrow tasks, wide edges would look like a bubble
         axes.barh(middle, width, left=event.start - start, height=COPY_BAR if copy else BAR, linewidth=edge,
                   color=color[event.kind], edgecolor=back)  # fmt: skip
-    digit = DIGIT * length / figure.get_size_inches()[0]  # seconds that are as wide
+    digit = DIGIT * length / figure.get_size_inches()[0]  # width of a digit in seconds
     fitting = [task for task in timeline.tasks if task.end - task.start > digit * len(str(task.micro_batch))]
-    # A few numbers here and there would only confuse.
+    # Draw numbers only if most tasks have room for theirs.
     for task in fitting if len(fitting) > 0.8 * len(timeline.tasks) else []:
         axes.annotate(str(task.micro_batch), ((task.start + task.end) / 2 - start, task.partition), ha="center",
                       va="center", color=back)  # fmt: skip

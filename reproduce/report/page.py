@@ -1,4 +1,4 @@
-"""Write the page: one HTML file with everything in it, that asks the network for nothing. page.html has its words."""
+"""Write the page: one self-contained HTML file, which loads nothing from the network. page.html is its template."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.replay import Timeline
 
 FOLDER = Path(__file__).parent
-DENSE = 11  # a table of more columns is set closer, and one of some more breaks words where it must
+DENSE = 11  # columns; the page sets wider tables more tightly
 TITLE = "GPipe: published, predicted, emulated, measured"
 KINDS = {
     "published": "by the papers",
@@ -32,11 +32,11 @@ KINDS = {
 
 
 def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ()) -> str:
-    """Return the page of everything that the records hold, and of the timelines of measured steps, with titles."""
+    """Return the page about all records, and about the timelines (with titles) of recorded steps."""
     subjects = find_subjects(records)
-    # What has neither an experiment nor anything to compare it with comes last, folded away.
+    # Published tables without an experiment or other numbers come last, collapsed.
     others = [x for x in subjects if x.name not in EXPERIMENTS and all(y.kind == "published" for y in x.sources)]
-    # By what is known of their making, so that everything is said once.
+    # Records with the same machine, software and run are listed together, under one description.
     shown = {source.record.name: source.record for each in subjects for source in each.sources}
     made = sorted(shown.values(), key=lambda record: list(reversed(KINDS)).index(record.kind))
     environment = jinja2.Environment(
@@ -90,7 +90,7 @@ def _value(value: object) -> str:
 
 
 def provenance(record: Record) -> dict[str, str]:
-    """Return what is behind a record's numbers, by name: machine, software and run; publication; hardware."""
+    """Return where a record's numbers come from, by name: machine, software and run; publication; hardware."""
     if (run := record.run) is not None:
         gpus = Counter(map(_gpu, run.machine.gpus))
         about = {

@@ -1,7 +1,7 @@
 """Gather what the report shows: of each experiment its published, predicted, emulated and measured numbers, by source.
 
-A measured or emulated source is one run of the experiment at one scale, on one kind of device, with one engine: of
-several the one that ran most rows, and of those the newest, so that rows which are compared ran side by side.
+A measured or emulated source is one run of the experiment at one scale, on one kind of device, with one engine. Of
+several runs it is the one with most rows, or the newest of those. So rows that are compared come from one run.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ RUN = ("emulated", "measured")  # the kinds of source whose tasks were run
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Hold the rows of an experiment that one record says something of; `label` tells it from other sources."""
+    """Hold the results of an experiment in one record; `label` distinguishes it from other sources."""
 
     kind: Literal["published", "predicted", "emulated", "measured"]
     label: str
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """Hold an experiment, or a published table that no experiment reproduces; at least one source says something."""
+    """Hold an experiment, or a published table that no experiment reproduces, and its sources, at least one."""
 
     name: str
     title: str
@@ -46,24 +46,24 @@ class Subject:
 
     @property
     def rows(self) -> dict[str, Mapping[str, Json]]:
-        """Give the rows that sources are laid side by side in, each with its configuration: those of the first."""
+        """Give the rows of the table and their configurations. They are the rows of the first source."""
         return {result.row: result.config for result in self.sources[0].results}
 
     @property
     def several_models(self) -> bool:
-        """Say whether the rows are of several models, so that each model has a row of its own to compare with."""
+        """Say whether the rows have several models. Then each model has its own baseline row."""
         return len({str(config.get("model")) for config in self.rows.values()}) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return what is, or reproduces, the row of that name in a source."""
+        """Return a source's result for the row: the one of that name, or the one that reproduces it."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
         rows = [result for result in source.results if result.row == row or (link and result.published == link)]
         return Entry(source.record, rows[0]) if rows else None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return what a source says of the rows, where it says something.
+        """Return a source's readings of a metric, by row, without rows that have none.
 
-        A speed-up is over the first row; of several models, over the row that each row names.
+        The baseline of speed-ups is the first row; with several models, the row that each row names.
         """
         entries = {row: entry for row in self.rows if (entry := self.find(source, row)) is not None}
         first = next(iter(self.rows))
@@ -77,7 +77,7 @@ class Subject:
 
 
 def find_subjects(records: Sequence[Record]) -> list[Subject]:
-    """Return the experiments, in their own order, then those that only records know, then other published tables."""
+    """Return the experiments in order, then unknown experiments in records, then the other published tables."""
     papers = {record.name: Source("published", "published", record, record.results)
               for record in records if record.kind == "published"}  # fmt: skip
     others = [record for record in records if record.kind != "published"]
@@ -89,7 +89,7 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
         table = known.table or "" if known else links[0].rpartition("/")[0] if links else ""
         if table in papers:
             sources[:0] = [papers[table]]
-        else:  # the rows are the first source's
+        else:  # the first source provides the table's rows
             sources.sort(key=lambda source: -len(source.results))
         title = known.title if known else papers[table].record.title if table in papers else name
         if sources:
@@ -140,7 +140,7 @@ Texts = dict[str, str]  # by row
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Hold a table's texts: columns of the rows' configurations, columns of sources by metric, and notes."""
+    """Hold a table's texts: columns of configuration fields, columns of each metric by source, and notes."""
 
     rows: list[str]
     fields: dict[str, Texts]
@@ -149,7 +149,7 @@ class SideBySide:
 
 
 def side_by_side(subject: Subject) -> SideBySide:
-    """Return the table of everything that any source says of the rows."""
+    """Return the table of all metrics and all sources."""
     rows = subject.rows
     fields = {
         heading: {row: "-" if config.get(name) is None else str(config[name]) for row, config in rows.items()}

@@ -1,4 +1,4 @@
-"""Write and read a step's timeline as a trace for Perfetto (ui.perfetto.dev); `torchgpipe.timeline` has the format."""
+"""Write and read a step's timeline as a trace for Perfetto (ui.perfetto.dev); `torchgpipe.timeline` defines it."""
 
 import re
 from collections import defaultdict
@@ -23,7 +23,7 @@ class _Name(Struct, tag_field="ph", tag="M"):
 
 
 class _Start(Struct, tag_field="ph", tag="s"):
-    """An arrow's start, and below its end: of no use here."""
+    """The start of an arrow; `_End` is its end. Both are ignored here."""
 
 
 class _End(Struct, tag_field="ph", tag="f"):
@@ -52,7 +52,7 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
     """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote.
 
     Raises:
-        Error: the file cannot be read, or is no such trace.
+        Error: the file cannot be read, or is not such a trace.
     """
     trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
     title, steps = path.stem, defaultdict(list)
@@ -75,11 +75,11 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
 
 
 class Tracer:
-    """Write each row's timeline to `FILE.json` and `FILE.svg`, or `.png` where that is asked for.
+    """Write each row's timeline to `FILE.json`, and a picture to `FILE.svg`, or to `FILE.png` if that was given.
 
-    Several rows cannot share a file, so their names come after it, `FILE-pipeline-2.json`, and where there are
-    several experiments theirs before that. What cannot be drawn or written is remembered in `problems`: a measurement
-    shall not end for want of a picture.
+    With `several` rows, each has its own files, such as `FILE-pipeline-2.json`; with several `experiments`, the
+    experiment's name is in it, too. Errors are collected in `problems`: a measurement must not fail because of a
+    picture.
     """
 
     def __init__(self, file: Path, *, several: bool, experiments: bool = False, draw: bool = True) -> None:

@@ -65,7 +65,7 @@ class EmulatedStep(NamedTuple):
     timeline: Timeline
 
 
-def executed(row: Row, most: int = MOST_EXECUTED) -> Row:
+def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
     """Return the row with `most` of its micro-batches, or all, in the same sizes; the last one may be smaller.
 
     A smaller batch may split into other sizes. Then the row has the least number above `most` that does not.
@@ -97,7 +97,7 @@ class Emulation:
         With a `link`, copies between devices take the time that it says, and devices work at the same time, as GPUs do.
         Without one, devices are like this machine's: CPU devices copy nothing.
         """
-        self.training = Training(executed(row), devices, data, balancer, seed, emulates=row)
+        self.training = Training(shortened(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
         self.executed = self.training.row.micro_batches or 1
         self.devices, self.link = devices, link
@@ -195,7 +195,7 @@ class Emulation:
 
 def memory_needed(row: Row) -> str:
     """Say what the row's partitions take together, as counted on `meta`."""
-    ran = executed(row)
+    ran = shortened(row)
     counts = counted(ran.model, ran.size, ran.input_shape)
     setup = setup_of({**ran.config(), "components": None}, len(counts))
     peak = sum(device.peak for device in setup_memory(counts, setup))

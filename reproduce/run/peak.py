@@ -81,7 +81,7 @@ def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
         session.start(f"{row.name}, counting parameters")
         session.recorder.put(session.result(row, scale="paper", device="meta", values=_model_values(row)))
 
-    for row in session.expected():
+    for row in session.put_not_run():
         try:
             used, values = measure_memory(session, row, session.scale.steps)
         except Exception as error:

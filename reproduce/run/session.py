@@ -74,7 +74,7 @@ class Session:
     accuracy: AccuracyNeeds | None = None
     links: dict[str, Link] = field(default_factory=dict)
 
-    def expected(self) -> Sequence[Row]:
+    def put_not_run(self) -> Sequence[Row]:
         """Record every row as not run, and return all: where nothing is timed, one device may play several."""
         for row in self.scale.rows:
             self.put(row, status="not run")

@@ -19,7 +19,7 @@ import torch
 
 from reproduce.experiments import PUBLISHED_BALANCE, Row
 from reproduce.records.record import Engine
-from reproduce.run.emulation import Emulation, executed, memory_needed
+from reproduce.run.emulation import Emulation, memory_needed, shortened
 from reproduce.run.engines.engines import check_same, why_not
 from reproduce.run.engines.processes import Processes
 from reproduce.run.failure import Failure, explain
@@ -54,7 +54,7 @@ class PlannedTask:
     @property
     def work(self) -> float:
         """Guess the cost of a step, as rows do."""
-        return executed(self.row).work() if self.emulated else self.row.work() / self.row.devices
+        return shortened(self.row).work() if self.emulated else self.row.work() / self.row.devices
 
 
 class Group(NamedTuple):
@@ -91,8 +91,8 @@ def run_speed(session: Session) -> Iterator[tuple[str, bool]]:
     for group in _groups(session):
         for task in group.tasks:
             session.put(task.row, **task.kind, status="not run")
-        without_memory = (yield from _run_all(session, group, group.tasks)) if group.tasks else []
-        for task in without_memory if len(group.tasks) > 1 else []:
+        out_of_memory = (yield from _run_all(session, group, group.tasks)) if group.tasks else []
+        for task in out_of_memory if len(group.tasks) > 1 else []:
             session.free()
             yield from _run_all(session, group, [task], paired=False)
         session.progress.finish(session.job(group.name))
@@ -139,7 +139,7 @@ def _run_all(
                 session.progress.say("after 1 round; this table comes again when all rounds are done:")
                 yield group.name, False
         timing.watch()
-    return timing.without_memory
+    return timing.out_of_memory
 
 
 class _Timing:
@@ -152,13 +152,13 @@ class _Timing:
         self.session, self.group, self.paired, self.processes = session, group, paired, processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds: dict[PlannedTask, list[int]] = {}  # of each step
-        self.seconds: dict[str, float] = {}  # of emulated rows, by name: of the first steps
+        self.emulated_seconds: dict[str, float] = {}  # of emulated rows, by name: of the first steps
         self.losses: dict[str, list[float]] = {}  # of each measured row, by its name: on its first engine
-        self.without_memory: list[PlannedTask] = []
+        self.out_of_memory: list[PlannedTask] = []
 
     def add(self, tasks: Sequence[PlannedTask]) -> None:
         """Build rows, which share their data, and run the first steps of each, which are slower than the rest."""
-        data = FakeData([executed(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
+        data = FakeData([shortened(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
         for task in tasks:
             self._add(task, data)
 
@@ -173,7 +173,7 @@ class _Timing:
                 session.start(f"{task}, warm-up", session.job(task))
                 self.run_one(task, made)
             if task.emulated and made.runs:
-                self.seconds[task.row.name] = median(made.samples()["step_time"])
+                self.emulated_seconds[task.row.name] = median(made.samples()["step_time"])
             made.runs.clear()
         except Exception as error:
             self.fail(task, explain(error))
@@ -213,7 +213,7 @@ class _Timing:
     def is_worth_measuring(self, task: PlannedTask) -> bool:
         """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
         session = self.session
-        limit, step = self.group.limit, self.seconds.get(task.row.name)
+        limit, step = self.group.limit, self.emulated_seconds.get(task.row.name)
         steps = session.scale.least_steps + session.scale.warmup
         if limit is None or step is None or step * steps <= LARGEST_SHARE * limit:
             return True
@@ -267,7 +267,7 @@ class _Timing:
         """Record a row's failure, and remember it where more room might help."""
         reason = failure.reason
         if failure.status == "out of memory":
-            self.without_memory.append(task)
+            self.out_of_memory.append(task)
             if task.emulated:
                 with contextlib.suppress(Exception):  # what cannot be counted is still out of memory
                     reason = f"out of memory: {memory_needed(task.row)}"

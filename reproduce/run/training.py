@@ -79,14 +79,14 @@ class Balancer:
         key = (row.model, row.size, len(sample))
         if row.configuration == PLANNED:
             if key not in self.plans:
-                self.plans[key] = planned(row, model, sample)
+                self.plans[key] = planned_balances(row, model, sample)
             return replace(row, balance=self.plans[key][row.partitions])
         if key not in self.profiles:
             self.profiles[key] = profile_times(model, sample, PROFILE_SECONDS, self.device)
         return replace(row, balance=tuple(minimise_heaviest(self.profiles[key], row.partitions)))
 
 
-def planned(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[int, ...]]:
+def planned_balances(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[int, ...]]:
     """Plan the row by a profile on the sample's device: return the best balance for each number of partitions."""
     found = plan(
         model, sample, batch_size=row.batch_size, devices=MOST_DEVICES, memory=NO_LIMIT, chunks=row.micro_batches,

@@ -1,7 +1,7 @@
-"""Hand out mini-batches of ImageNet or of images made here, the same ones whenever an epoch is asked for again.
+"""Yield mini-batches of ImageNet or of generated images. The same seed and epoch always give the same mini-batches.
 
-What an epoch draws, its order and its crops, follows from the seed and the epoch's number alone. So a training that is
-resumed at an epoch sees what it would have seen without the interruption, and nothing of it has to be saved.
+The order and the crops of an epoch depend only on the seed and the epoch's number. So a resumed training gets the data
+that it would have had without the interruption, and no state of the data has to be saved.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from reproduce.models.resnet import import_torchvision
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
 
 LAYOUT = "train/<class>/*.JPEG and val/<class>/*.JPEG"
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's values; not in the publication
-MOST_EPOCHS = 100_003  # below which two seeds share no epoch's seed
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels; not stated in the publication
+MOST_EPOCHS = 100_003  # with fewer epochs, no two trainings use the same seed for an epoch
 
 
 class AccuracyNeeds(NamedTuple):
-    """Hold what only experiments on accuracy need; every row is trained once from each of the `seeds`."""
+    """Hold what only accuracy experiments need: the data, and the seeds. Each row is trained once per seed."""
 
     data: Gratings | ImageNet
     seeds: range
 
 
 def prepare(name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None) -> AccuracyNeeds:
-    """Find the data of the experiment of that name in `folder`, or make them from the seed where the scale says how.
+    """Find the experiment's data in `folder`, or generate them from the seed if the scale says how.
 
     Raises:
-        Error: there are none, or they are not as they should be.
+        Error: the data are missing or invalid, or `folder` is given although they are generated.
     """
     trained = range(seed, seed + (seeds or scale.seeds))
     if scale.made is not None:
@@ -55,22 +55,22 @@ def prepare(name: str, scale: AccuracyScale, folder: Path | None, seed: int, see
 
 
 class Gratings:
-    """Make a data set of waves: the class is the direction a wave goes in, and noise lies over it.
+    """Generate a data set of noisy waves. The class is the direction of the wave.
 
-    A wave's phase, wavelength and colour are drawn anew for every image, so that no pixel tells the class, and a
-    network must learn to see directions. Neighbouring classes are `180 / classes` degrees apart. Training
-    images are cut out at a random place, images to evaluate on from the middle.
+    Each image has a random phase, wavelength and colour, so no single pixel reveals the class: a network must learn
+    directions. Neighbouring classes are `180 / classes` degrees apart. Training images are cropped at random,
+    validation images in the middle.
     """
 
     def __init__(self, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int) -> None:
-        """Draw all images. `noise` is the standard deviation of each value's noise; the waves' amplitude is 1."""
+        """Generate all images. `noise` is the standard deviation of the noise; the largest amplitude of a wave is 1."""
         self.train_size, self.val_size, self.image_size, self.margin = train_size, val_size, image_size, image_size // 8
         generator = torch.Generator().manual_seed(seed)
         self.train = self._draw(train_size, classes, noise, generator)
         self.val = self._draw(val_size, classes, noise, generator)
 
     def _draw(self, count: int, classes: int, noise: float, generator: torch.Generator) -> Batch:
-        labels = torch.arange(count) % classes  # equally many of each; the order is drawn for every epoch
+        labels = torch.arange(count) % classes  # equally many of each; `train_batches` shuffles
 
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return low + (high - low) * torch.rand(count, *shape, generator=generator)
@@ -84,9 +84,9 @@ class Gratings:
         return images + noise * torch.randn(images.shape, generator=generator), labels
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch's mini-batches, in an order and with crops that are drawn for it.
+        """Yield one epoch's mini-batches, shuffled and randomly cropped.
 
-        All are of the same size: what is left over at the end is dropped.
+        All have the same size: an incomplete last one is dropped.
         """
         generator = torch.Generator().manual_seed(seed * MOST_EPOCHS + epoch)
         images, labels = self.train
@@ -97,7 +97,7 @@ class Gratings:
             yield torch.stack(crops), labels[chosen]
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all images to evaluate on, cut out from the middle; the last mini-batch may be smaller."""
+        """Yield all validation images, cropped in the middle. The last mini-batch may be smaller."""
         images, labels = self.val
         middle = self.margin // 2
         yield from zip(self._crop(images, middle, middle).split(batch_size), labels.split(batch_size), strict=True)
@@ -107,13 +107,13 @@ class Gratings:
 
 
 class ImageNet:
-    """Read the images of a folder laid out as `LAYOUT`, one subfolder for each class, by so many worker processes.
+    """Read images from a folder of the layout `LAYOUT`, one subfolder per class, with `workers` processes.
 
-    Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at random; images to
-    evaluate on are resized to 256 and cropped in the middle, as published.
+    Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at random; validation images
+    are resized to 256 and cropped in the middle, as published.
 
     Raises:
-        Error: there is no such folder, it is laid out otherwise, or torchvision is missing; in one line.
+        Error: there is no such folder, it has another layout, or torchvision is missing; in one line.
     """
 
     def __init__(self, folder: Path, classes: int, workers: int) -> None:
@@ -133,7 +133,7 @@ class ImageNet:
         return self._read(self.train, batch_size, seed * MOST_EPOCHS + epoch, train=True)
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all images to evaluate on."""
+        """Yield all validation images."""
         return self._read(self.val, batch_size, 0, train=False)
 
     def _read(self, images: Any, batch_size: int, seed: int, *, train: bool) -> Iterator[Batch]:
@@ -142,24 +142,24 @@ class ImageNet:
             batch_size=batch_size,
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=leave_interrupts,
-            generator=torch.Generator().manual_seed(seed),  # or it would draw from the default one
+            worker_init_fn=ignore_interrupts,
+            generator=torch.Generator().manual_seed(seed),  # else it would draw from the default generator
             shuffle=train,
             drop_last=train,
         )
         try:
             yield from loader
-        except Error as error:  # a worker's: its message ends a traceback
+        except Error as error:  # from a worker: the message is the last line of a traceback
             raise Error(str(error).splitlines()[-1].removeprefix("reproduce.error.Error: ")) from None
 
 
-def leave_interrupts(worker: int) -> None:
-    """Let a worker process ignore Ctrl-C, which meets all processes: the main one ends the workers."""
+def ignore_interrupts(worker: int) -> None:
+    """Ignore Ctrl-C in a worker process. Every process gets it, and the main one ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
-    """Return the images below `folder/part` as a torchvision `ImageFolder`, or raise what is wrong there."""
+    """Return the images below `folder/part` as a torchvision `ImageFolder`, or raise `Error`."""
     try:
         found = import_torchvision("datasets", "ImageNet").ImageFolder(str(folder / part), transform, loader=load_image)
         if len(found.classes) == classes:
@@ -171,7 +171,7 @@ def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
 
 
 def load_image(path: str) -> Any:
-    """Return the image in a file, in colours, or raise which file it was: torchvision would not say."""
+    """Load an RGB image. The error names the file, which torchvision's would not."""
     from PIL import Image
 
     try:

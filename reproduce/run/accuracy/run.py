@@ -1,6 +1,6 @@
-"""Run an accuracy experiment: train every row to its end from several seeds, one epoch after another.
+"""Run an accuracy experiment: train every row for all of its epochs, from several seeds.
 
-After every epoch a training is kept in a file, so that one that was stopped goes on where its last epoch ended.
+After every epoch a checkpoint is saved, so a stopped training resumes after its last complete epoch.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from reproduce.run.session import Session
 from reproduce.run.training import make_optimizer, on_devices, update
 
 SERIES = ("seed", "epoch", "top1_error", "train_loss", "epoch_time", "learning_rate")
-Epoch = tuple[float, ...]  # a value of each series
+Epoch = tuple[float, ...]  # a value for each name in `SERIES`
 
 
 def plan_accuracy(session: Session) -> None:
-    """Tell the progress display what is to come: steps of training, for evaluations take little beside them."""
+    """Tell the progress display how many training steps to expect. Evaluation takes little time in comparison."""
     seeds = len(_needs(session).seeds)
     for row in cast("list[AccuracyRow]", session.scale.rows):
         session.progress.plan(session.job(row.name), seeds * row.recipe.epochs * _steps(session, row), row.work())
@@ -40,10 +40,10 @@ def plan_accuracy(session: Session) -> None:
 def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
     """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible.
 
-    What it yields at its end names their only group.
+    At the end, yield the name of their only group, "", and True.
     """
-    rows = cast("list[AccuracyRow]", session.expected())
-    ended: dict[str, str] = {}  # rows that have failed, and how
+    rows = cast("list[AccuracyRow]", session.put_not_run())
+    ended: dict[str, str] = {}  # rows that have failed, and their status
     paths = []
     for seed, row in itertools.product(_needs(session).seeds, rows):
         if row.name in ended:
@@ -51,20 +51,20 @@ def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
         paths.append(_checkpoint(session, row, seed))
         try:
             _train(session, row, seed, paths[-1])
-        except Exception as error:  # a result, too
+        except Exception as error:  # recorded as the row's result
             failure = explain(error)
             ended[row.name] = failure.status
             _put(session, row, [], status=failure.status, reason=f"seed {seed}: {failure.reason}")
             session.progress.finish(session.job(row.name))
         session.progress.stop()
         session.free()
-    if "failed" not in ended.values():  # else the next run goes on from what there is
+    if "failed" not in ended.values():  # else the next run resumes the trainings
         _put_away(session, paths)
     yield "", True
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
-    """Train from where the checkpoint is, if there is one, to the end; whatever goes wrong is raised."""
+    """Train until the last epoch, from the checkpoint if there is one."""
     epochs, steps = row.recipe.epochs, _steps(session, row)
     saved = load_checkpoint(path)
     done: list[Epoch] = saved["epochs"] if saved else []
@@ -78,7 +78,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
         training.load(saved["training"])
     while len(done) < epochs:
         done.append(_train_epoch(session, row, seed, training, len(done) + 1))
-        _put(session, row, done[-1:])  # first, so that an interrupt while a checkpoint is written loses no epoch
+        _put(session, row, done[-1:])  # before saving, so that an interrupt meanwhile does not lose the epoch
         save_checkpoint(path, {"epochs": done, "training": training.state()})
 
 
@@ -109,14 +109,14 @@ def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: "Accur
 
 
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
-    """Add epochs to what the row has given so far."""
+    """Add epochs to the row's recorded samples."""
     before = session.recorded(row).samples
     samples = {name: before.get(name, []) + [epoch[i] for epoch in epochs] for i, name in enumerate(SERIES)}
     session.put(row, samples=samples, values={"samples_per_epoch": _steps(session, row) * row.batch_size}, **ended)
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
-    """Name the file of a training: by a digest of what its course depends on, beside row and seed."""
+    """Return the path of a training's checkpoint. Its name has row, seed and a digest of all other settings."""
     data, made = _needs(session).data, session.scale.settings()["made"]
     depends_on = [row.config(), made and [made, session.seed], data.train_size, data.val_size,
                   session.devices.kind, session.devices.threads]  # fmt: skip
@@ -126,14 +126,14 @@ def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Replace the checkpoint at `path`: a kill at any moment leaves this one or the one before."""
+    """Replace the checkpoint at `path` atomically: if killed, the old or the new one is there."""
     path.parent.mkdir(exist_ok=True)
     torch.save(state, content := io.BytesIO())
     write_atomically(path, content.getvalue())
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Return the checkpoint at `path`; None where there is none, and an error where it is broken."""
+    """Load the checkpoint at `path`, or return None if there is none; raise `Error` if it is broken."""
     try:
         return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
@@ -143,8 +143,8 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
-    """Let the next run start anew: move checkpoints of the user's data aside, and delete those of made data."""
-    for path in filter(Path.exists, paths):  # a training without memory has none
+    """Make the next run start from scratch: move checkpoints aside, or delete them if the data are generated."""
+    for path in filter(Path.exists, paths):  # a training that ran out of memory may have none
         if session.scale.settings()["made"]:
             path.unlink()
         else:
@@ -162,16 +162,16 @@ def _needs(session: Session) -> AccuracyNeeds:
 
 
 class AccuracyTraining:
-    """Train a row's model, on its devices, from a seed: rows of one seed start from the same parameters."""
+    """Train a row's model on its devices. Rows with the same seed start from the same parameters."""
 
     def __init__(self, row: AccuracyRow, devices: Devices, seed: int, steps_per_epoch: int) -> None:
         """Build everything."""
         torch.manual_seed(seed)
         self.row, self.steps_per_epoch, self.steps = row, steps_per_epoch, 0
         self.devices = devices.first(row.devices)
-        self.layers = on_devices(row, row.build(), self.devices)  # it has parameters under their own names
+        self.layers = on_devices(row, row.build(), self.devices)  # its state dict has no prefix of DataParallel
         shared = row.partitions is None and row.gpus > 1
-        self.model = nn.DataParallel(self.layers, self.devices) if shared else self.layers  # what is called
+        self.model = nn.DataParallel(self.layers, self.devices) if shared else self.layers
         self.optimizer = make_optimizer(row, self.model, lr=self.learning_rate)
 
     @property
@@ -192,7 +192,7 @@ class AccuracyTraining:
 
     @torch.no_grad()
     def top1_error(self, batches: Iterable[Batch]) -> float:
-        """Return the share of images, in %, whose likeliest class is not theirs.
+        """Return the top-1 error in %.
 
         Shapes: batches of (N, 3, H, W) and (N,).
         """
@@ -209,7 +209,7 @@ class AccuracyTraining:
         return output
 
     def state(self) -> dict[str, Any]:
-        """Return all that the rest of the training depends on."""
+        """Return the state that is needed to resume the training."""
         return {
             "steps": self.steps,
             "model": self.layers.state_dict(),
@@ -219,7 +219,7 @@ class AccuracyTraining:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume the training from a state."""
         self.steps = state["steps"]
         self.layers.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

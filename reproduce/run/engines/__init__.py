@@ -1,2 +1,2 @@
-"""What trains partitions at once: threads, ranks, PyTorch's schedules, and the processes of the last two.
+"""What runs partitions in parallel: threads, ranks, PyTorch's schedules, and the processes of the last two.
 It may import `torchgpipe`, and of `reproduce` what lies below `run`."""

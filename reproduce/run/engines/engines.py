@@ -1,4 +1,4 @@
-"""Engines: what trains the partitions of a pipeline at once, on the same work.
+"""Engines: different ways to run the partitions of a pipeline in parallel. All do the same work.
 
 - `threads`: `GPipe`, a thread for each partition of this process;
 - `ranks`: `DistributedGPipe`, a process for each;
@@ -27,16 +27,16 @@ from torchgpipe.skip.layout import skip_layout
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
 FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
-FIRST = 2  # steps: one before the parameters have been updated, and one after it; rounding grows from step to step
-ROUNDING = 1e-4  # relative; a convolution's gradient is rounded differently in each process
+FIRST = 2  # steps to compare: one before and one after an update; later, rounding errors add up
+ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
 SCHEDULES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
 OFFERED: dict[str, tuple[Engine, ...]] = {"threads": ("threads",), "ranks": ("ranks",), "torch": SCHEDULES}
-"""The names that a user may ask for."""
+"""The choices of the option --engine, and the engines that each means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is to be trained: a pipeline's layers and settings, a mini-batch, and the optimizer of some layers.
+    """The training to run: layers, pipeline settings, a mini-batch, and a function that makes an optimizer.
 
     `loss(output, target)` is a mean over samples.
     """
@@ -52,12 +52,12 @@ class Work:
     deferred_batch_norm: bool = False
 
 
-class Engaged:
-    """Some work on an engine, a training step at a time. Where partitions are processes, each of them makes one.
+class Trainer:
+    """Train some work on an engine, a step at a time. With an engine of processes, each process makes a `Trainer`.
 
     Attributes:
-        steps: how many were done.
-        pipeline: what a timeline can be recorded of; `None` for PyTorch's schedules.
+        steps: number of steps done.
+        pipeline: the pipeline, whose timeline can be recorded; `None` for PyTorch's schedules.
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
@@ -65,11 +65,11 @@ class Engaged:
         module, self._forward_and_backward = make(engine, work)
         self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
-        # An optimizer refuses to have no parameters.
+        # Optimizers raise if there are no parameters.
         self._optimizers = [work.optimizer(module)] if any(True for _ in module.parameters()) else []
 
     def step(self) -> float | None:
-        """Do one whole training step; return its loss, or `None` where this process does not know it."""
+        """Do one training step; return its loss, or `None` if this process does not have it."""
         self.steps += 1
         loss = self._forward_and_backward()
         for optimizer in self._optimizers:
@@ -79,12 +79,12 @@ class Engaged:
 
 
 Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
-"""What an optimizer updates, and what runs forward and backward and returns the loss."""
+"""The module whose parameters to optimize, and a function that runs forward and backward and returns the loss."""
 
 
 def _pipeline(engine: Engine, work: Work) -> Made:
     settings: dict[str, Any] = {name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")}
-    loss, x, target = work.loss, work.input, work.target  # the work's layers are not kept: a rank needs its own only
+    loss, x, target = work.loss, work.input, work.target  # `run` must not keep `work`: it has all ranks' layers
     model: GPipe | DistributedGPipe
     if engine == "threads":
         model = GPipe(work.layers, work.balance, devices=["cpu"] * len(work.balance), **settings)
@@ -101,7 +101,7 @@ def _pipeline(engine: Engine, work: Work) -> Made:
 
 
 def _scheduled(engine: Engine, work: Work) -> Made:
-    from reproduce.run.engines.schedules import schedule  # only where it is asked for: it takes long to import
+    from reproduce.run.engines.schedules import schedule  # imported only when needed: it takes long
 
     rank, n = dist.get_rank(), len(work.balance)
     first, end = [*pairwise([0, *accumulate(work.balance)])][rank]
@@ -115,18 +115,18 @@ def _scheduled(engine: Engine, work: Work) -> Made:
         try:
             made.step(*inputs, **more)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # a stage says what a layer has raised in many lines
-        # The schedule has divided the gradients by the number of micro-batches, so that they are of this mean.
+            raise error.__cause__ or error from None  # the layer's own error, without the stage's
+        # The schedule divides gradients by the number of micro-batches, so they belong to this mean.
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
     return part, run
 
 
 def check_same(losses: Sequence[float | None], others: Sequence[float | None], what: str) -> None:
-    """Compare the losses of the first steps of some work on two engines, as many as both have done.
+    """Check that the same work has the same losses on two engines, in the first steps that both have done.
 
     Raises:
-        Error: they differ by more than rounding: these are not the same computation, and times say nothing.
+        Error: they differ by more than rounding, so the engines do different work and times are not comparable.
     """
     count = min(len(losses), len(others), FIRST)
     ours, theirs = (torch.tensor(each[:count], dtype=torch.float64) for each in (losses, others))
@@ -135,7 +135,7 @@ def check_same(losses: Sequence[float | None], others: Sequence[float | None], w
 
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
-    """Return why an engine cannot run a row, in words; `None` where it can."""
+    """Return why an engine cannot run a row; `None` if it can."""
     if engine == "threads":
         return None
     if row.partitions is None:

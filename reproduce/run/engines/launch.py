@@ -1,4 +1,4 @@
-"""Run a function in several processes, each with a link to this one."""
+"""Run a function in several processes, each with a connection to this one."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +17,12 @@ class Ended(NamedTuple):
 class Launched:
     """`count` processes, each of which calls `run(k, link, *arguments)` with its number and its link, and then ends.
 
-    They are started by a `method` of multiprocessing: `spawn` starts Python anew, `forkserver` forks a process that has
-    imported some modules already, and `fork` this one. They end by `close()` at the latest.
+    `method` is multiprocessing's start method: `spawn` starts a new Python, `forkserver` forks a server process that
+    has imported some modules, and `fork` forks this process. `close()` ends all of them.
 
     Attributes:
-        links: to each of them.
-        processes: themselves.
+        links: the connections to them.
+        processes: the processes.
     """
 
     def __init__(self, method: str, count: int, run: Callable[..., None], *arguments: Any, daemon: bool = True) -> None:
@@ -38,16 +38,16 @@ class Launched:
             self.links.append(ours)
             self.processes.append(process)
 
-    def tell(self, what: Any, some: Iterable[int] | None = None) -> None:
-        """Tell all or some of them something; one that has ended does not hear it."""
+    def send(self, what: Any, some: Iterable[int] | None = None) -> None:
+        """Send an object to all or some of them. A process that has ended is skipped."""
         for k in range(len(self.links)) if some is None else some:
             with suppress(ConnectionError):
                 self.links[k].send(what)
 
-    def hear(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Wait until some say something, at most for so many seconds; yield their numbers and what they say.
+    def receive(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
+        """Wait until some of them have sent something, at most for `seconds`; yield their numbers and what they sent.
 
-        One that has ended says `Ended`.
+        For a process that has ended, yield `Ended`.
         """
         for link in connection.wait([self.links[k] for k in of], seconds):
             k = self.links.index(link)  # type: ignore[arg-type]
@@ -57,9 +57,9 @@ class Launched:
                 yield k, self._end(k)
 
     def close(self) -> None:
-        """End them all."""
+        """Kill all of them."""
         for process, link in zip(self.processes, self.links, strict=True):
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # it has ended already
                 process.kill()
             process.join()
             link.close()
@@ -72,7 +72,7 @@ class Launched:
 
 
 def _run(inherited: list[Connection], run: Callable[..., None], *arguments: Any) -> None:
-    # Or the processes that have the other ends would not notice that the one that started them has ended.
+    # A forked process inherits the parent's ends of links. It closes them, so that all processes see the parent exit.
     for link in inherited:
         link.close()
     run(*arguments)

@@ -16,15 +16,15 @@ from reproduce.run.engines.ranks import serve
 from reproduce.run.failure import Failure
 from torchgpipe.plan.replay import Event, Timeline
 
-AHEAD = 0.01  # seconds from a request to its step, so that every rank has heard of it before
-GRACE = 2.0  # seconds in which other ranks may say how they fail, when one has failed
+AHEAD = 0.01  # seconds from sending a request to its step, so that every rank has received it by then
+GRACE = 2.0  # seconds to wait for other ranks' errors after one has failed
 
 
 class Processes:
-    """As many processes as a pipeline has partitions, with as many threads each as this one has.
+    """A process per partition of a pipeline. Each uses as many threads as this process.
 
-    They end by `close()`, with this process, or when one of them fails: then what was asked of them raises `Error`, or
-    `torch.OutOfMemoryError`.
+    They end with `close()` or with this process. They also end if one of them fails: then the method that was called
+    raises `Error`, or `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
@@ -34,19 +34,19 @@ class Processes:
         self._ranks = Launched("spawn", count, serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
-        """Make on every rank what `work` returns, a function that another process can import, and run it by `engine`.
+        """Call `work` on every rank, and prepare to train the result on `engine`. `work` must be importable (pickled).
 
-        What was made before is given up.
+        It replaces what was made before.
         """
         self._ask(engine, work)
 
     def step(self) -> tuple[float, float]:
-        """Run a training step; return the seconds from when all ranks were ready until all were done, and the loss."""
+        """Run a training step on all ranks at once; return the seconds until the last one is done, and the loss."""
         seconds, loss, _ = self._step("step")
         return seconds, loss
 
     def record(self) -> Timeline:
-        """Run a training step of ranks, and return its timeline."""
+        """Run a training step with the engine `ranks`, and return its timeline."""
         seconds, _, (events,) = self._step("record")
         return Timeline([Event(*each) for each in events], seconds, self._count)
 
@@ -61,13 +61,13 @@ class Processes:
         return max(ends) - start, losses[-1], recorded[0]
 
     def _ask(self, *request: Any) -> list[Any]:
-        """Return what each rank answers."""
-        self._ranks.tell(request)
+        """Send a request to all ranks and return their answers."""
+        self._ranks.send(request)
         answers: dict[int, Any] = {}
         failures: list[Failure] = []
         busy = {*range(self._count)}
-        while busy and (heard := [*self._ranks.hear(busy, GRACE if failures else None)]):
-            for k, said in heard:
+        while busy and (received := [*self._ranks.receive(busy, GRACE if failures else None)]):
+            for k, said in received:
                 if isinstance(said, Ended):
                     said = "failed", Failure("failed", f"a rank's process has ended {said.how}")
                 kind, value = said
@@ -82,6 +82,6 @@ class Processes:
         if not failures:
             return [answers[k] for k in range(self._count)]
         self.close()
-        # The rank that failed says what happened, and others only that it did.
+        # The failed rank gives the reason. The others only report that a rank failed.
         first = min(failures, key=lambda each: each.reason.startswith("RankFailed"))
         raise torch.OutOfMemoryError(first.reason) if first.status == "out of memory" else Error(first.reason)

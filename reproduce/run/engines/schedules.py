@@ -15,7 +15,7 @@ def schedule(
 ) -> Any:
     """Return the schedule of that name for this rank's part of a model.
 
-    The first so many tasks of a step are `checkpointed`, by PyTorch's own checkpointing: schedules leave it to layers.
+    The first `checkpointed` micro-batches use `torch.utils.checkpoint`. PyTorch's schedules have no checkpointing.
     """
     stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     stage.checkpointed = checkpointed
@@ -32,7 +32,7 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _Part(nn.Module):
-    """Layers that take and return tensors in a row, as a stage does; layers of a sequential pass a tuple."""
+    """Layers with several tensors as separate arguments, as a stage passes them; layers here pass a tuple."""
 
     checkpoints = False
 

@@ -12,7 +12,7 @@ import torch
 
 from reproduce.experiments import COMPONENTS, EXPERIMENTS, Row
 from reproduce.machine.devices import Devices
-from reproduce.run.emulation import Emulation, Executed, Link, executed, own_links
+from reproduce.run.emulation import Emulation, Executed, Link, own_links, shortened
 from reproduce.run.training import Balancer, FakeData
 from torchgpipe.plan.hardware.hardware import hardware_names, load_hardware
 from torchgpipe.plan.replay import Costs, replay
@@ -36,7 +36,7 @@ def pipeline(n: int = 2, m: int = 4, checkpoint: Any = "except_last", **changes:
 
 
 def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
-    return Emulation(row, devices, FakeData([executed(row)], 0), Balancer(devices), 0, link)
+    return Emulation(row, devices, FakeData([shortened(row)], 0), Balancer(devices), 0, link)
 
 
 def again(row: Row, m: int) -> int:
@@ -106,7 +106,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
 
 def ran(row: Row) -> Executed:
     """Make up what the tasks have taken that are run for a row."""
-    m = executed(row).micro_batches or 1
+    m = shortened(row).micro_batches or 1
     counts: dict[Kind, int] = {"forward": m, "recompute": again(row, m), "backward": m}
     tasks = [Task(kind, i, j) for kind, count in counts.items() for i in range(count) for j in range(row.devices)]
     return Executed({task: cost(task) for task in tasks}, LOSS, UPDATES[: row.devices], work=9.0, wall=9.0, value=1.0)
@@ -177,7 +177,7 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
 )
 def test_equal_micro_batches_are_not_all_run(batch_size: int, chunks: int | None, ran: tuple[int, int | None]) -> None:
     row = replace(PLAIN, partitions=chunks and 2, chunks=chunks, batch_size=batch_size)
-    found = executed(row)
+    found = shortened(row)
     assert (found.batch_size, found.chunks) == ran
     assert found.micro_batch_size == row.micro_batch_size
 

@@ -18,7 +18,7 @@ from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Engine
-from reproduce.run.engines.engines import FEW, OFFERED, Engaged, check_same, why_not
+from reproduce.run.engines.engines import FEW, OFFERED, Trainer, check_same, why_not
 from reproduce.run.engines.processes import Processes
 from reproduce.run.timed import MeasuredSteps
 from torchgpipe.plan.replay import Event, Timeline
@@ -52,7 +52,7 @@ def processes() -> Iterator[Processes]:
 def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpoint: Any) -> None:
     """Gradients included: another factor would show in the loss after the first update. Ranks draw what threads do."""
     make = partial(work, checkpoint, dropout=0.5 if engine == "ranks" else 0.0)
-    threads, steps = Engaged("threads", make()), []
+    threads, steps = Trainer("threads", make()), []
     processes.make(engine, make)
     measured = MeasuredSteps(ROW, lambda: (1.0, threads.step() or 0.0))
     for _ in range(3):
