@@ -1,12 +1,12 @@
 """Emulate a training step on n devices with one.
 
 The library runs every task of the step, one at a time, on one real device, which holds all partitions. Each task is
-timed by itself: on a CPU by its thread's CPU time, on CUDA by events. Then the schedule is replayed over these times
-as n devices would overlap. So outputs and gradients are real, and only the overlap is worked out. The field calls it
-trace-driven simulation.
+timed alone: on a CPU by its thread's CPU time, on CUDA by events. Then the schedule of n devices is replayed with these
+times. So outputs and gradients are real, and only the overlap of devices is computed. This is called trace-driven
+simulation.
 
-It leaves out what devices do to each other: they share memory bandwidth and the interpreter's lock, and take time to
-hand tensors over. `docs/prediction.md` says how much that is.
+It neglects how devices slow each other down: they share memory bandwidth and the GIL, and passing a tensor on takes
+time. `docs/prediction.md` says how much that is.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Mark
 
-MOST_EXECUTED = 4  # micro-batches of a step; the times of equal ones stand for the rest
+MOST_EXECUTED = 4  # micro-batches to run per step; the others are assumed to take as long
 
 
 @dataclass(frozen=True)
 class Executed:
-    """The tasks of one step as they were run: the seconds of each, of the loss, and of each partition's optimizer.
+    """The times of one step: the seconds of each task, of computing the loss, and of each partition's update.
 
-    In all they took `work` seconds of the device, and `wall` seconds on the clock; `value` is the loss.
+    In total the step took `work` seconds of the device, and `wall` seconds. `value` is the loss.
     """
 
     tasks: Mapping[Task, float]
@@ -54,9 +54,9 @@ class Executed:
 
 
 class EmulatedStep(NamedTuple):
-    """Hold the time of a step on n devices: `seconds` with the copies of a described link, `here` without copies.
+    """Hold the time of a step on n devices: `seconds` with the copies over a `Link`, `here` without copies.
 
-    `work` is the time that one device took for all tasks.
+    `work` is the time that all tasks took on the one real device.
     """
 
     seconds: float
@@ -66,9 +66,9 @@ class EmulatedStep(NamedTuple):
 
 
 def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row with `most` of its micro-batches, or all, in the same sizes; the last one may be smaller.
+    """Return the row with only `most` of its micro-batches, of the same sizes; the last one may be smaller.
 
-    A smaller batch may split into other sizes. Then the row has the least number above `most` that does not.
+    A smaller batch may not split into the same sizes. Then take the smallest number above `most` that does, or all.
     """
     count, size = row.micro_batches, row.micro_batch_size
     if count is None or size is None:
@@ -85,8 +85,8 @@ class Emulation:
     """Emulate steps of one row.
 
     Attributes:
-        row: the whole row, with the balance that is used.
-        runs: of its steps so far.
+        row: the row with all micro-batches, and with the balance that is used.
+        runs: the times of its steps so far.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Emulation:
     ) -> None:
         """Build everything.
 
-        With a `link`, copies between devices take the time that it says, and devices work at the same time, as GPUs do.
-        Without one, devices are like this machine's: CPU devices copy nothing.
+        With a `link`, copies between devices take its times, and recomputation starts early, as on GPUs. Without one,
+        devices are like this machine's, and copies take no time.
         """
         self.training = Training(shortened(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
@@ -106,10 +106,10 @@ class Emulation:
         self.optimizers = [make_optimizer(row, partition) for partition in with_parameters]
 
     def run(self) -> Executed:
-        """Run the tasks of one more step, one at a time."""
+        """Run one more step, a task at a time."""
         training, device = self.training, self.training.devices[0]
         losses = []
-        with replace(self.devices, threads=1).in_use():  # the CPU time of further threads would not be counted
+        with replace(self.devices, threads=1).in_use():  # a task's CPU time is that of its own thread only
             self.devices.synchronize()
             started = Mark(device)
             watched = record_tasks(training, lambda: losses.append(training.forward_and_backward())).tasks
@@ -134,9 +134,9 @@ class Emulation:
         return run
 
     def step(self) -> EmulatedStep:
-        """Replay a step of which each task takes its median share of a run's work.
+        """Replay a step in which each task takes the median, over runs, of its share of the work.
 
-        The slowest partition decides how long a step takes. In a single run that may be one that was disturbed.
+        The slowest partition determines the time of a step. In a single run, that may be one that was disturbed.
         """
         runs = self.runs
         work = median(run.work for run in runs)
@@ -155,16 +155,16 @@ class Emulation:
 
     @property
     def config(self) -> dict[str, Json]:
-        """Give the row's configuration as it was run, and the hardware of whose links its copies are."""
+        """Give the row's configuration as it was run, and the hardware description of its copies."""
         return {**self.row.config(), **({} if self.link is None else {"link": self.link.title})}
 
     def watch(self) -> tuple[Values, Timeline]:
-        """Say how busy each device is in the replay, and how many micro-batches were run for it."""
+        """Return utilization and bubble of the replay, the number of micro-batches that were run, and the timeline."""
         timeline = self.step().timeline
         return {"executed": self.executed, **busy(timeline)}, timeline
 
     def samples(self) -> Samples:
-        """Return what a record keeps of the runs: the emulated step, as quick or as slow as each run was."""
+        """Return samples for the record: the emulated step time, scaled by each run's share of the median work."""
         step, runs = self.step(), self.runs
         return {
             "step_time": [step.seconds * run.work / step.work for run in runs],
@@ -175,7 +175,7 @@ class Emulation:
         }
 
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
-        """Return what every task of the whole step takes. Tasks that were not run take what equal ones took."""
+        """Return the time of every task of the step. Tasks that were not run take as long as equal ones that were."""
         n, run, count = self.row.devices, self.executed, self.row.micro_batches or 1
 
         def table(kind: Kind) -> list[list[float]]:
@@ -187,14 +187,14 @@ class Emulation:
             backward=table("backward"),
             recompute=table("recompute"),
             loss=loss * self.row.batch_size / self.training.row.batch_size,
-            # CPU devices that cannot overlap run one after another in one thread.
+            # If CPU devices cannot overlap, GPipe runs all tasks in one thread.
             ahead="dependency" in self.row.components and (self.devices.kind != "cpu" or overlaps(count, n)),
             blocking="streams" not in self.row.components,
         )
 
 
 def memory_needed(row: Row) -> str:
-    """Say what the row's partitions take together, as counted on `meta`."""
+    """Say how much memory the row's partitions take together, as counted on `meta`."""
     ran = shortened(row)
     counts = counted(ran.model, ran.size, ran.input_shape)
     setup = setup_of({**ran.config(), "components": None}, len(counts))
@@ -203,11 +203,11 @@ def memory_needed(row: Row) -> str:
 
 
 class Link:
-    """Work out how long the copies of a step take, from a hardware description.
+    """Compute the times of a step's copies from a hardware description.
 
-    `papers` are the rows of the published model, by name. Where they are given, a copy takes the share of a
-    micro-batch's forward that it takes with the published model, because a smaller model computes less for each byte
-    that it copies, and a core computes less than a GPU.
+    `papers` are the rows of the published model, by name. If given, the ratio of a copy's time to a forward's is that
+    of the published model. Otherwise copies would be too cheap or too expensive: a smaller model computes less
+    per byte that it copies, and a CPU core computes less than a GPU.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
@@ -216,9 +216,9 @@ class Link:
         self._predictor = functools.cache(lambda *model: Predictor(counted(*model, memory=False), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        """Return the seconds of each boundary's copy and of each skip's, where a micro-batch's forward takes so many.
+        """Return the seconds of each boundary's copy and of each skip's, if a micro-batch's forward takes `forward`.
 
-        Each is one way; a skip is named by the partitions that stash and pop it.
+        Times are for one direction. A skip's key is the partitions that stash and pop it.
         """
         paper = row
         if self.papers is not None:
@@ -236,7 +236,7 @@ class Link:
 
 
 def own_links(devices: Devices) -> str | None:
-    """Name the shipped description of a node of GPUs like the first of `devices`; None where there is none."""
+    """Return the name of the shipped hardware description with GPUs like those here; None if there is none."""
     if devices.kind != "cuda":
         return None
     words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())

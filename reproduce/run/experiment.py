@@ -9,7 +9,7 @@ from reproduce.run.peak import measure_memory, plan_memory, run_memory
 from reproduce.run.session import Session
 from reproduce.run.speed import plan_speed, run_speed
 
-MEMORY_STEPS = 2  # of an ablation's rows: an optimizer makes its state at the end of the first
+MEMORY_STEPS = 2  # of an ablation: an optimizer allocates its state at the end of the first step
 
 
 def plan(session: Session) -> None:
@@ -18,13 +18,13 @@ def plan(session: Session) -> None:
 
 
 def run_experiment(session: Session) -> Iterator[tuple[str, bool]]:
-    """Run every row, whatever becomes of others; yield the name of a group that has a table, and whether it is done."""
+    """Run every row, even if others fail. Yield a group's name when its table can be shown, and whether it is done."""
     with session.devices.in_use():
         yield from WAYS[session.experiment.measures][1](session)
 
 
 def _ablation(session: Session) -> Iterator[tuple[str, bool]]:
-    """Time every row as a speed experiment does, then measure each one's peak memory; one without says why."""
+    """Time every row as a speed experiment does, then measure its peak memory, or record why it has none."""
     for _, done in run_speed(session):
         for row in session.scale.rows if done else ():
             kinds = [kind for kind in (False, True) if session.recorded(row, emulated=kind).status in SUCCESS]

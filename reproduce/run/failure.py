@@ -1,4 +1,4 @@
-"""Put an exception that ended a row into a status and one line: out of memory is a result, all else a failure."""
+"""Turn an exception that ended a row into a status, "out of memory" or "failed", and a line for the record."""
 
 import traceback
 from pathlib import Path
@@ -10,18 +10,18 @@ from reproduce.error import Error
 
 
 class Failure(NamedTuple):
-    """Say how a row ended that did not succeed. It keeps no exception, and so no frame and no tensor, alive."""
+    """Hold why a row failed. It does not refer to the exception, which would keep frames and their tensors alive."""
 
     status: Literal["out of memory", "failed"]
     reason: str
 
 
-# How the CPU's allocator, the CUDA driver, and CUDA's libraries say it, in errors of no type of their own.
+# Messages of the CPU allocator, the CUDA driver and CUDA libraries: they raise a plain RuntimeError.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 def explain(error: Exception) -> Failure:
-    """Return what to write into a record about `error`."""
+    """Return the status and the reason for the record."""
     unnamed = isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
     if unnamed or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return Failure("out of memory", "out of memory")

@@ -1,6 +1,6 @@
-"""Count the bytes of all tensors alive, where no allocator does.
+"""Count the bytes of all live tensors, on devices whose allocator does not.
 
-Storages are noticed as operators return them, in whatever thread, and forgotten when they die.
+A storage is counted when an operator returns it, in any thread, until it is freed.
 """
 
 import threading
@@ -15,19 +15,19 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class LiveBytes:
-    """Count the bytes of live tensors, by the device that they belong to, and the most there ever were.
+    """Count the bytes of live tensors on each (emulated) device, now and at the peak.
 
-    A storage counts once, whole, from when it is first seen until it dies. It belongs to the device that was
-    named for it, or whose task made it; one made outside all tasks, such as an optimizer's state, to the device
-    of the first tensor it was made from.
+    A storage counts once, with all its bytes, from when it is first seen until it is freed. It belongs to the device
+    given to `add`, or to the device of the task that made it. Outside of tasks (an optimizer's state), it belongs to
+    the device of the first known tensor that it was made from.
     """
 
     def __init__(self, devices: int) -> None:
         self.live = [0] * devices
         self.peak = [0] * devices
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
-        self._lock = threading.RLock()  # a storage may die while this very thread notes another
-        self.inner = threading.local()  # its `device` is that of the innermost mode that has one
+        self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
+        self.inner = threading.local()  # `.device`: that of the innermost active mode that has one
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the device of the first tensor that is known; the first device where none is."""
@@ -35,7 +35,7 @@ class LiveBytes:
         return next((found[0] for found in known if found is not None), 0)
 
     def add(self, tensors: Iterable[Tensor], device: int) -> None:
-        """Count the tensors as the device's own, unless they are known; a storage may have grown."""
+        """Count tensors on a device, unless their storage is known. Update the size of one that has grown."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             key, size = id(storage), storage.nbytes()
             with self._lock:
@@ -53,9 +53,9 @@ class LiveBytes:
 
 
 class LiveBytesMode(TorchDispatchMode):
-    """Show a `LiveBytes` what operators of this thread return, as the device's own, or that of what it is made from.
+    """Add what operators of this thread return to a `LiveBytes`, on `device`; if None, on that of their arguments.
 
-    Where two modes are active, the outer one sees a result first. It takes the device that the inner one has set.
+    If two modes are active, the outer one adds a result first, on the device that the inner one has set.
     """
 
     def __init__(self, counter: LiveBytes, device: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """Run a memory experiment: count the published models' parameters, then measure every row's peak, one at a time.
 
-On CUDA PyTorch's caching allocator counts the bytes allocated to tensors and those reserved from the device. A CPU has
-no such count, and one GPU that plays several devices has only one for all. There `LiveBytes` counts live tensors.
+On CUDA, PyTorch's caching allocator counts allocated and reserved bytes. A CPU has no such count, and a GPU that
+stands for several devices has only one for all of them. In these cases `LiveBytes` counts live tensors.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from reproduce.run.session import Session
 from reproduce.run.training import FakeData, Training
 
 FLOAT_BYTES = 4
-Peak = dict[str, list[int]]  # what is counted -> the most bytes on each of the training's devices
+Peak = dict[str, list[int]]  # name of the count -> peak bytes on each of the training's devices
 
 
 def measure_peak(
@@ -28,8 +28,8 @@ def measure_peak(
 ) -> Peak:
     """Run whole steps and return `peak_allocated`, the most bytes of tensors, and on CUDA also `peak_reserved`.
 
-    Two steps at least are needed to see everything: an optimizer makes its state at the end of the first.
-    Nothing else should be alive on the devices. `before` is told the number of each step.
+    Use at least two steps: an optimizer allocates its state at the end of the first. No other tensors should be alive
+    on the devices. `before` is called with the number of each step.
     """
 
     def run() -> None:
@@ -75,8 +75,8 @@ def plan_memory(session: Session) -> None:
 
 
 def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
-    """Record sizes and peaks, whatever becomes of each row; at its end it yields the name of their only group."""
-    on_meta = session.devices.kind == "meta"  # there the rows themselves are of the published size
+    """Record sizes and peaks of every row, even if others fail; at the end yield their only group's name, ""."""
+    on_meta = session.devices.kind == "meta"  # on meta, the rows run at the published size anyway
     for row in () if on_meta else session.experiment.scale("paper").rows:
         session.start(f"{row.name}, counting parameters")
         session.recorder.put(session.result(row, scale="paper", device="meta", values=_model_values(row)))

@@ -12,18 +12,18 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
-ECHO = 3  # columns that stay free, for a terminal shows ^C where the line ends
+ECHO = 3  # columns to leave free: a terminal shows ^C at the end of the line
 
-# By default tqdm starts a thread, and has a lock for processes, which may start one: both would disturb timed steps.
+# By default tqdm starts a monitor thread and a multiprocessing lock, which may start a process: both disturb timings.
 tqdm.monitor_interval = 0
 tqdm.set_lock(threading.RLock())
 
 
 @dataclass
 class Job:
-    """Hold what is known of one row's steps: their number, how many are left, and the seconds that each has taken.
+    """Hold the state of one row's steps: their number, how many are left, and the seconds of each one done.
 
-    `guess` says what a step costs compared with the steps of other jobs; it has no unit.
+    `guess` is the cost of a step relative to the steps of other jobs. It has no unit.
     """
 
     steps: int
@@ -36,8 +36,8 @@ class Job:
 class Progress:
     """Show the rows that are done, the time left and what runs now.
 
-    The time left follows from the steps that were done. A row's next step takes as long as the median of its steps so
-    far. For a row that has not run yet, the guess is used; what one unit of a guess is in seconds, the other rows tell.
+    To estimate the time left, a row's next steps are taken to last as long as the median of its steps so far. If a row
+    has not run yet, the step time is its guess, converted to seconds by the steps of other rows.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ class Progress:
             self.shown_at = self.clock()
 
     def _draw(self, text: str) -> None:
-        """Draw the bar, to which every row adds the share of its steps that were done."""
+        """Draw the bar. Its length is the sum, over rows, of the share of steps done."""
         columns = shutil.get_terminal_size().columns - ECHO
         text = text[:columns]
         if self.bar is None:
@@ -133,7 +133,7 @@ class Progress:
         self._write(text + "\n")
 
     def clear(self) -> None:
-        """Take the bar away, and whatever the terminal has shown behind it."""
+        """Remove the bar, and what the terminal has echoed after it."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

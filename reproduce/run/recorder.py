@@ -1,4 +1,4 @@
-"""Write a run's record while the run goes on, so that whatever ends it, every finished row is kept."""
+"""Write a run's record during the run: however the run ends, the record has every finished row."""
 
 import os
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ class Recorder:
         save(self.record, self.path)
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
-        """Say how the run has ended."""
+        """Set the state and the end time of the run."""
         assert self.empty.run is not None
         self.empty = replace(self.empty, run=replace(self.empty.run, state=state, ended=now()))
 
 
 def new_recorder(out: Path, names: Sequence[str], title: str, scale: str, unit: dict[str, str], run: Run) -> Recorder:
-    """Start the record of a run in the folder `out`, under a name that no other file has."""
+    """Start the record of a run, with an unused file name in the folder `out`."""
     name = f"{'_'.join(names)}-{scale}-{run.started.replace(':', '').replace('-', '')}"
     paths = (out / f"{name}{again}.json" for again in ("", *(f"-{k}" for k in range(2, 1000))))
     path = next(path for path in paths if not path.exists())
@@ -61,7 +61,7 @@ def new_run(devices: Devices, seed: int, command: Sequence[str], settings: dict[
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Make `folder`, and make sure that files can be written there.
+    """Create `folder` if needed, and check that files can be written there.
 
     Raises:
         Error: they cannot.

@@ -1,4 +1,4 @@
-"""Hold one experiment that is being run, and what all ways of running share."""
+"""Hold one experiment that is being run, and what speed, memory and accuracy runs share."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -50,11 +50,11 @@ UNITS = {
 class Session:
     """Run `experiment` at `scale`: every row ends in a result of `recorder`, and `progress` shows each step.
 
-    `steps` replaces the number of timed steps, and the time limit, of speed experiments. Rows of up to `emulate`
-    devices are emulated, with copies as on `hardware` where it is given. Measured rows run by each of `engines`.
-    `rounds` counts the rounds that were run.
-    `check` is called between steps, and raises where the run is to end. `trace` is given experiment, row and timeline
-    of a step of every speed row. Experiments on accuracy need `accuracy`.
+    `steps` replaces a speed experiment's number of timed steps, and removes its time limit. Rows of up to `emulate`
+    devices are emulated, with copies as on `hardware` if it is given. Measured rows run with each of `engines`.
+    `rounds` counts the rounds run so far.
+    `check` is called between steps; it raises to end the run. `trace` is called with experiment, row and timeline of
+    a step of every speed row. Accuracy experiments need `accuracy`.
     """
 
     experiment: Experiment
@@ -75,15 +75,15 @@ class Session:
     links: dict[str, Link] = field(default_factory=dict)
 
     def put_not_run(self) -> Sequence[Row]:
-        """Record every row as not run, and return all: where nothing is timed, one device may play several."""
+        """Record every row as not run, and return all rows: without timing, one device may stand for several."""
         for row in self.scale.rows:
             self.put(row, status="not run")
         return self.scale.rows
 
     def link(self, row: Row) -> Link | None:
-        """Return what says how long the row's copies take in an emulation; None where they take no time.
+        """Return the times of the row's copies in an emulation; None if they take no time.
 
-        The user's choice comes first, then a description of GPUs like those here, then the row's own.
+        They are from the user's hardware description; else that of GPUs like those here; else the row's `link`.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
@@ -96,16 +96,16 @@ class Session:
         return self.links[name]
 
     def job(self, name: object) -> str:
-        """Return the name under which the progress display knows a row or a group of this experiment."""
+        """Return the name of a row or group of this experiment in the progress display."""
         return f"{self.experiment.name} {name}"
 
     def start(self, text: str, job: str = "") -> None:
-        """Show that something starts: a step, where a job is named."""
+        """Show what starts now. With a job, it counts as a step of that job."""
         self.check()
         self.progress.start(job, text)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result for `row` with these fields; it was measured by threads, unless they say otherwise."""
+        """Return a result for `row` with these fields. By default it is measured, with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,
@@ -124,12 +124,12 @@ class Session:
         self.recorder.save()
 
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return what is recorded of the row, as it was run: that it was not, where nothing is."""
+        """Return the recorded result of the row, run in this way; a result "not run" if there is none."""
         empty = self.result(row, **how, status="not run")
         return self.recorder.results.get(empty.key, empty)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
-        """Add values to what is recorded of the row, and write the record."""
+        """Add values to the recorded result of the row, and write the record."""
         result = self.recorded(row, **how)
         self.recorder.put(replace(result, values={**result.values, **values}))
         self.recorder.save()

@@ -1,8 +1,8 @@
-"""Run a speed experiment: measure the rows that there are devices for, and emulate all.
+"""Run a speed experiment: measure the rows for which there are enough devices, and emulate all rows.
 
-A round is one step of every row of a group, measured and emulated, in turn, so that a machine's drift hits all alike.
-A measured step is timed from a moment when every device is idle to the next such moment. Every time is kept: rows are
-compared within rounds.
+A round is one step of every row of a group, measured and emulated, in turn, so that slow phases of the machine affect
+all rows. Devices are synchronized before and after a measured step. The record has the time of every step, because rows
+are compared within rounds.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
 Steps = MeasuredSteps | Emulation
-LARGEST_SHARE = 0.25  # of a group's time: a row that would take more of it to measure is emulated only
-PREVIEW_AFTER = 10.0  # seconds that a group has taken to its first round's end: quicker ones need no preview
+LARGEST_SHARE = 0.25  # of a group's time limit; a row that would take more to measure is only emulated
+PREVIEW_AFTER = 10.0  # seconds; a group whose first round ends later shows a table after it
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedTask:
-    """Name what is to be run again and again: a row, measured or emulated."""
+    """A row to run, and how: measured with an engine, or emulated."""
 
     row: Row
     emulated: bool
@@ -48,17 +48,17 @@ class PlannedTask:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """Say how it is run, as a session's methods ask for it."""
+        """Give how it is run, as keyword arguments for the session's methods."""
         return {"emulated": self.emulated, "engine": self.engine}
 
     @property
     def work(self) -> float:
-        """Guess the cost of a step, as rows do."""
+        """Guess the relative cost of a step, as `Row.work` does."""
         return shortened(self.row).work() if self.emulated else self.row.work() / self.row.devices
 
 
 class Group(NamedTuple):
-    """Hold what is run in turn: rows that are compared with each other, and the seconds that their rounds may take."""
+    """Hold rows that are compared and so run in turn, and the time limit of their rounds in seconds."""
 
     name: str
     tasks: list[PlannedTask]
@@ -77,9 +77,9 @@ def plan_speed(session: Session) -> None:
 
 
 def run_speed(session: Session) -> Iterator[tuple[str, bool]]:
-    """Run one group of rows after another; yield its name and False after its first round, and True when it is done.
+    """Run one group after another. Yield its name and False after its first round, and True when it is done.
 
-    A row that did not fit beside the others is run alone afterwards.
+    A row that ran out of memory runs again afterwards, without the others.
     """
     for row in session.scale.rows:
         lacking = row.devices > session.devices.count
@@ -100,7 +100,7 @@ def run_speed(session: Session) -> Iterator[tuple[str, bool]]:
 
 
 def _groups(session: Session) -> list[Group]:
-    """Return what is to be run; a group has no task where too few devices are to be had."""
+    """Return the groups to run. A group has no tasks if there are too few devices for all its rows."""
     groups: dict[str, list[PlannedTask]] = {}
     for row in session.scale.rows:
         tasks = groups.setdefault(row.group, [])
@@ -109,8 +109,8 @@ def _groups(session: Session) -> list[Group]:
             tasks.extend(PlannedTask(row, emulated=False, engine=engine) for engine in engines)
         if row.devices <= session.emulate:
             tasks.append(PlannedTask(row, emulated=True))
-    # A group's share of the scale's time is its share of the work. Where rows are emulated, only these count, because
-    # some of them would take too long to measure.
+    # Groups share the scale's time in proportion to their work. If rows are emulated, only the emulated ones count,
+    # because some rows would take too long to measure.
     kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()}
     works = {name: sum(task.work for task in tasks) for name, tasks in kinds.items()}
     seconds = session.scale.seconds if session.steps is None else None
@@ -121,18 +121,18 @@ def _groups(session: Session) -> list[Group]:
 
 
 def _warmup(session: Session, task: PlannedTask) -> int:
-    skipped = task.row.skip_epochs * task.row.steps_per_epoch  # the epochs before the timed ones, as in the publication
+    skipped = task.row.skip_epochs * task.row.steps_per_epoch  # epochs that the publication does not time either
     return session.scale.warmup if task.emulated else max(session.scale.warmup, skipped)
 
 
 def _run_all(
     session: Session, group: Group, tasks: Sequence[PlannedTask], *, paired: bool = True
 ) -> Generator[tuple[str, bool], None, list[PlannedTask]]:
-    """Run rows in turn, then watch each; return those that ran out of memory. Nothing stays on the devices."""
+    """Run rows in turn, then measure utilization; return those that ran out of memory. It leaves no tensors behind."""
     started = time.monotonic()
     with contextlib.ExitStack() as processes:
         timing = _Timing(session, group, paired, processes)
-        timing.add([task for task in tasks if task.emulated])  # these tell how long the others will take
+        timing.add([task for task in tasks if task.emulated])  # first: their times tell how long the others will take
         timing.add([task for task in tasks if not task.emulated and timing.is_worth_measuring(task)])
         for done in timing.run():
             if done == 1 and time.monotonic() - started > PREVIEW_AFTER:
@@ -145,19 +145,19 @@ def _run_all(
 class _Timing:
     """Run rows in turn, and record every step after each round.
 
-    Steps that are not `paired` belong to no round: nothing else ran next to them.
+    Without `paired`, steps belong to no round: a row runs alone.
     """
 
     def __init__(self, session: Session, group: Group, paired: bool, processes: contextlib.ExitStack) -> None:
         self.session, self.group, self.paired, self.processes = session, group, paired, processes
         self.running: dict[PlannedTask, Steps] = {}
-        self.rounds: dict[PlannedTask, list[int]] = {}  # of each step
-        self.emulated_seconds: dict[str, float] = {}  # of emulated rows, by name: of the first steps
-        self.losses: dict[str, list[float]] = {}  # of each measured row, by its name: on its first engine
+        self.rounds: dict[PlannedTask, list[int]] = {}  # the round of each step
+        self.emulated_seconds: dict[str, float] = {}  # of a warm-up step, by the row's name
+        self.losses: dict[str, list[float]] = {}  # of each measured row on its first engine, by the row's name
         self.out_of_memory: list[PlannedTask] = []
 
     def add(self, tasks: Sequence[PlannedTask]) -> None:
-        """Build rows, which share their data, and run the first steps of each, which are slower than the rest."""
+        """Build rows, which share their data, and run the warm-up steps of each."""
         data = FakeData([shortened(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
         for task in tasks:
             self._add(task, data)
@@ -204,14 +204,14 @@ class _Timing:
         """Run one step.
 
         Raises:
-            Error: the row has had other losses on another engine.
+            Error: the row's losses differ from those of another engine.
         """
         made.run()
         if isinstance(made, MeasuredSteps):
             check_same(made.losses, self.losses[task.row.name], str(task))
 
     def is_worth_measuring(self, task: PlannedTask) -> bool:
-        """Say whether to measure a row, and record why not where its emulation says that it would take too long."""
+        """Say whether to measure a row. If that would take too long, as its emulation shows, record this reason."""
         session = self.session
         limit, step = self.group.limit, self.emulated_seconds.get(task.row.name)
         steps = session.scale.least_steps + session.scale.warmup
@@ -223,7 +223,7 @@ class _Timing:
         return False
 
     def run(self) -> Iterator[int]:
-        """Run all rows until the group's time is over where it has a limit; yield the number of rounds after each."""
+        """Run rounds until their number or the group's time limit is reached; yield the number of rounds after each."""
         session, rounds = self.session, self.session.steps or self.session.scale.steps
         session.progress.begin(session.job(self.group.name))
         started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
@@ -239,7 +239,7 @@ class _Timing:
             session.progress.stop()
 
     def step(self, task: PlannedTask, rounds: int) -> None:
-        """Run one step of a row; a row that fails is left out from then on."""
+        """Run one step of a row. A row that fails is not run again."""
         if task not in self.running:
             return
         number = len(self.rounds[task]) + 1
@@ -253,7 +253,7 @@ class _Timing:
             self.rounds[task].append(self.session.rounds)
 
     def watch(self) -> None:
-        """See how busy each device is."""
+        """Record utilization and bubble of each row, and give timelines to the session's `trace`."""
         for task, steps in self.running.items():
             self.session.start(f"{task}, utilization", self.session.job(task))
             values, timeline = steps.watch()
@@ -264,18 +264,18 @@ class _Timing:
         self.session.progress.stop()
 
     def fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record a row's failure, and remember it where more room might help."""
+        """Record a row's failure. If it ran out of memory, remember it: it may fit alone."""
         reason = failure.reason
         if failure.status == "out of memory":
             self.out_of_memory.append(task)
             if task.emulated:
-                with contextlib.suppress(Exception):  # what cannot be counted is still out of memory
+                with contextlib.suppress(Exception):  # without the count, it is still out of memory
                     reason = f"out of memory: {memory_needed(task.row)}"
         self.session.put(task.row, **task.kind, status=failure.status, reason=reason)
         self.session.progress.finish(self.session.job(task))
 
     def put_all(self) -> None:
-        """Record the steps so far. A loss that is no number is none that JSON could hold."""
+        """Record the steps so far, without the losses if one is NaN or infinite: JSON has no such numbers."""
         for task, made in self.running.items():
             if made.runs:
                 samples = made.samples()

@@ -1,4 +1,4 @@
-"""Time steps of one row again and again, and keep what is known of them."""
+"""Time the steps of one row, and measure its utilization."""
 
 import statistics
 import threading
@@ -26,11 +26,11 @@ T = TypeVar("T")
 class MeasuredSteps:
     """Time steps of a row on its devices.
 
-    `timed` runs a step and returns its seconds and its loss; `watch` runs one more or a few, which are not timed, and
-    says how busy each device was, or why nobody knows.
+    `timed` runs a step and returns its seconds and its loss. `watch` runs one or more further steps, which are not
+    timed, and returns utilization, or why it is not known.
 
     Attributes:
-        losses: of all steps so far, those included that were forgotten.
+        losses: of all steps so far, with those that were removed from `runs`.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class MeasuredSteps:
 
     def run(self) -> None:
         """Run one more step."""
-        torch.manual_seed(len(self.losses))  # so that each engine's k-th step draws the same
+        torch.manual_seed(len(self.losses))  # so that step k draws the same numbers on each engine
         self.runs.append(self._timed())
         self.losses.append(self.runs[-1][1])
 
     def samples(self) -> Samples:
-        """Return what a record keeps of the steps."""
+        """Return the samples for the record."""
         seconds, losses = zip(*self.runs, strict=True)
         return {"step_time": list(seconds), "loss": list(losses)}
 
 
 def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
-    """Return what comes of running something, when it began, and the seconds till the devices have finished."""
+    """Call `run`; return its result, the time when it began, and the seconds until the devices had finished."""
     devices.synchronize()
     started = time.perf_counter()
     found = run()
@@ -75,7 +75,7 @@ def record_step(training: Training, devices: Devices) -> Timeline:
 
 
 def watch(training: Training, devices: Devices) -> Watched:
-    """Return utilization and bubble of a row, or why there are none, and the timeline of one of its steps."""
+    """Return utilization and bubble of a row, or why they are not known, and the timeline of one step."""
 
     def step() -> None:
         training.step()
@@ -86,7 +86,7 @@ def watch(training: Training, devices: Devices) -> Watched:
 
 
 def watched(run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None) -> Watched:
-    """Return what `watch` does, of the step that `run` runs; `driver` says how busy devices are, if tasks do not."""
+    """As `watch`, for the step that `run` runs. If `driver` is given, utilization is its result, not the timeline's."""
     values: Values = {}
     timeline = None
     try:
@@ -114,11 +114,11 @@ MOST_STEPS = 50
 def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
     """Run steps for some seconds, and return each CUDA device's mean utilization meanwhile, from 0 to 1.
 
-    The driver (NVML) says in which share of a short time the GPU ran any kernel at all; it is sampled as often as the
-    published runs did.
+    The driver (NVML) reports the share of a short period in which any kernel ran. It is sampled as often as in the
+    published runs.
 
     Raises:
-        Error: the driver does not tell, or its Python bindings are not installed.
+        Error: the driver does not report it, or its Python bindings are not installed.
     """
     samples: list[list[int]] = [[] for _ in devices]
     try:

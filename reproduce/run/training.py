@@ -22,13 +22,13 @@ from torchgpipe.plan import plan
 from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 
-PROFILE_SECONDS = 1.0  # for each model and sample
-PROFILE_SAMPLES = 16  # at most: enough to tell layers apart
-NO_LIMIT = 2.0**60  # bytes: a row that does not fit says so when it runs
+PROFILE_SECONDS = 1.0  # for each model and input
+PROFILE_SAMPLES = 16  # at most; enough to compare layers
+NO_LIMIT = 2.0**60  # bytes; a row that does not fit runs out of memory when it runs
 
 
 class FakeData:
-    """Draw inputs once and hand out their first samples, so that rows share them whatever their batch sizes."""
+    """Draw inputs once. A row gets the first samples of them, so rows of all batch sizes share one tensor."""
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
         self.rows, self.seed = rows, seed
@@ -44,7 +44,7 @@ class FakeData:
         return self.inputs[key][: row.batch_size]
 
     def target(self, row: Row, device: torch.device) -> Tensor:
-        """Return targets that suit the row's loss, on `device`: a class of each sample, or masks of 0 and 1."""
+        """Return targets for the row's loss on `device`: a class per sample, or masks of 0 and 1."""
         generator = torch.Generator().manual_seed(self.seed)
         if row.num_classes is not None:
             return torch.randint(row.num_classes, (row.batch_size,), generator=generator).to(device)
@@ -55,7 +55,7 @@ class FakeData:
 class Balancer:
     """Balance models over partitions by profiling, once for each model and number of samples.
 
-    A row may ask for another balance: `PLANNED` for that of `torchgpipe.plan`, `EQUAL_LAYERS` for equally many layers.
+    Rows `PLANNED` get the balance of `torchgpipe.plan`; rows `EQUAL_LAYERS` get equally many layers per partition.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -64,7 +64,7 @@ class Balancer:
         self.plans: dict[tuple[object, ...], dict[int, tuple[int, ...]]] = {}  # a balance for each number of partitions
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
-        """Return `row` with a balance: its own, where it has one."""
+        """Return `row` with a balance: its own if it has one."""
         if row.partitions is None or row.balance is not None:
             return row
         if row.partitions == 1:
@@ -73,7 +73,7 @@ class Balancer:
             each, more = divmod(len(model), row.partitions)
             return replace(row, balance=tuple(each + (j < more) for j in range(row.partitions)))
 
-        # Rows at equal batch size share a balance: a quarter of the batch is between their micro-batches.
+        # Rows at equal batch size share a balance. Profile a quarter of the batch: between their micro-batch sizes.
         samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
         sample = data.input(row, self.device)[: min(samples, PROFILE_SAMPLES)]
         key = (row.model, row.size, len(sample))
@@ -87,7 +87,7 @@ class Balancer:
 
 
 def planned_balances(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[int, ...]]:
-    """Plan the row by a profile on the sample's device: return the best balance for each number of partitions."""
+    """Profile the model on the sample's device; return the best balance for each number of partitions."""
     found = plan(
         model, sample, batch_size=row.batch_size, devices=MOST_DEVICES, memory=NO_LIMIT, chunks=row.micro_batches,
         checkpoint=row.checkpoint or "never",
@@ -96,7 +96,7 @@ def planned_balances(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int
 
 
 def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto") -> nn.Module:
-    """Make the row's pipeline of a model; a row without a pipeline has its model on the first device."""
+    """Wrap the model in the row's pipeline, or move it to the first device if the row has no pipeline."""
     if row.partitions is None:
         return model.to(devices[0])
     return GPipe(
@@ -107,7 +107,7 @@ def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engi
 
 
 def work_of(row: Row, seed: int) -> Work:
-    """Return what the row trains on CPUs, with the parameters, samples and optimizer that `Training` has."""
+    """Return the row's training on CPUs, with the same parameters, samples and optimizer as `Training`."""
     torch.manual_seed(seed)
     data, device = FakeData([row], seed), torch.device("cpu")
     return Work(
@@ -124,15 +124,15 @@ def make_optimizer(row: Row, model: nn.Module, **options: float) -> torch.optim.
 
 
 class Training:
-    """Train one row's model, a step at a time. Between steps only parameters and optimizer state stay alive."""
+    """Train one row's model, a step at a time. Gradients and activations do not stay alive between steps."""
 
     def __init__(
         self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, *, emulates: Row | None = None
     ) -> None:
         """Build everything; `self.row` has the balance that is used.
 
-        To emulate a row, `emulates` is that row, and `row` has its first micro-batches. Then all partitions are on the
-        first device, in the balance of the whole row, and one thread runs their tasks one after another.
+        To emulate a row, pass it as `emulates`, and its shortened row as `row`. Then all partitions are on the first
+        device, in the balance of the full row, and one thread runs their tasks one after another.
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
@@ -149,7 +149,7 @@ class Training:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Show `observer` every task; without a pipeline, forward and backward of the whole are one task each."""
+        """Call `observer` for every task; without a pipeline, forward and backward of the model are one task each."""
         watched: Any = self if self.row.partitions is None else self.model
         watched.observer = observer
         try:
@@ -164,7 +164,7 @@ class Training:
         return loss
 
     def forward_and_backward(self) -> Tensor:
-        """Return the loss, still on its device, and leave its gradients in the parameters."""
+        """Return the loss, still on its device. Gradients are in the parameters' `.grad`."""
         with observed(self.observer, "forward", 0, 0):
             output = self.model(self.input)
         loss = self.loss(output, self.target)
@@ -175,13 +175,13 @@ class Training:
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """Update parameters, and let go of their gradients."""
+    """Update parameters, and free their gradients."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def record_tasks(training: Training, run: Callable[[], object]) -> Stopwatch:
-    """Run something, and return when each of its tasks, and each copy between devices, ran on its device."""
+    """Call `run`; return a stopwatch with the times of all tasks and of all copies between devices."""
     stopwatch = Stopwatch(dict(enumerate(training.devices)))
     with training.observed(stopwatch):
         run()

@@ -1,4 +1,4 @@
-"""Let ways to do something take turns, so that what makes the machine slow meets all of them."""
+"""Run different ways to do something in turn, so that slow phases of the machine affect all of them."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +11,10 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random | None = None, warm_up: int = 0
 ) -> Iterator[dict[Way, list[T]]]:
-    """Run a step of each way per round; yield all samples after each round, without those that warm up.
+    """Run a step of each way per round; yield all samples after each round, without warm-up rounds.
 
-    The order is drawn for each second round; the round after it has the reverse order, so that no way comes first more
-    often.
+    Rounds come in pairs: the first has a random order, the second the reverse, so that no way is favoured
+    by its place.
     """
     draw = draw or random.Random(0)
     samples: dict[Way, list[T]] = {way: [] for way in steps}
