@@ -1,4 +1,4 @@
-"""Make the accuracy tables: top-1 error, also as published, and whether a pipeline reaches what it is to equal."""
+"""Make the accuracy tables: top-1 error, the published one, and whether a pipeline matches its baseline."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,14 +18,14 @@ Both = tuple[FinalError, FinalError]
 
 
 def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table of what the rows have reached, and one of how they were trained."""
+    """Return a table of the rows' errors, and one of how they were trained."""
     rows = Rows(experiment, results)
     return [_reached(rows), _trained(rows)]
 
 
 def _reached(rows: Rows) -> Table:
     def both(result: Result) -> Both | None:
-        """Return the error of a row and that of the one that it is to equal."""
+        """Return the errors of a row and of its baseline."""
         base = rows.named(result.over)
         ours, theirs = final_error(result), None if base is None else final_error(base)
         return None if ours is None or theirs is None else (ours, theirs)

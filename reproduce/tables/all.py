@@ -1,4 +1,4 @@
-"""Make tables from records: what was measured, what was published of the same rows, and how far the two compare."""
+"""Make all tables of a record, and the Markdown page about it."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
 
 
 def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
-    """Return the tables of every experiment in the record, or of one, or of one group of its rows."""
+    """Return the tables of all experiments in the record, of one experiment, or of one group of its rows."""
     if record.kind == "predicted":
         return predicted_tables(record, measured_rows(record.results[0].experiment))
     made: list[Table] = []
@@ -39,7 +39,7 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
 
 
 def _about_times(record: Record) -> Iterator[str]:
-    """Say where other programs kept the CPU busy as a run on it began, and where devices are not alike."""
+    """Warn about a CPU run's times if the CPU was busy at its start, or measured and emulated devices differ."""
     run = record.run
     if run is None or run.device != "cpu":
         return
@@ -56,7 +56,7 @@ def _about_times(record: Record) -> Iterator[str]:
 
 
 def document(record: Record) -> str:
-    """Return the record as a Markdown page: its tables, and the circumstances they were made under."""
+    """Return the record as a Markdown page: its tables, and where and how it was run."""
     parts = [f"# {record.title}"]
     if record.run is not None:
         parts.append(bullets(list(about_run(record, record.run).values()), wrap=False))
@@ -65,7 +65,7 @@ def document(record: Record) -> str:
 
 
 def about_run(record: Record, run: Run) -> dict[str, str]:
-    """Return what there is to know about a record's run, a line each, by name."""
+    """Return lines about a record's run, by name: devices, machine, versions and so on."""
     machine = run.machine
     threads = "" if run.threads_per_device is None else f" of {many(run.threads_per_device, 'thread')} each"
     gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)

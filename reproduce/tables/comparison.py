@@ -18,7 +18,7 @@ from reproduce.records.record import SUCCESS
 from reproduce.tables.layout import Table, bullets, many, reading_text
 from reproduce.tables.pivot import pivot
 
-LABEL_WIDTH = 30  # of a row's name, before it is broken
+LABEL_WIDTH = 30  # longer names of rows are wrapped
 FIELDS = ("experiment", "row", "metric", "unit", "relative", "side", "name", "value", "samples", "ratio", "low", "high",
           "p", "verdict", "needed")  # fmt: skip
 
@@ -27,9 +27,9 @@ def compared(
     names: Sequence[str], *, metric: str | None, filters: Sequence[str], down: Sequence[str], across: Sequence[str],
     alpha: float, threshold: float, style: str, force: bool, every: bool,
 ) -> tuple[str, str | None]:  # fmt: skip
-    """Return the comparison as text, and why it does not pass as free of regressions, None where it does.
+    """Return the comparison as text, and why it fails as a check for regressions, or None.
 
-    `down` and `across` name the fields of a grid, where one is wanted; the others are the command's options.
+    `down` and `across` are the fields of a grid, or empty. The other arguments are the command's options.
 
     Raises:
         Error: a side cannot be found or is broken, or there is no such metric, field or row.
@@ -52,7 +52,7 @@ def write_comparisons(
     comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str], style: str,
     grids: Sequence[Table] | None = None,
 ) -> str:  # fmt: skip
-    """Return comparisons and notes as 'text', 'markdown', 'csv' or 'json'; as text with `grids` in place of tables."""
+    """Format comparisons and notes as 'text', 'markdown', 'csv' or 'json'; the first two with `grids`, if given."""
     if style == "csv":
         return _as_csv(comparisons, sides)
     if style == "json":
@@ -65,7 +65,7 @@ def write_comparisons(
 
 
 def _complaint(comparisons: Sequence[Comparison]) -> str | None:
-    """Say which rows are worse, or that nothing is certain: a gate that compares nothing must not stand open."""
+    """Say which rows are worse, or that no row could be tested: a check that tested nothing must not pass."""
     verdicts = [
         (f"{row.line.label} ({comparison.experiment})", verdict(decision, comparison.metric))
         for comparison in comparisons
@@ -82,7 +82,7 @@ def _complaint(comparisons: Sequence[Comparison]) -> str | None:
 
 
 def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
-    """Say what the letters stand for, and what the verdicts mean."""
+    """Explain the letters and the verdicts."""
     for side in sides:
         yield f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})"
         if side.superseded:
@@ -97,7 +97,7 @@ def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
 
 
 def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:
-    """Return the table: with columns of their own for the ratio of two sides, and with a side's below its number."""
+    """Return the table. With two sides, ratios have their own columns; with more, they are below each side's number."""
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
         headings += [f"{sides[1].letter}/{sides[0].letter}", "interval", "verdict"]
@@ -123,7 +123,7 @@ def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:
 
 
 def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
-    """Return a row of the table, given what each side says, and how each but the first compares with the first."""
+    """Return a row of the table from each side's number, and the ratio cells of each side but the first."""
     first, *others = numbers
     if len(others) == 1:
         return [label, first, *others, *ratios[0]]
@@ -158,7 +158,7 @@ def _as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rul
 
 
 def _flat(comparison: Comparison, sides: Sequence[Side]) -> list[dict[str, Json]]:
-    """Return the `FIELDS` of each row and side, with everything unrounded."""
+    """Return the `FIELDS` of each row and side, with unrounded numbers."""
     lines: list[tuple[str, Side, Reading | None, Decision | None]] = [
         (row.line.label, *each)
         for row in comparison.rows
@@ -196,7 +196,7 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
 
 
 def _origin(side: Side) -> str:
-    """Say shortly where a side's numbers come from."""
+    """Say in short where a side's numbers come from."""
     origins: dict[str, None] = {}
     for record in side.records:
         origin: str = record.kind

@@ -1,4 +1,4 @@
-"""Make the table of rows that were measured by several engines: samples per second, and how many times `threads`'."""
+"""Make the table of rows that several engines ran: samples per second, and their ratio to those of `threads`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +17,11 @@ WHAT = {
     "ScheduleGPipe": "ScheduleGPipe, Schedule1F1B: PyTorch's own schedules, a process for each partition; where tasks "
     "are checkpointed, torch.utils.checkpoint does it",
 }
-Found = Mapping[Engine, Result]  # a row, by each engine
+Found = Mapping[Engine, Result]  # a row's result with each engine
 
 
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the table, where there are devices for any row of another engine than `threads`."""
+    """Return the table; none if only `threads` was used, or if no row had enough devices."""
     measured = [result for result in results if not result.emulated]
     engines = sorted({result.engine for result in measured}, key=get_args(Engine).index)
     rows = {row: {each.engine: each for each in found} for row, found in grouped(measured, lambda x: x.row).items()}

@@ -1,4 +1,4 @@
-"""Write numbers, and lay tables out for a terminal of 80 columns and for Markdown."""
+"""Format numbers, and tables for a terminal of 80 columns and for Markdown."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ MiB, GiB = BYTES["MiB"], BYTES["GiB"]
 
 
 def number(value: float | Reading) -> str:
-    """Write a number or a middle with three digits, or all before the point: 0.00420, 0.850, 12.0, 132, 4,224."""
+    """Format a number, or a reading's middle, with three significant digits or as an integer: 0.850, 12.0, 4,224."""
     value = value.middle if isinstance(value, Reading) else value
     if 999.5 <= abs(value) < 1e13:
         return f"{value:,.0f}"
@@ -25,13 +25,13 @@ def number(value: float | Reading) -> str:
 
 
 def ratio(value: float | Reading) -> str:
-    """Write a ratio as a number, but with no more than two decimals from 0.1 on: 0.85 stands in a column with 1.25."""
+    """Format a ratio as a number, but from 0.1 to 1 with two decimals, to fit in a column with 1.25: 0.85."""
     value = value.middle if isinstance(value, Reading) else value
     return f"{value:.2f}" if 0.1 <= abs(value) < 1 else number(value)
 
 
 def reading_text(reading: Reading) -> str:
-    """Write a reading's middle, bytes as MiB or GiB."""
+    """Format a reading's middle; bytes in MiB or GiB."""
     if reading.unit not in BYTES:
         return number(reading)
     value = reading.middle * BYTES[reading.unit]
@@ -39,15 +39,15 @@ def reading_text(reading: Reading) -> str:
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Write a reading's middle and its quartiles, where it has any, as in `12.0 (11.8-12.3)`."""
+    """Format a reading's middle and its quartiles, if any, as in `12.0 (11.8-12.3)`."""
     between = "" if reading.quartiles is None else f" ({'-'.join(map(write, reading.quartiles))})"
     return write(reading.middle) + between
 
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
-WHOLE = {"publ.": "published", "-\n": "-", "/\n": "/"}  # where there is room for it
-tabulate.MIN_PADDING = 0  # or each column is two wider than its heading
+WHOLE = {"publ.": "published", "-\n": "-", "/\n": "/"}  # short form in a heading, long form in Markdown
+tabulate.MIN_PADDING = 0  # else a column is two characters wider than its heading
 Row = TypeVar("Row")
 Other = TypeVar("Other")
 Form = str | Callable[[Any], str]
@@ -55,9 +55,9 @@ Form = str | Callable[[Any], str]
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """Describe a column: its heading, the value that it shows of a row, and how that is written.
+    """Describe a column: its heading, a function from a row to its value, and the value's format.
 
-    A value that is text is shown as it is; in place of None stands `nothing`. Words stand on the `left`.
+    A string is shown as it is, None as `nothing`. Columns of words are aligned `left`.
     """
 
     heading: str
@@ -67,14 +67,14 @@ class Column(Generic[Row]):
     left: bool = False
 
     def text(self, row: Row) -> str:
-        """Write the value of a row."""
+        """Return the cell of a row."""
         value = self.value(row)
         if value is None or isinstance(value, str):
             return self.nothing if value is None else value
         return self.form.format(value) if isinstance(self.form, str) else self.form(value)
 
     def of(self, find: Callable[[Other], Row | None]) -> "Column[Other]":
-        """Return the column of what is found for each row of another table; where that is None, it says nothing."""
+        """Return this column for another table: `find` maps its rows to rows of this column, or to None."""
 
         def value(other: Other) -> object:
             row = find(other)
@@ -85,13 +85,13 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True)
 class Table:
-    """Hold a table's cells as text. A line break in a heading or a cell is kept on a terminal only."""
+    """Hold a table's cells as text. Line breaks in headings and cells are only for the terminal."""
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = field(default_factory=tuple)
-    left: int = 1  # how many columns, from the first, are words and stand on the left
+    left: int = 1  # number of first columns that are aligned left
     group: str = ""  # the name of the rows' group, where an experiment has several
 
     def text(self) -> str:
@@ -109,14 +109,14 @@ class Table:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: int | None = None) -> str:
-    """Lay rows out in one of tabulate's styles; all columns but the first `left` ones stand on the right."""
+    """Format rows in a style of tabulate. The first `left` columns are aligned left, the others right."""
     align = ["left"] * len(head) if left is None else ["left"] * left + ["right"] * (len(head) - left)
     text = tabulate.tabulate(rows, head, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes: Iterable[str | None] = ()) -> Table:
-    """Make the table of some rows. Columns that are empty in every row are left out, and so are notes of nothing."""
+    """Make a table. Columns that are empty in every row are left out, and so are empty notes."""
     rows = list(rows)
     texts = [(column, [column.text(row) for row in rows]) for column in columns]
     kept = [(column, cells) for column, cells in texts if any(cells)]
@@ -126,7 +126,7 @@ def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes
 
 
 def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
-    """Write a number for each device, four to a line."""
+    """Format a number for each device, four to a line."""
     texts = [form.format(each) for each in numbers]
     lines = [texts[i : i + DEVICES_PER_LINE] for i in range(0, len(texts), DEVICES_PER_LINE)]
     return "\n".join(gap.join(line) for line in lines)
@@ -140,7 +140,7 @@ def bullets(notes: Sequence[str], wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Return for each value the names that have it, as in `a, b`."""
+    """Group names by value: return the names that have each value, joined as in `a, b`."""
     return {value: ", ".join(names) for value, names in grouped(values, values.__getitem__).items()}
 
 

@@ -9,7 +9,7 @@ from reproduce.tables.layout import Column, GiB, MiB, Table, in_lines, span
 from reproduce.tables.rows import ROW, SIZE, Rows
 
 FLOAT_BYTES = 4
-KINDS = {  # device and values of a result -> what a table of them is called, and what the bytes are
+KINDS = {  # device and name of the values -> title of the table, meaning of the bytes
     ("cpu", "peak_allocated"): ("live bytes", "the bytes of all tensors alive, counted"),
     ("meta", "peak_allocated"): (
         "live bytes on meta",
@@ -26,7 +26,7 @@ KINDS = {  # device and values of a result -> what a table of them is called, an
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return the table of the published models, and one of measured peaks for each kind of bytes."""
     counted = [result for result in results if result.device == "meta" and "parameters" in result.values]
-    # A row on meta that has no peak was only counted.
+    # On meta, a measured row without a peak is a model that was only counted.
     run = [x for x in results if x.device != "meta" or x.status != "measured" or "peak_allocated" in x.values]
     known = {(result.device, name) for result in run for name, value in result.values.items() if value}
     kinds = [(kind[1], *words) for kind, words in KINDS.items() if kind in known]

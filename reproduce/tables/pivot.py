@@ -1,4 +1,4 @@
-"""Arrange a comparison as a grid of ratios: some fields of the configuration down, others across."""
+"""Arrange a comparison as a grid of ratios: some configuration fields as rows, others as columns."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ Place = tuple[str, ...]  # the values of the fields
 
 
 def pivot(comparison: Comparison, sides: Sequence[Side], down: Sequence[str], across: Sequence[str]) -> list[Table]:
-    """Return a grid for every side but the first. Rows that lack one of the fields are left out.
+    """Return a grid for every side but the first. Rows without one of the fields are left out.
 
     Raises:
-        Error: two rows would share a cell; the message names fields that tell them apart.
+        Error: two rows have the same cell; the message names fields that distinguish them.
     """
     grid: dict[tuple[Place, Place], ComparedRow] = {}
     for row in comparison.rows:
@@ -51,7 +51,7 @@ def _place(row: ComparedRow, fields: Sequence[str]) -> Place:
 
 
 def _order(place: Place) -> list[tuple[float, str]]:
-    """Sort numbers as numbers."""
+    """Return a sort key that sorts numbers by value, before words."""
     return [(float(part), "") if part.replace(".", "", 1).isdigit() else (float("inf"), part) for part in place]
 
 

@@ -1,4 +1,4 @@
-"""Make the tables of predictions: how far they are from what was published, and from what was measured of it."""
+"""Make the tables of predictions, with the published and the measured numbers of the same rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/m
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A published row as measured: samples per second of a median step, and bytes allocated on all devices."""
+    """Our measurement of a published row: samples per second of a median step, bytes allocated on all devices."""
 
     machine: str
     throughput: float | None = None
     allocated: float | None = None
 
 
-Measured = dict[str, MeasuredRow]  # by the published row
+Measured = dict[str, MeasuredRow]  # by the published row's name
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return each published row of the experiment that was measured, by the newest run that did."""
+    """Return the newest measurement of each published row of the experiment that was measured."""
     found: Measured = {}
     for record in readable(folder):
         for result in record.results:
@@ -55,9 +55,9 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
-    """Return the tables of a record of predictions: of speed or of memory, or both, as the published table has them.
+    """Return the tables of a record of predictions: speed, memory or both, as in the published table.
 
-    They say what was `measured` of the same rows, also that nothing was.
+    They also show what was `measured` of the same rows, or say that nothing was.
     """
     values = {name for result in record.results for name in result.values}
     makers = {"throughput": _speed, "allocated": _memory}
@@ -65,7 +65,7 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
-    """Return a table for each experiment of a run: its emulated rows beside the same rows predicted."""
+    """Return a table for each experiment of a run, with emulated and predicted throughput of its rows."""
     name = _hardware(predicted)
     timed = "from the layers' times on this machine"
     how = timed if name == HERE else f"nothing run, from the hardware description {name}"
@@ -91,21 +91,21 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
 
 
 def throughput_errors(record: Record) -> dict[str, float]:
-    """Return by how much each predicted throughput differs from the published one, as a share of that."""
+    """Return the relative error of each predicted throughput against the published one."""
     return errors(_throughputs(_predicted(record)), _throughputs(_published(record).results))
 
 
 def speed_up_errors(record: Record) -> dict[str, float]:
-    """Return by how much each predicted speed-up over the table's first row differs from the published one.
+    """Return the relative error of each predicted speed-up against the published one.
 
-    As a share of the published one; the row that they are over is left out.
+    The baseline is the table's first row, which is left out.
     """
     first, *others = _predicted(record)
     return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
 
 
 def errors_table(records: Sequence[Record]) -> Table:
-    """Return how far predictions of speed are from what was published of the same hardware."""
+    """Return a table of the errors of speed predictions, for tables published for the same hardware."""
     chosen = [each for each in records if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)]
     speeds = [abs(error) for record in chosen for error in throughput_errors(record).values()]
     ratios = [abs(error) for record in chosen for error in speed_up_errors(record).values()]
@@ -132,7 +132,7 @@ def _speed(record: Record, measured: Measured) -> Table:
         ROW,
         Column("samples/s\npublished", lambda each: papers[each.row].values["throughput"], "{:.1f}"),
         Column("predicted", lambda each: each.values["throughput"] if each.row in off else each.status, "{:.1f}"),
-        by_row("error", off if same else {}, "{:+.0%}"),  # what differs between two kinds of hardware is none
+        by_row("error", off if same else {}, "{:+.0%}"),  # on other hardware, a difference is no error
         by_row("speed-up\npublished", {r.row: theirs[r.row] for r in predicted}, "{:.2f}"),
         by_row("predicted", speed_ups(predicted, first), "{:.2f}"),
         by_row("error", off_speed_up if same else {}, "{:+.1%}"),
@@ -224,7 +224,7 @@ def _reasons(record: Record) -> list[str]:
 
 
 def _same_hardware(record: Record) -> bool:
-    """Return whether the predictions are for the GPU that the published table was taken on."""
+    """Return whether the predictions are for the GPU of the published table."""
     gpu = (_published(record).hardware or {}).get("gpu")
     return gpu is not None and str(gpu) in str((record.hardware or {}).get("title"))
 

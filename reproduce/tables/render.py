@@ -1,16 +1,16 @@
-"""Make from records all that is written down of them: a page for each record, and blocks in README.md and docs/.
+"""Generate text from records: a page for each record, and the marked blocks in README.md and docs/.
 
-A block stands between two comments, which name what it shows, and is replaced as a whole:
+A block is the text between two comments, the first of which names its content:
 
     <!-- from records: amoebanet-speed -->
     ...
     <!-- end -->
 
-- an experiment's name: the tables of its newest finished run, of those with most rows; with "/short" behind it, two
-  of them;
-- a name such as "benchmarks/overlap": the table of that record in results/benchmarks, by `benchmarks/render.py` alone;
+- an experiment's name: the tables of its finished run with most rows (the newest of those); followed by "/short", only
+  two of them;
+- a name such as "benchmarks/overlap": the table of that record in results/benchmarks, made by `benchmarks/render.py`.
 
-Where there is no record yet, the block says so.
+If there is no record yet, the block says so.
 """
 
 import functools
@@ -33,16 +33,16 @@ MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end>
 
 
 Maker = Callable[[Path, str], str]
-"""Makes a block, given its page and what stands behind its name."""
+"""A function that makes a block from its page and the part of its name after the slash."""
 
 
 def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:
-    """Return every file below `root` that is made from records, or has such a block, with its whole new text.
+    """Return every file below `root` that is generated, or has a generated block, with its new text.
 
-    What makes the blocks of `benchmarks` is given, as these import this package.
+    `benchmarks` makes the blocks of that folder. It is an argument because that folder imports this package.
 
     Raises:
-        Error: a record is broken, or nothing makes a block of some name.
+        Error: a record is broken, or a block's name is unknown.
     """
     records = {path: load(path) for name in FOLDERS for path in sorted((root / "results" / name).rglob("*.json"))}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
@@ -67,14 +67,14 @@ def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:
 
 
 def stale(files: Mapping[Path, str]) -> list[Path]:
-    """Return the files that differ from what they should be."""
+    """Return the files whose text on disk is not the new one."""
     return [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
 def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
-    """Return the tables of the finished run that ran most rows of it, of several the newest.
+    """Return the tables of the finished run with most rows of the experiment, the newest if there are several.
 
-    The part "short" is its rows like the published and those at equal batch size, without notes.
+    The part "short" has the rows like the published ones and those at equal batch size, without notes.
     """
     runs = {}
     for path, record in records.items():
@@ -95,5 +95,5 @@ def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Pat
 
 
 def link(page: Path, path: Path) -> str:
-    """Return how the page names a file."""
+    """Return the path of a file relative to the page."""
     return Path(os.path.relpath(path, page.parent)).as_posix()

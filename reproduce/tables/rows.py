@@ -1,4 +1,4 @@
-"""Offer what several tables of an experiment have in common: its rows, columns and notes."""
+"""Hold what several tables of an experiment share: rows, columns and notes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,32 +16,32 @@ WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device was in a task",
     "cuda": "busy: GPU utilization as the driver (NVML) reports it, mean over some steps",
 }
-MOST_WAITING = 1.1  # times its CPU time that a task may take on the clock before a table warns
+MOST_WAITING = 1.1  # ratio of wall time to CPU time of emulated tasks above which a table warns
 
 
 def is_published(result: Result) -> bool:
-    """Say whether a row repeats a published one, with the published model or with a smaller one."""
+    """Say whether a row repeats a published one, with the published or a smaller model."""
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
 def speed(result: Result) -> Reading | str:
-    """Return samples per second, or how a row without any ended."""
+    """Return samples per second, or why the row has none."""
     return throughput(result) or outcome(result)
 
 
 def size(settings: Mapping[str, Json]) -> str:
-    """Return a model's size, such as `(18, 256)`; nothing where it has but one."""
+    """Return a model's size, such as `(18, 256)`; empty if the model has no sizes to choose."""
     names = MODELS[settings["model"]].sizes if settings["model"] in MODELS else ()
     return "({})".format(", ".join(str(settings[name]) for name in names)) if names else ""
 
 
 def config(heading: str, name: str) -> Column[Result]:
-    """Return the column of a field of the rows' configurations, a dash where it is None."""
+    """Return the column of a configuration field, with a dash for None."""
     return Column(heading, lambda result: result.config[name], nothing="-")
 
 
 def by_row(heading: str, values: Mapping[str, object], form: Form, nothing: str = "") -> Column[Result]:
-    """Return the column of values that are known by the names of rows."""
+    """Return the column of values that are given by the row's name."""
     return Column(heading, lambda result: values.get(result.row), form, nothing)
 
 
@@ -51,9 +51,9 @@ BUSY = Column("busy", utilization, "{:.0%}")
 
 
 class Rows:
-    """Hold the rows of a table, and offer what stands in it and below.
+    """Hold the rows of a table, and make its columns and notes.
 
-    They are the emulated ones of `every` row where there are such, and the measured ones then stand beside.
+    If `every` has emulated results, the rows are these, and measured results are extra columns beside them.
     """
 
     def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
@@ -67,43 +67,43 @@ class Rows:
         return iter(self.results)
 
     def table(self, subtitle: str, columns: Iterable[Column[Result]], notes: Iterable[str | None]) -> Table:
-        """Make the table, titled as the experiment and with what is to stand behind that."""
+        """Make the table. Its title is the experiment's title and `subtitle`."""
         return table(self.experiment.title + subtitle, columns, self, notes)
 
     def named(self, row: str | None) -> Result | None:
-        """Return the row of that name; None where it is not in the table."""
+        """Return the row of that name; None if it is not in the table."""
         return next((result for result in self if result.row == row), None)
 
     def measured(self, row: str | None) -> Result | None:
-        """Return the row as measured, where that stands beside the emulated one."""
+        """Return the measured result of an emulated row, if any."""
         return next((result for result in self._beside if result.row == row), None)
 
     def paper(self, result: Result | None) -> Result | None:
-        """Return the published row that a row reproduces; None where there is none."""
+        """Return the published row that a row reproduces; None if there is none."""
         link = None if result is None else result.published
         papers = (paper for paper in self.publication.results if f"{self.experiment.table}/{paper.row}" == link)
         return next(papers, None)
 
     def speed_up(self, result: Result) -> Reading | str | None:
-        """Return the speed-up over the row that it is compared with; None where one of the two was not timed."""
+        """Return the speed-up over the row's baseline; None if one of the two was not timed."""
         times = speed_up(result, self.named(result.over))
         return "1" if times and result.row == result.over else times
 
     def measured_speed_up(self, result: Result) -> Reading | None:
-        """Return the speed-up as measured, where that stands beside the emulated one."""
+        """Return the measured speed-up of an emulated row, if any."""
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:
-        """Return the speed-up of the published row over the one that the base reproduces."""
+        """Return the published speed-up: of the row that this one reproduces, over that of its baseline."""
         return speed_up(self.paper(result), self.paper(self.named(result.over)))
 
     def published_throughput(self, result: Result) -> Reading | None:
-        """Return the published samples per second, of the same work alone: at the papers' scale."""
+        """Return the published samples per second at scale paper; None at other scales, which do other work."""
         paper = self.paper(result) if result.scale == "paper" else None
         return None if paper is None else throughput(paper)
 
     def throughput(self) -> Column[Result]:
-        """Return the column of samples per second, or of how a row without any ended."""
+        """Return the column of samples per second, or why a row has none."""
         if self.emulated:
             return Column("samples/s\nemulated", speed, number)
         return Column("samples/s\n(quartiles)", speed, with_quartiles)
@@ -113,7 +113,7 @@ class Rows:
         return Column(heading, self.speed_up, partial(with_quartiles, write=ratio) if quartiles else ratio)
 
     def beside(self) -> list[Column[Result]]:
-        """Return the columns of what was measured of the same rows, and of emulated samples/s over measured ones."""
+        """Return the columns of measured speed-ups, and of emulated divided by measured samples/s."""
         return [
             Column("measured", self.measured_speed_up, ratio),
             Column("emul./\nmeas.", lambda each: over_measured(each, self.measured(each.row)), ratio),
@@ -148,7 +148,7 @@ class Rows:
         return ", as published" if exact else ", like the published rows"
 
     def about_emulation(self, ratio: bool = True) -> Iterator[str]:
-        """Say what emulated numbers are, where there are any; their `ratio` to measured ones, where it is shown."""
+        """Explain emulated numbers, if there are any, and their `ratio` to measured ones, if it is shown."""
         if not self.emulated:
             return
         counts = [result.values["executed"] for result in self if "executed" in result.values]
@@ -175,7 +175,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Say what all rows have in common: scale, model if it is one, batch size and steps."""
+        """Say what the rows have in common: scale, model (if there is only one), batch sizes and steps."""
         first, configs = self.results[0], [result.config for result in self]
         steps = [len(result.samples["step_time"]) for result in self if "step_time" in result.samples]
         sizes = ", ".join(sorted({size(each) for each in configs}))
@@ -189,7 +189,7 @@ class Rows:
         return "; ".join(parts)
 
     def about_publication(self) -> str:
-        """Say what the published numbers are, and which of their conditions ours do not share."""
+        """Say where the published numbers come from, and how their conditions differ from ours."""
         source = self.publication.source or {}
         papers = [result.config for result in self.publication.results]
         batches = [each["batch_size"] for each in papers]
@@ -203,7 +203,7 @@ class Rows:
         return about
 
     def what_busy_is(self) -> list[str]:
-        """Say what utilization is, where there is any."""
+        """Say what utilization means, if there is any."""
         devices = {result.device for result in self if utilization(result) is not None}
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 

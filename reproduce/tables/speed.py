@@ -1,4 +1,4 @@
-"""Make the tables of speed and of the ablation: throughput, and speed-up over another row; also as published."""
+"""Make the tables of speed and of the ablation: throughput and speed-up, also the published ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ UNORDERED = (
 
 
 def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table for each group of rows, and one of how busy the devices were; of many models, one for all."""
+    """Return a table for each group of rows, and one of utilization; if groups are models, one table for all."""
     if results[0].config.get("equal") == "model":
         return [zoo_table(experiment, results)]
     tables = []
@@ -66,7 +66,7 @@ def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
 
 
 def _group(result: Result) -> str:
-    """Name the rows that a row is compared with, as `Row.group` does; older runs have rows without `equal`."""
+    """Return the row's group, as `Row.group` does. Rows of older runs may lack `equal`."""
     return str(result.config["configuration"] if is_published(result) else result.config.get("equal") or "batch")
 
 
@@ -94,7 +94,7 @@ def _ours(equal: str, rows: Rows) -> Table:
 
 def _as_published(rows: Rows) -> Table:
     modes = {result.config["checkpoint"] for result in rows if result.config["chunks"] is not None}
-    quartiles = not (rows.emulated and any(map(rows.published_throughput, rows)))  # there is no room for everything
+    quartiles = not (rows.emulated and any(map(rows.published_throughput, rows)))  # the published column needs the room
     columns = [
         ROW,
         config("batch", "batch_size"),
@@ -118,7 +118,7 @@ def _as_published(rows: Rows) -> Table:
 
 
 def _balances(rows: Rows, profiled: Rows) -> Table:
-    """Make the table of what the published balance is worth beside the one that was profiled here."""
+    """Make the table that compares the published balance with the one that was profiled here."""
 
     def here(result: Result) -> Result | None:
         return profiled.named(result.row.partition("/")[0])
@@ -158,7 +158,7 @@ def _utilization(rows: Rows) -> Table:
 
 
 def zoo_table(experiment: Experiment, results: Sequence[Result]) -> Table:
-    """Return the table of all models so far; its group is the last of them."""
+    """Return the table of all models so far. Its group is that of the last model."""
     rows = Rows(experiment, results)
     plain = Rows(experiment, [each for each in rows if each.config["partitions"] is None])
     measured = Column("samples/s\nmeasured", speed, number)
