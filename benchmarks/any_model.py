@@ -1,4 +1,4 @@
-"""Which models become pipelines, and whether these do what the models do.
+"""Which models can become pipelines, and whether the pipelines compute the same.
 
     python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
 
@@ -6,8 +6,8 @@ Each model of a list goes through `torchgpipe.sequential`, and then through a `G
 with two micro-batches of a batch of five, in each mode of checkpointing. Outputs, gradients of all parameters and all
 buffers are compared with those of the model run on each micro-batch in turn.
 
-The lists are `torchvision`, `transformers` and `timm`; the last two need `pip install transformers timm`. A model that
-the record has already is not run again without `--again`, so a list goes on where it was stopped.
+The lists are `torchvision`, `transformers` and `timm`; the last two need `pip install transformers timm`. Models that
+are in the record already are skipped without `--again`, so a stopped run can be resumed.
 """
 
 import gc
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from benchmarks.any_model_lists import LISTS, Case
-from benchmarks.harness import Found, by_case, command, continued, keep, render, start
+from benchmarks.harness import Found, by_case, collect, command, continued, render, start
 from benchmarks.pipelines import evenly
 from reproduce.records.record import Record, Result, load
 from tests.behaviours.compare import differences
@@ -34,15 +34,15 @@ from torchgpipe.trace.parts import tensors_in
 PARTITIONS = (1, 2, 4)
 CHUNKS = 2
 TOLERANCE = 1e-4
-"""Of the largest value of a tensor: gradients of a tensor that is used several times are added in another order."""
+"""Relative to the largest value of a tensor. A pipeline may add up gradients of a reused tensor in another order."""
 
 
 class Unequal(Exception):
-    """A pipeline does something else than its model."""
+    """A pipeline does not compute the same as its model."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Check the models of a list, keep what was found, and print tables of all that the record has."""
+    """Check the models of a list, record the results, and print tables of the whole record."""
     parser = command("any_model", __doc__ or "")
     parser.add_argument("list", choices=LISTS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models of the list only")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.again or name not in there or there[name].status == "not run"
     }
     path = options.json if todo else None
-    keep(record, path, check(options.list, todo), len(todo), table)
+    collect(record, path, check(options.list, todo), len(todo), table)
 
 
 def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
@@ -71,44 +71,44 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
     for name, build in models.items():
         torch.manual_seed(0)
         try:
-            yield [ours(experiment, name, build())]
-        except Exception as error:  # whatever a model, or a pipeline of it, runs into
+            yield [check_model(experiment, name, build())]
+        except Exception as error:  # models and their pipelines may raise anything
             said = str(error) if isinstance(error, Unequal) else f"{type(error).__name__}: {error}"
             yield [Result(experiment, name, "failed", reason=_without_paths(said)[:600])]
         gc.collect()
 
 
 def _without_paths(said: str) -> str:
-    """Return a message without the folder in which packages are on this machine."""
+    """Return a message without the path of this machine's packages."""
     return re.sub(r"/\S*/(site|dist)-packages/", "", said)
 
 
-def ours(experiment: str, name: str, case: Case) -> Result:
-    """Make a sequence of the model, and compare it in all configurations; if it differs, once more in float64.
+def check_model(experiment: str, name: str, case: Case) -> Result:
+    """Compare the model's pipelines in all configurations with the model; if one differs, repeat in float64.
 
-    In float64, what was only rounding around zero is no difference, such as the gradient of a bias before a norm.
+    Gradients that should be zero, such as of a bias before a norm, are rounding noise, which is small in float64.
 
     Raises:
-        Unequal: it differs; the message says in what.
+        Unequal: it differs; the message says where.
     """
     try:
-        return _ours(experiment, name, case)
+        return _check_model(experiment, name, case)
     except Unequal:
         sample = case.sample if isinstance(case.sample, dict) else {"": case.sample}
         sample = {key: x.double() if x.is_floating_point() else x for key, x in sample.items()}
         again = Case(case.module.double(), sample if isinstance(case.sample, dict) else sample[""])
-        found = _ours(experiment, name, again)
+        found = _check_model(experiment, name, again)
         return replace(found, config={**found.config, "dtype": "float64"})
 
 
-def _ours(experiment: str, name: str, case: Case) -> Result:
+def _check_model(experiment: str, name: str, case: Case) -> Result:
     before = {name: x.clone() for name, x in case.module.state_dict().items()}
     random = torch.get_rng_state()
     layers = sequential(case.module, case.sample)
     after = case.module.state_dict()
     if not torch.equal(random, torch.get_rng_state()) or any(not torch.equal(x, after[k]) for k, x in before.items()):
         raise Unequal("sequential has changed the model or the random numbers")
-    plain = outcome(case, case.module, split(case.sample))
+    plain = outputs_and_gradients(case, case.module, split(case.sample))
     restore(case.module, before)
     for n in PARTITIONS:
         for mode in MODES:
@@ -117,7 +117,7 @@ def _ours(experiment: str, name: str, case: Case) -> Result:
             )
             if pipeline.state_dict().keys() != before.keys():
                 raise Unequal("the names of the state differ")
-            if said := differences(outcome(case, pipeline, [case.sample]), plain, TOLERANCE):
+            if said := differences(outputs_and_gradients(case, pipeline, [case.sample]), plain, TOLERANCE):
                 raise Unequal(f"{n} partitions, {mode}: {said[0]}")
             restore(case.module, before)
     config: dict[str, Any] = {"partitions": list(PARTITIONS), "chunks": CHUNKS, "checkpoint": list(MODES)}
@@ -125,7 +125,7 @@ def _ours(experiment: str, name: str, case: Case) -> Result:
 
 
 def restore(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give the buffers the values that they had; parameters have not changed."""
+    """Restore the values of buffers. Parameters have not changed."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if name in state:
@@ -133,15 +133,15 @@ def restore(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def split(sample: Any) -> list[Any]:
-    """Return the micro-batches of a sample."""
+    """Split a sample into micro-batches."""
     if isinstance(sample, dict):
         columns = {name: x.chunk(CHUNKS) for name, x in sample.items()}
         return [{name: xs[i] for name, xs in columns.items()} for i in range(CHUNKS)]
     return [*sample.chunk(CHUNKS)]
 
 
-def outcome(case: Case, model: nn.Module, samples: list[Any]) -> dict[str, Tensor | None]:
-    """Run forward on each of the samples, then one backward; return outputs, gradients and buffers by name."""
+def outputs_and_gradients(case: Case, model: nn.Module, samples: list[Any]) -> dict[str, Tensor | None]:
+    """Run forward on each sample, then one backward; return outputs, gradients and buffers by name."""
     case.module.zero_grad()
     called = [model(**sample) if isinstance(sample, dict) else model(sample) for sample in samples]
     columns = zip(*([*tensors_in(result)] for result in called), strict=True)
@@ -157,7 +157,7 @@ def outcome(case: Case, model: nn.Module, samples: list[Any]) -> dict[str, Tenso
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render how many models of each list are equal, and then which, and what becomes of the others."""
+    """Render a count of equal models in each list, their names, and the results of the others."""
     cases = by_case(record)
     summary, lists = [], []
     for name in LISTS:
@@ -175,7 +175,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _said(result: Result) -> str:
-    """Return how a model's check ended, in about 100 characters."""
+    """Return the result of a model's check, in about 100 characters."""
     if result.status == "not run":
         return "not run"
     if result.status == "measured":

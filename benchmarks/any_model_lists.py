@@ -1,4 +1,4 @@
-"""The models of `benchmarks.any_model`: lists of names, each with what builds the model and a sample of five.
+"""The models of `benchmarks.any_model`: for each name, a function that builds the model and a sample of five.
 
 Weights are random, and nothing is loaded. Dropout is off, so that two runs are comparable; everything else is as in
 training. Images are small where the model allows it.
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 SAMPLES = 5
-"""In two micro-batches these are three and two, so that a batch size that was fixed is found out."""
+"""Two micro-batches have three and two samples. So a batch size that became a constant in tracing is detected."""
 IMAGES = (64, 56, 96, 128, 160, 192, 224, 256)
-"""Sizes of images that are tried for timm's models, before that which a model is made for."""
+"""Image sizes to try for timm's models, before a model's default."""
 TOKENS = 12
 
 
@@ -49,7 +49,7 @@ def _torchvision(name: str) -> Case:
 
 
 def timm_models() -> dict[str, Callable[[], Case]]:
-    """Return one of timm's models, a small one, of each of its families."""
+    """Return a small model from each family of timm."""
     import timm
 
     families = {family: timm.list_models(module=family, pretrained=False) for family in timm.list_modules()}
@@ -61,12 +61,12 @@ _SMALL = ("test", "atto", "pico", "femto", "nano", "xxs", "tiny", "_t0", "xs", "
 
 
 def _size(name: str) -> tuple[int, int, str]:
-    """Order a family's models by what their names say of their size."""
+    """Return a sort key: the size of a model, guessed from its name."""
     return next((k for k, hint in enumerate(_SMALL) if hint in name), len(_SMALL)), len(name), name
 
 
 def _timm(name: str) -> Case:
-    """Return the model for the smallest images that it can be made for, which a run on `meta` tells."""
+    """Return the model for the smallest images with which it runs on `meta`."""
     import timm
 
     for size, option in product(IMAGES, ("img_size", None)):
@@ -74,14 +74,14 @@ def _timm(name: str) -> Case:
         try:
             with torch.device("meta"):
                 timm.create_model(name, **options)(torch.empty(2, 3, size, size))
-        except Exception:  # whatever a model says of an option that it does not know, or a size that does not fit
+        except Exception:  # an unknown option or an unsuitable size may raise anything
             continue
         return Case(timm.create_model(name, **options), torch.randn(SAMPLES, 3, size, size))
     module = timm.create_model(name, pretrained=False, num_classes=10)
     return Case(module, torch.randn(SAMPLES, *module.default_cfg["input_size"]))
 
 
-# Sizes by the names that the configurations have for them; a configuration takes those that it knows.
+# Sizes by their names in configurations. A configuration ignores names that it does not know.
 _TINY: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 64, "image_size": 32, "patch_size": 8, "use_cache": False, "pad_token_id": 0,
@@ -97,9 +97,9 @@ _AUDIO = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "nu
           "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0}  # fmt: skip
 _CLIP = {part: {**_TINY, "projection_dim": 16} for part in ("text_config", "vision_config")}
 
-_OWN_SIZES = {"text_config", "depths", "block_sizes"}  # configurations with these have no use for the names above
+_OWN_SIZES = {"text_config", "depths", "block_sizes"}  # configurations with these do not use the names above
 
-# Configuration, model, what else it is told, and what the sample consists of.
+# Configuration class, model class, further options, kind of sample.
 TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "albert": ("AlbertConfig", "AlbertModel", {"embedding_size": 16}, "text"),
     "bart": ("BartConfig", "BartModel", _BART, "pair"),
@@ -150,7 +150,7 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 def transformers_models() -> dict[str, Callable[[], Case]]:
-    """Return tiny models of transformers, of random weights."""
+    """Return tiny models of transformers, with random weights."""
     return {name: partial(_without_dropout, partial(_transformers, *row)) for name, row in TRANSFORMERS.items()}
 
 
@@ -176,7 +176,7 @@ LISTS = {"torchvision": torchvision_models, "transformers": transformers_models,
 
 
 def _without_dropout(build: Callable[[], Case]) -> Case:
-    """Set every probability of dropping something to zero, whatever it is called."""
+    """Set all dropout and drop-path probabilities to zero, in modules and configurations."""
     case = build()
     for m in case.module.modules():
         kind = type(m).__name__

@@ -1,11 +1,11 @@
-"""What a pipeline must get right, and which of several pipelines do.
+"""What a pipeline must get right, and which pipelines do.
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
 Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline of two or three partitions on CPUs,
-once by each engine: this library's threads and ranks, torchgpipe 0.0.7, PyTorch's `ScheduleGPipe` and `Schedule1F1B`,
-and DeepSpeed's pipeline. What can then be seen of it is compared with what the plain layers do. Two of them need a
-folder of their own:
+once with each engine: this library's threads and ranks, torchgpipe 0.0.7, PyTorch's `ScheduleGPipe` and `Schedule1F1B`,
+and DeepSpeed's pipeline. Losses, gradients and parameters are compared with those of the plain layers. Two engines need
+a separate folder of packages:
 
     pip install --no-deps --target FOLDER torchgpipe==0.0.7     # and then --older FOLDER
     pip install --target FOLDER deepspeed                       # and then --deepspeed FOLDER, unless it is installed
@@ -21,7 +21,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from benchmarks.harness import Found, by_case, command, keep, render, start
+from benchmarks.harness import Found, by_case, collect, command, render, start
 from benchmarks.others.processes import PRELOADED, Adapter, Kind, run
 from reproduce.records.record import Record, Result
 from tests.behaviours.rows.training import ROWS
@@ -40,7 +40,7 @@ CHECKS = {row.name: row for row in ROWS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run checks by engines, keep how each ended, and print a table."""
+    """Run checks with engines, record the results, and print a table."""
     parser = command("conformance", __doc__ or "")
     parser.add_argument("check", nargs="*", metavar="CHECK", help="these checks only, by name")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=[*ENGINES], help="these engines only")
@@ -61,19 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.engine = [*engines]
     checks = options.check or [*CHECKS]
     record = start(options, "conformance", "what pipelines get right", {}, devices=2)
-    software = {PACKAGES[name]: found_version(PACKAGES[name], engine.folder)
+    software = {PACKAGES[name]: package_version(PACKAGES[name], engine.folder)
                 for name, engine in engines.items() if name in PACKAGES}  # fmt: skip
     record = replace(record, software=software)
-    keep(record, options.json, found(checks, engines), len(checks), table)
+    collect(record, options.json, check(checks, engines), len(checks), table)
 
 
-def found_version(package: str, folder: str) -> str:
-    """Return a package's version, as it is in a folder or installed."""
+def package_version(package: str, folder: str) -> str:
+    """Return the version of a package in a folder, or of the installed one if `folder` is empty."""
     return next(each.version for each in distributions(name=package, path=[folder])) if folder else version(package)
 
 
-def found(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
-    """Yield how each check ends by each engine."""
+def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
+    """Yield the results of each check, one for each engine."""
     for name in checks:
         results = []
         for engine, adapter in engines.items():
@@ -83,9 +83,9 @@ def found(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
 
 
 def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()) -> str:
-    """Render how many checks end how, and a table of all: what works here, and elsewhere.
+    """Render a count of results per engine, and a table of all checks: what works here, and elsewhere.
 
-    The `first` lines of that stand before those of the record.
+    The lines `first` come before those of the record.
     """
     cases = by_case(record)
     engines = list(dict.fromkeys(result.row for result in record.results))
@@ -109,7 +109,7 @@ def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()
 
 
 def ended(results: Sequence[Result]) -> str:
-    """Say how a check ended: who is not named, is equal."""
+    """Summarize the results of a check. Engines that are not named are equal."""
     said: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if (kind := str(result.values["outcome"])) != "equal":

@@ -1,8 +1,8 @@
-"""What all benchmarks share: options, and a record that is rewritten as results come.
+"""What all benchmarks share: options, and a record that is rewritten after each result.
 
-A benchmark has cases, and in each of them several *ways* to do the same work take turns: engines, versions, a plain
-loop. Its record has a result for each: the case is the result's experiment, the way its row. Of the samples the record
-keeps a summary.
+A benchmark has cases. In each case, several *ways* to do the same work run in turn: engines, versions, a plain loop.
+The record has a result for each case and way: the case is its `experiment`, the way its `row`. Samples are kept as a
+summary.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from reproduce.cli.interrupt import interruptible
 from reproduce.error import Error
-from reproduce.machine.allocator import kept
+from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import Devices
 from reproduce.records.record import FREED_MEMORY, Record, Result
 from reproduce.run.progress import Progress
@@ -26,13 +26,13 @@ from reproduce.tables.layout import grid
 
 render = grid
 Found = Generator[Sequence[Result], None, None]
-"""Yields results with their samples as they come; a result comes again when it has more samples."""
+"""Yields results during the benchmark. A result is yielded again when it has more samples."""
 
 
 def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
     """Return the parser of the benchmark of that name, such as `gates.overlap`.
 
-    Of the common options it takes `--json`, and `--rounds` and `--steps` where they have a default.
+    It has the option `--json`, and `--rounds` and `--steps` if `defaults` has them.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
     for option, default in defaults.items():
@@ -44,7 +44,7 @@ def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argpa
 
 
 def positive(text: str) -> int:
-    """Read a whole number of at least 1 from a command line."""
+    """Parse a positive integer of the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
@@ -53,7 +53,7 @@ def positive(text: str) -> int:
 def start(
     options: argparse.Namespace, name: str, title: str, unit: dict[str, str], *, devices: int, device: str = "cpu"
 ) -> Record:
-    """Return a record without results, which knows machine and options; each CPU device has one thread from now on."""
+    """Return an empty record with machine and options. From now on each CPU device has one thread."""
     if options.json is not None:
         try:
             prepare_folder(options.json.absolute().parent, "--json")
@@ -63,15 +63,15 @@ def start(
     run = new_run(
         Devices(device, devices, 1 if device == "cpu" else None),
         seed=0,
-        command=["python", "-m", f"benchmarks.{name}"],  # without the paths of a machine; the rest is in the settings
-        settings={**given, FREED_MEMORY: "kept" if kept() else "as the C library does"},
+        command=["python", "-m", f"benchmarks.{name}"],  # settings have its options
+        settings={**given, FREED_MEMORY: "kept" if freed_memory_is_kept() else "as the C library does"},
     )
     torch.set_num_threads(1)
     return Record(name.rpartition(".")[2], title, "measured", unit, [], run=run)
 
 
 def continued(record: Record, before: Record) -> Record:
-    """Return a record with the results of the one before; a note says of which revision these are."""
+    """Return a record with the results of an earlier one. A note gives their git revision."""
     assert record.run is not None and before.run is not None
     notes, git = list(before.notes), before.run.git
     if git is not None and git != record.run.git:
@@ -89,7 +89,7 @@ def by_case(record: Record) -> dict[str, dict[str, Result]]:
 
 
 def summarized(result: Result) -> Result:
-    """Return a result with the median of each series as its value; in `spread` are both quartiles and the count."""
+    """Replace a result's samples by their medians; `spread` has their quartiles and count."""
     if not result.samples:
         return result
     medians, spread = {}, {}
@@ -100,17 +100,17 @@ def summarized(result: Result) -> Result:
     return replace(result, samples={}, values={**result.values, **medians, "spread": spread})
 
 
-def keep(record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]) -> Record:
-    """Add what is `found`, in `total` parts, to a record, and rewrite its file after each; at the end print the table.
+def collect(record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]) -> Record:
+    """Run the generator `found`, of `total` parts; rewrite the record's file after each; at the end print the table.
 
-    Ctrl-C, or an error of a measuring process, ends the program; what is finished is printed and kept all the same.
+    Ctrl-C, or an error of a measuring process, ends the program. Results so far are printed and recorded nevertheless.
     """
     recorder = Recorder(path or Path(), record)
     for result in record.results:
         recorder.put(result)
     save = recorder.save if path is not None else lambda: None
     progress = Progress()
-    why: tuple[int, str] | None = None  # if it does not finish: an exit code and the reason
+    why: tuple[int, str] | None = None  # exit code and reason, if it does not finish
     try:
         with interruptible() as check, closing(found):
             progress.show(f"0 of {total}")

@@ -1,4 +1,4 @@
-"""Pipelines on CPU devices, by the engine that is asked for: also the graph engine as several GPUs would use it."""
+"""Build pipelines on CPU devices with a chosen engine, also with the graph engine as it works on several GPUs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,9 @@ def evenly(layers: nn.Sequential, n: int) -> list[int]:
 
 
 def on_cpu(layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any) -> GPipe:
-    """Return a pipeline; `engine` is as in `GPipe`, `None` for its choice, or `"across"`.
+    """Return a pipeline. `engine` is as in `GPipe`, `None` for its default, or `"across"`.
 
-    That is the graph engine as it works across devices, but without copies: each task is a node, with ties.
+    `"across"` is the graph engine as it works on several devices, but without copies: each task is a node, with ties.
     """
     if engine is not None:
         options["engine"] = "graph" if engine == "across" else engine

@@ -3,7 +3,7 @@
     python -m benchmarks.render            # or make results
     python -m benchmarks.render --check    # as make lint does
 
-Benchmarks import `reproduce`, so they hand the makers of their blocks to it.
+Benchmarks import `reproduce`, not the reverse. So they pass it the function that makes their blocks.
 """
 
 import sys
@@ -27,10 +27,10 @@ TABLES = {
 
 
 def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
-    """Return the table of the benchmark's record `name`, and what it was made under; or that there is none yet.
+    """Return the table of the benchmark's record `name` and a line about its run, or that there is no record yet.
 
     Raises:
-        Error: the record is broken, or no benchmark makes one of that name.
+        Error: the record is broken, or no benchmark has that name.
     """
     path = folder / f"{name}.json"
     try:
@@ -46,7 +46,7 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
 
 
 def _circumstances(run: Run) -> str:
-    """Return in a line what a run was made under."""
+    """Describe a run in a line: date, versions, machine and revision."""
     machine, git = run.machine, run.git
     gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
     freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""

@@ -1,6 +1,6 @@
-"""The table of docs/works-with.md: tools that are combined with a pipeline, and what training relies on.
+"""The table of docs/works-with.md: PyTorch's tools combined with a pipeline, and the checks of what training needs.
 
-The first are rows of tests of this library alone, `TOOLS`; the second are in the record of `benchmarks.conformance`.
+The tools are rows of this library's tests (`TOOLS`); the checks are in the record of `benchmarks.conformance`.
 """
 
 from benchmarks import conformance
@@ -17,7 +17,7 @@ TOOLS = [
 
 
 def table(record: Record, style: str) -> str:
-    """Render how many checks end how, and one table of all."""
+    """Render a count of results per engine, and one table of all tools and checks."""
     heading = ["**tools of PyTorch**", "", "", ""]
     return conformance.table(record, style, [heading, *([row.name, answer(row), row.note, ""] for row in TOOLS)])
 

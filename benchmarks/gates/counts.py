@@ -1,10 +1,10 @@
-"""What a training step does, counted, and whether it has come to do more than `benchmarks/gates/counts.json` says.
+"""Count what a training step does, and compare with `benchmarks/gates/counts.json`.
 
-    python -m benchmarks.gates.counts             # exit with 1 where a count differs from the file's
-    python -m benchmarks.gates.counts --update    # write the file, where that is meant
+    python -m benchmarks.gates.counts             # exit with 1 if a count differs from the file's
+    python -m benchmarks.gates.counts --update    # write the file, if the change is intended
 
-A count has no noise. `Counts` says what is counted, `tally` how. A count that fell has to be written down as well, or
-it could grow back unseen.
+Counts have no noise. `Counts` says what is counted, `tally` how. A lower count must be written to the file, too: or it
+could grow back unnoticed.
 """
 
 import json
@@ -34,10 +34,10 @@ def _four_times(*layers: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(*(layer() for _ in range(4) for layer in layers))
 
 
-# Layers, the shape of a sample, and what `GPipe` is asked for beside the configuration.
+# Layers, the shape of a sample, further options of `GPipe`.
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], dict[str, Any]]] = {
     "linear": (lambda: _four_times(lambda: nn.Linear(8, 8), nn.Tanh), (8,), {}),
-    # Its skips cross partitions, and its dropout draws.
+    # It has skips across partitions, and dropout.
     "U-Net": (lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8), {}),
     "batch norm": (
         lambda: _four_times(lambda: nn.Linear(8, 8), lambda: nn.BatchNorm1d(8)), (8,), {"deferred_batch_norm": True},
@@ -47,7 +47,7 @@ SAMPLES = 2  # in a micro-batch
 STEPS = 2  # the first starts the workers, the last is counted
 
 
-# A model in `n` partitions on CPU devices, and how its mini-batches of `m` micro-batches run (`pipelines`).
+# name -> model, n partitions on CPU devices, m micro-batches, checkpoint mode, engine (of `benchmarks.pipelines`).
 CONFIGURATIONS: dict[str, Any] = {
     f"{model} n{n}m{m} {checkpoint} {engine}": (model, n, m, checkpoint, engine)
     for model, n, m, modes, engines in (
@@ -63,10 +63,10 @@ CONFIGURATIONS: dict[str, Any] = {
 
 
 class Counts(NamedTuple):
-    """What is counted of one training step, forward and backward, before which parameters have no gradients.
+    """The counts of one training step, forward and backward, that starts with `.grad` of None.
 
-    `operators` (by name) and `nodes` are those that the pipeline has more than a plain loop over the same layers and
-    micro-batches, which runs the checkpointed ones forward twice. So versions of PyTorch may differ in what layers do.
+    `operators` (by name) and `nodes` are the pipeline's counts minus those of a plain loop over the same layers and
+    micro-batches, with two forwards of checkpointed ones. So what layers do in a version of PyTorch does not count.
     """
 
     operators: Counter[str]
@@ -79,7 +79,7 @@ class Counts(NamedTuple):
 
 
 def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
-    """Count a step of the pipeline and one of the plain loop, the last of a few."""
+    """Count the last of `STEPS` steps of the pipeline, minus that of the plain loop."""
     build, shape, options = MODELS[model]
     x = torch.randn(m * SAMPLES, *shape)
     layers, recomputed = build(), checkpointed(checkpoint, m)
@@ -110,7 +110,7 @@ def _step(model: Callable[[Tensor], Tensor], layers: nn.Module, x: Tensor, tally
 
 
 def differences(file: Mapping[str, Mapping[str, int]], counted: Mapping[str, Counts]) -> list[str]:
-    """Compare; return a line for each count that differs, and for each configuration that only one side has."""
+    """Return a line for each count that differs from the file, and for each configuration that only one side has."""
     lines = [f"{name}: in {FILE.name}, but no longer counted" for name in file if name not in counted]
     lines += [f"{name}: counted, but not in {FILE.name}" for name in counted if name not in file]
     for name in [name for name in counted if name in file]:

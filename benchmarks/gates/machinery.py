@@ -1,17 +1,17 @@
-"""What the machinery costs: steps of pipelines beside a plain loop over the same layers, and beside another torchgpipe.
+"""Measure the overhead of pipelines: compare with a plain loop over the same layers, and with another torchgpipe.
 
-    python -m benchmarks.gates.machinery                                  # layers that do next to nothing, on the CPU
-    python -m benchmarks.gates.machinery --against 414bf55                # and that revision, in the same run
+    python -m benchmarks.gates.machinery                                  # tiny layers, on the CPU
+    python -m benchmarks.gates.machinery --against 414bf55                # also a git revision, in the same run
     python -m benchmarks.gates.machinery --against DIR                    # or a torchgpipe in a folder
-    python -m benchmarks.gates.machinery --model AmoebaNet-D --device cuda      # layers that do something, on a GPU
+    python -m benchmarks.gates.machinery --model AmoebaNet-D --device cuda      # real layers, on a GPU
 
-Into the folder, another version is installed by pip install --no-deps --target DIR torchgpipe==0.0.7
+To install another version in a folder: pip install --no-deps --target DIR torchgpipe==0.0.7
 
-Each version runs in a process of its own and they take turns, so that a drift of the machine's speed meets all of
-them. A figure is the median over all rounds, in microseconds per task: the time of `model(x)`, and of
-`loss.backward()`, over n·m. The layers' own time is part of it. Engines are the graph engine, as it works on one device
-and `across` several, and workers; beside each is the ratio of both times to those of the other version, by the same
-engine if it has that, or else to those of the plain loop. On CUDA all partitions are on one GPU.
+Each version runs in its own process, and the processes take turns, so that slow phases of the machine affect all of
+them. A number is the median over all rounds, in microseconds per task: the time of `model(x)`, and of
+`loss.backward()`, divided by n·m. It includes the time of the layers. Engines are the graph engine, as on one device
+and `across` several, and workers. Beside each is the ratio of its total time to that of the other version (same engine
+if it has it) or, without another version, to the plain loop. On CUDA all partitions are on one GPU.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.gates.machinery_child import MODELS, MODES
-from benchmarks.harness import Found, by_case, command, keep, positive, start
+from benchmarks.harness import Found, by_case, collect, command, positive, start
 from benchmarks.pipelines import ENGINES
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unit = dict.fromkeys((*DIRECTIONS, BOTH), "us/task")
     record = start(options, "gates.machinery", "time per task", unit, devices=devices, device=options.device)
     cases = [*product(options.model, options.checkpoint, options.partitions, options.chunks)]
-    keep(record, options.json, measure(options, cases), len(cases), table)
+    collect(record, options.json, measure(options, cases), len(cases), table)
 
 
 def other_torchgpipe(text: str) -> Path | str:
-    """Read a folder with a torchgpipe, or a revision of this one, from a command line."""
+    """Parse an argument: a folder with a torchgpipe, or a git revision of this repository."""
     if (Path(text) / VERSION).is_file():
         return Path(text).absolute()
     try:
@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, in
         for number, (model, checkpoint, n, m) in enumerate(cases):
             engines = ENGINES if n > 1 and options.device == "cpu" else ENGINES[:1]
             ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain"), **{each: (0, each) for each in engines}}
-            if other is not None and sides[1][1].startswith("torchgpipe 0.0."):  # which had no choice of engines
+            if other is not None and sides[1][1].startswith("torchgpipe 0.0."):  # it has no option `engine`
                 ways[OTHER] = 1, None
             elif other is not None:
                 ways |= {f"{engine}, {OTHER}": (1, engine) for engine in engines}
@@ -93,7 +93,7 @@ def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, in
             case = f"{'' if model == 'linear' else f'{model} '}n={n} m={m} {checkpoint}"
             job = {
                 "folders": [str(folder) for folder, _ in sides],
-                "maker": "benchmarks.gates.machinery_child:ready",
+                "maker": "benchmarks.gates.machinery_child:prepare",
                 "cases": {case: {way: (side, (*asked, how)) for way, (side, how) in ways.items()}},
                 "rounds": options.rounds,
                 "seed": number,
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, in
 
 
 def version(folder: Path) -> str:
-    """Say which torchgpipe is in a folder."""
+    """Return the version of the torchgpipe in a folder."""
     return f"torchgpipe {runpy.run_path(str(folder / VERSION))['__version__']}"
 
 
@@ -127,7 +127,7 @@ def _result(
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render medians in µs per task, forward + backward, and the ratios for both."""
+    """Render medians in µs per task, forward + backward, and the ratios of their sums."""
     cases = by_case(record)
     ways = [way for way in WAYS if any(way in found for found in cases.values())]
     others = [str(found[way].config["version"]) for found in cases.values() for way in found if way.endswith(OTHER)]

@@ -1,4 +1,4 @@
-"""Measure one torchgpipe, whichever is first on the path, for `benchmarks.gates.machinery`."""
+"""Measure the torchgpipe that comes first on `sys.path`, for `benchmarks.gates.machinery`."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from benchmarks.pipelines import evenly, on_cpu
 from reproduce.models import amoebanetd
 from torchgpipe import GPipe
 
-MODELS: dict[str, tuple[Callable[[int], nn.Sequential], tuple[int, ...]]] = {  # of n partitions; a sample's shape
+MODELS: dict[str, tuple[Callable[[int], nn.Sequential], tuple[int, ...]]] = {  # build(n), sample's shape
     "linear": (lambda n: nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), (8,)),
     "AmoebaNet-D": (lambda n: amoebanetd(3, 8, num_classes=10), (3, 224, 224)),
 }
@@ -22,7 +22,7 @@ MODES = ("never", "except_last", "always")
 
 
 class Subject:
-    """A model with an input of a sample per micro-batch: in a plain loop, or a pipeline by an engine (`pipelines`)."""
+    """A model, and an input of one sample per micro-batch. `way` is "plain" for a loop, or a pipeline's engine."""
 
     def __init__(self, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None) -> None:
         build, shape = MODELS[model]
@@ -57,8 +57,8 @@ def _plain(layers: nn.Sequential, balance: list[int], m: int, checkpointed: int)
     return run
 
 
-def ready(steps: int, *how: Any) -> Callable[[], list[tuple[float, float]]]:
-    """Return what `measure`s so many steps; `how` is as for `Subject`, and one that cannot run is refused."""
+def prepare(steps: int, *how: Any) -> Callable[[], list[tuple[float, float]]]:
+    """Return a function that measures so many steps. `how`: the arguments of `Subject`; raise if they cannot run."""
     measure(1, *how)
     return partial(measure, steps, *how)
 
@@ -66,7 +66,7 @@ def ready(steps: int, *how: Any) -> Callable[[], list[tuple[float, float]]]:
 def measure(
     steps: int, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None
 ) -> list[tuple[float, float]]:
-    """Return (forward, backward) seconds per task of `steps` steps, after three to warm up."""
+    """Return (forward, backward) seconds per task for each of `steps` steps, after three warm-up steps."""
     subject = Subject(model, n, m, checkpoint, device, way)
 
     def clock() -> float:

@@ -1,13 +1,13 @@
-"""How much pipelining gains on CPU: naive model parallelism, this pipeline, and the replay.
+"""Measure the speed-up of pipelining on CPU: naive model parallelism, this pipeline, and the replay.
 
     python -m benchmarks.gates.overlap                       # AmoebaNet-D (6, 64), batch 32, n = 2, one core per device
-    python -m benchmarks.gates.overlap --keep-freed-memory   # without taking memory from the system anew in every step
+    python -m benchmarks.gates.overlap --keep-freed-memory   # freed memory is not returned to the system
 
-All configurations take turns, one training step each per round, so that a drift of the machine's speed meets all
-of them. A speed-up is the median over rounds of naive's time by the configuration's. The replay is what the schedule
-allows with the partitions' own task times: medians over the same rounds, each task measured with nothing else running.
-A recomputation that starts before its gradient arrives hides in the bubble; "if it waited" is the replay of one that
-waits for its gradient.
+All configurations run in turn, one training step each per round, so that slow phases of the machine affect all of
+them. A speed-up is the median, over rounds, of naive's time divided by the configuration's. The replay is the shortest
+step that the schedule allows with the measured task times: medians over the same rounds, each task running alone.
+A recomputation may start before its gradient arrives, which hides it in the bubble. "If it waited" is the replay of a
+schedule in which it waits for its gradient.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Found, by_case, command, keep, positive, start
+from benchmarks.harness import Found, by_case, collect, command, positive, start
 from benchmarks.pipelines import on_cpu
 from reproduce.machine.allocator import keep_freed_memory
 from reproduce.models import amoebanetd
@@ -48,7 +48,7 @@ def step(model: GPipe, x: Tensor, target: Tensor) -> float:
 
 
 class Alone:
-    """Measure every task of `model` with nothing else running: the graph engine runs one at a time on a CPU."""
+    """Measure every task of `model` alone. On a CPU, the graph engine runs one task at a time."""
 
     def __init__(self, model: GPipe) -> None:
         self.model = model
@@ -62,7 +62,7 @@ class Alone:
         self.times.setdefault(task, []).append(time.perf_counter() - began)
 
     def costs(self) -> Costs:
-        """Return each task's median, without the steps that warm up."""
+        """Return each task's median time, without warm-up steps."""
         m, n = 1 + max(task.micro_batch for task in self.times), len(self.model.partitions)
 
         def table(kind: str) -> list[list[float]]:
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     units = {"time": "s", GAIN: "1", "replay": "s", "replay if it waited": "s"}
     record = start(options, "gates.overlap", "what overlap gains", units, devices=2)
-    keep(record, options.json, measure(options), options.rounds, table)
+    collect(record, options.json, measure(options), options.rounds, table)
 
 
 def measure(options: Namespace) -> Found:
@@ -123,7 +123,7 @@ def measure(options: Namespace) -> Found:
 
 
 def _bounds(costs: Costs, checkpoint: str) -> dict[str, float]:
-    """Return what the schedule allows, and what it would if recomputation waited for its gradient."""
+    """Return the replayed step, and the one in which recomputation waits for its gradient."""
     bounds = {"replay": replay(costs).seconds}
     if checkpoint != "never":
         bounds["replay if it waited"] = replay(replace(costs, ahead=False)).seconds
@@ -142,7 +142,7 @@ COLUMNS = [
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render medians, quartiles, and medians of the rounds' ratios; of the replay, how much is reached."""
+    """Render medians, quartiles, speed-ups, the replay, and the share of it that is reached."""
     ((case, ways),) = by_case(record).items()
     made = layout.table(f"{case}, {ways['naive'].values['spread']['time'][-1]} rounds", COLUMNS, ways.values())
     return f"{made.title}\n\n{layout.grid(made.headings, made.rows, style)}"

@@ -1,12 +1,12 @@
-"""Tally what a piece of a program does, in all of its threads, exactly: nothing here is sampled or timed.
+"""Count exactly what code does, in all of its threads. Nothing is sampled or timed.
 
-    operators   what reaches PyTorch's dispatcher below autograd, forward and backward
-    nodes       of autograd graphs that backward goes through, in whatever graph
-    waits       where a thread may have to wait for another: items put into queues, locks, events, threads started
+    operators   calls that reach PyTorch's dispatcher below autograd, forward and backward
+    nodes       nodes of autograd graphs that calls of backward traverse
+    waits       calls with which threads wait for each other: items put into queues, locks, events, threads started
 
-Whether a thread then really waits is chance, and so is how often a loop takes from a queue. How many items are put into
-the queue is not. Threads are seen if they are started while the tally runs; queues (`SimpleQueue`) and locks, if the
-library's own modules make them meanwhile.
+It is chance whether a thread really waits, and how often a loop reads from a queue, but not how many items are put into
+it. Threads are counted if they are started while the tally runs; queues (`SimpleQueue`) and locks, if the library's own
+modules create them meanwhile.
 """
 
 import sys
@@ -26,31 +26,31 @@ import torchgpipe.tensors._autograd
 
 
 class Tally:
-    """What was seen since the last `clear`, in `threads`. Lists, since appending needs no lock."""
+    """What was seen in `threads` since the last `clear`. These are lists because appending needs no lock."""
 
     def __init__(self) -> None:
         self.threads = {threading.current_thread()}
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start to count from zero."""
         self.operators: list[str] = []
         self.nodes: list[int] = []
         self.waits: list[str] = []
 
     def watches(self) -> bool:
-        """Return whether the running thread is one of them."""
+        """Return whether the current thread is counted."""
         return threading.current_thread() in self.threads
 
     def wait(self, what: str) -> None:
-        """Note that the running thread may wait for another one."""
+        """Count a call with which the current thread may wait for another."""
         if self.watches():
             self.waits.append(what)
 
 
 @contextmanager
 def tallied() -> Iterator[Tally]:
-    """Tally what this thread does, and threads that are started meanwhile."""
+    """Count what this thread does, and threads that are started meanwhile."""
     tally = Tally()
     with ExitStack() as stack:
         for owner, name, replacement in _replacements(tally):
@@ -60,7 +60,7 @@ def tallied() -> Iterator[Tally]:
 
 
 class _Operators(TorchDispatchMode):
-    """Tally the operators of one thread."""
+    """Count the operators of one thread."""
 
     def __init__(self, tally: Tally) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is replaced for a tally: an object, the name of its attribute, and the new value."""
+    """Yield what to patch: an object, the name of its attribute, and the new value."""
     start, engine = threading.Thread.start, torch.autograd.Variable._execution_engine
 
     def noted_start(thread: threading.Thread) -> None:
@@ -105,7 +105,7 @@ def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
     made = {name: noted(getattr(threading, name)) for name in ("Lock", "RLock", "Event", "Condition")}
     noted_threading = SimpleNamespace(**vars(threading) | made)
     locks = type(threading.Lock()) | type(threading.RLock())
-    # In the library's modules only: others, imported meanwhile, would keep what they made of them.
+    # Patch only the library's modules: modules imported meanwhile would keep patched locks for good.
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "torchgpipe"]:
         for name, value in list(vars(module).items()):
             if value is SimpleQueue:
@@ -128,7 +128,7 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 
 
 class _Noted:
-    """A queue, lock or event that tells the tally of each call by which a thread may wait."""
+    """A wrapper of a queue, lock or event that counts calls with which a thread may wait."""
 
     def __init__(self, other: Any, tally: Tally) -> None:
         self._other, self._tally = other, tally

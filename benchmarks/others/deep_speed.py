@@ -1,4 +1,4 @@
-"""DeepSpeed's `PipelineModule`, in which a step is `train_batch`, which steps the optimizer, too."""
+"""DeepSpeed's `PipelineModule`. Its step is `train_batch`, which also steps the optimizer."""
 
 import itertools
 from bisect import bisect_right
@@ -20,11 +20,11 @@ class DeepSpeed(Pipe):
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
         if (row := self.row).sample is not None or row.deferred_batch_norm:
             raise NotOffered("it takes a list of layers" if row.sample is not None else "batch norm is by micro-batch")
-        deepspeed.init_distributed("gloo")  # which takes the group that is there
+        deepspeed.init_distributed("gloo")  # it uses the existing process group
         module = made(layers, balance, self._criterion, row.checkpoint == "always")
         optimizer = (row.optimizer or torch.optim.SGD)(module.parameters(), **({} if row.optimizer else {"lr": 0.0}))
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # which nothing but the count of samples in a log depends on
+            "train_micro_batch_size_per_gpu": 1,  # only used to count samples for the log
             "gradient_accumulation_steps": row.chunks,
             "gradient_clipping": row.clip or 0.0,
             "steps_per_print": 10**9,
@@ -32,7 +32,7 @@ class DeepSpeed(Pipe):
         self.engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
         self.engine.optimizer.register_step_pre_hook(self._keep)
         self._kept: list[Tensors] = []
-        named = nn.Module()  # with the names that tied layers have in the model
+        named = nn.Module()  # tied layers have their names of the model here
         named._modules.update({name: layer for name, layer in module._modules.items() if name != "tied_modules"})
         named._modules.update(module.tied_modules._modules)
         return named
@@ -59,7 +59,7 @@ class DeepSpeed(Pipe):
         return self
 
     def evaluate(self, *given: Any) -> Pipe:
-        # It returns the outputs of the last micro-batch, so let there be one.
+        # `eval_batch` returns only the last micro-batch's output, so use one micro-batch.
         output = self.engine.eval_batch(iter([given or self.row.given()]), return_logits=True, num_micro_batches=1)[1]
         self.outputs += [] if output is None else [output]
         return self
@@ -75,7 +75,7 @@ class DeepSpeed(Pipe):
 
 
 def made(layers: nn.Sequential, balance: list[int], criterion: Any, recomputed: bool) -> Any:
-    """Return a `PipelineModule` with this balance, in which a layer that is there twice is a `TiedLayerSpec`."""
+    """Return a `PipelineModule` with this balance. A layer whose weight is shared is a `TiedLayerSpec`."""
     ends = [*itertools.accumulate(balance)]
 
     class Balanced(PipelineModule):  # type: ignore[misc]

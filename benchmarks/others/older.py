@@ -1,4 +1,4 @@
-"""torchgpipe 0.0.7, which has the name of this library, and so a process that does not import this one."""
+"""torchgpipe 0.0.7. It has the same name as this library, so it runs in a process that does not import this one."""
 
 from collections import OrderedDict
 from typing import Any
@@ -20,7 +20,7 @@ class Older(Pipe):
         names = ("chunks", "checkpoint", "deferred_batch_norm")
         options = {name: getattr(self.row, name) for name in names}
         self.pipeline = GPipe(layers, balance, devices=["cpu"] * len(balance), **options)
-        # Its own names begin with the partition, so that they fit no other balance.
+        # Names in its state dict begin with the partition, so they change with the balance.
         return Named(self.pipeline)
 
     def call(self, x: Any) -> Any:

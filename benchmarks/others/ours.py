@@ -57,7 +57,7 @@ class Ranks(Threads):
 
 
 def as_layers(layers: Any, balance: list[Any], sample: Tensor | None) -> tuple[Any, list[int]]:
-    """Return a sequence of layers and a balance, also of a module that is not a sequence."""
+    """Return layers and balance; with a `sample`, trace a module that is not a sequence, and balance it evenly."""
     if sample is None:
         return layers, balance
     with torch.random.fork_rng():

@@ -10,7 +10,7 @@ from tests.behaviours.pipe import NotOffered, Pipe, rank
 
 
 class OneInput(nn.Module):
-    """Give a sequence as one tuple what PyTorch's stages pass as several arguments."""
+    """Pass a stage's several arguments to layers as one tuple."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class TorchGPipe(Pipe):
             raise NotOffered("a schedule has no option for batch norm over a mini-batch")
         if row.sample is None:
             begin = sum(balance[: rank()])
-            part = nn.Sequential(*layers)[begin : begin + balance[rank()]]  # by index: names of a slice are the layers'
+            part = nn.Sequential(*layers)[begin : begin + balance[rank()]]  # a slice has the names of the whole
             module: nn.Module = part
             stage: Any = pipelining.PipelineStage(OneInput(part), rank(), len(balance), torch.device("cpu"))
         else:

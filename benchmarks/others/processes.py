@@ -1,7 +1,7 @@
-"""Run a row by an adapter, in processes of its own, and say how it ended.
+"""Run a row with an adapter in separate processes, and compare the result with the plain layers'.
 
-Processes are forked from one that has imported torch already. Their process group is set up through a file that they
-share. Each rank sends what the row has left on it (losses, gradients, parameters), and `run` compares all of it.
+Processes are forked from a server that has imported torch already. Their process group meets at a shared file. A rank
+sends the row's losses, gradients and parameters on it, and `run` compares them.
 """
 
 import importlib
@@ -27,15 +27,15 @@ from tests.behaviours.compare import difference
 from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
 
 LIMIT = 60.0  # seconds for a row
-PATIENCE = timedelta(seconds=12)  # for one operation of a process group
-AFTER = 2.0  # seconds for other ranks to end, after one has failed or ended
-TOLERANCE = 1e-4  # of the largest value of a tensor
+PATIENCE = timedelta(seconds=12)  # timeout of an operation of the process group
+AFTER = 2.0  # seconds to wait for other ranks after one has failed or ended
+TOLERANCE = 1e-4  # relative to the largest value of a tensor
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
 
 
 class Adapter(NamedTuple):
-    """What runs a row: the module and name of a `Pipe`, and a folder of packages for its processes alone."""
+    """What runs a row: module and name of a `Pipe` class, and a folder of packages only for its processes."""
 
     module: str
     name: str
@@ -43,8 +43,8 @@ class Adapter(NamedTuple):
     folder: str = ""
 
     def load(self) -> type[Pipe]:
-        """Import it, with packages from its folder first."""
-        if self.folder:  # with a torchgpipe of its own
+        """Import the class. Packages in its folder come first."""
+        if self.folder:  # it has another torchgpipe
             sys.path.insert(0, self.folder)
             for name in [name for name in sys.modules if name.split(".")[0] in ("torchgpipe", "tests")]:
                 del sys.modules[name]
@@ -58,32 +58,32 @@ PLAIN = Adapter("benchmarks.others.ours", "Layers")
 
 
 class Outcome(NamedTuple):
-    """How a row ended, and what there is to say about it."""
+    """How a row ended, and a message."""
 
     kind: Kind
     said: str = ""
 
 
 class RowResult(NamedTuple):
-    """What a row left on a rank: tensors and numbers by name, or how it ended otherwise."""
+    """A row's result on one rank: tensors and numbers by name; or how it failed."""
 
     found: Found
     outcome: Outcome | None
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a row by an adapter, and compare what it leaves with what the plain layers leave."""
+    """Run a row with an adapter, and compare its result with that of the plain layers."""
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
     found = run_ranks(row, adapter, limit)
-    if isinstance(found, Outcome) and found.kind == "hangs":  # once more: it may have been the machine
+    if isinstance(found, Outcome) and found.kind == "hangs":  # retry: the machine may have been busy
         found = run_ranks(row, adapter, limit)
     return found if isinstance(found, Outcome) else compared(found, expected[0])
 
 
 def compared(ranks: list[Found], plain: Found) -> Outcome:
-    """Return whether what all ranks have together is what the plain layers have."""
+    """Return whether the results of all ranks together equal the result of the plain layers."""
     for name, y in (item for found in ranks for item in found.items()):
         if name not in plain or y is False:
             return Outcome("differs", f"not so: {name}" if y is False else f"{name}: there, but not in the model")
@@ -94,7 +94,7 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
-    """Run a row on as many ranks as it has partitions; return what it leaves on each, or how it ended otherwise."""
+    """Run a row on a rank per partition; return the result of each rank, or how the row failed."""
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
     left: dict[int, RowResult] = {}
@@ -113,7 +113,7 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
                     left[k] = torch.load(io.BytesIO(said), weights_only=False)
                 if k in ended or left[k].outcome is not None:
                     end = min(end, time.monotonic() + AFTER)
-    # The failure itself comes first: a rank that only learned of it says less.
+    # Report the original failure, not the error of a rank that only learned of it.
     errors = [each.outcome for each in left.values() if each.outcome is not None]
     first = min(errors, key=_after_another, default=None)
     if first is not None and (not ended or (first.kind == "refused" and not _after_another(first))):
@@ -126,12 +126,12 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _after_another(outcome: Outcome) -> bool:
-    """Return whether a rank only ended because another one had failed."""
+    """Return whether a rank failed only because another one had failed."""
     return outcome.said.startswith("RankFailed")
 
 
 def _printed(log: str) -> str:
-    """Return the line that a process has printed about its end."""
+    """Return the last line of a process's log that looks like an error."""
     lines = [line.strip() for line in log.splitlines() if "what()" in line or "Error" in line]
     return f": {_without_folders(lines[-1])}" if lines else ""
 
@@ -156,7 +156,7 @@ def _rank(number: int, link: Connection, name: str, adapter: Adapter, ranks: int
             dist.init_process_group("gloo", init_method=store, rank=number, world_size=ranks, timeout=PATIENCE)
         row = next(row for row in importlib.import_module("tests.behaviours.rows.training").ROWS if row.name == name)
         result = row.action(pipe(row, folder))
-        found = result.found() if hasattr(result, "found") else result  # its class may have been imported anew
+        found = result.found() if hasattr(result, "found") else result  # its class may be a reimported one
         found = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
     except BaseException as error:
         traceback.print_exc()
@@ -165,15 +165,15 @@ def _rank(number: int, link: Connection, name: str, adapter: Adapter, ranks: int
     torch.save(RowResult(found, outcome), content)
     link.send(content.getvalue())
     if outcome is None:
-        link.poll(None)  # waits to be ended: if a connection closed too early, other ranks would fail
+        link.poll(None)  # wait to be killed: other ranks would fail if connections closed now
     os._exit(1)
 
 
 def judged(error: BaseException, package: str) -> Outcome:
-    """Return whether an error is a refusal: raised by the package's own code, with a message."""
+    """Classify an error. It is a refusal if the package's own code raised it, with a message."""
     if type(error).__name__ == NotOffered.__name__:
         return Outcome("not offered", str(error))
-    while error.__cause__ is not None:  # what is around it says where it was
+    while error.__cause__ is not None:  # outer errors only add where it happened
         error = error.__cause__
     last = traceback.extract_tb(error.__traceback__)[-1]
     own = f"/{package}/" in last.filename and (last.line or "").startswith("raise ")

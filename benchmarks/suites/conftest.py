@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Give each CPU device one thread, so that two devices have two cores' worth of it."""
+    """Use one thread per CPU device, so that two devices use two cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

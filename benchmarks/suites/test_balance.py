@@ -1,4 +1,4 @@
-"""Time that it takes to balance a model, under pytest-benchmark: the profiling of its layers, and the search alone."""
+"""Time to balance a model, with pytest-benchmark: profiling and search together, and the search alone."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 }
 
 
-# Copy every layer, warm it up, run it forward and backward once, and search; the same without the search; run every
-# layer forward, counting what it keeps, and search; the same where nothing is computed.
+# "by time": profile the time of every layer (copy, warm up, forward and backward) and search; "times": without search.
+# "by size": count the bytes that every layer saves in a forward, and search; "on meta": without computing anything.
 WAYS: dict[str, Callable[[nn.Sequential, torch.Tensor], Sequence[float]]] = {
     "by time": lambda layers, sample: balance_by_time(2, layers, sample, timeout=0.0, device="cpu"),
     "times": lambda layers, sample: profile_times(layers, sample, 0.0, torch.device("cpu")),
@@ -32,7 +32,7 @@ WAYS: dict[str, Callable[[nn.Sequential, torch.Tensor], Sequence[float]]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_balance(benchmark: Any, name: str, way: str) -> None:
-    """Balance a model for two partitions in the least time that it takes."""
+    """Balance a model for two partitions, with the shortest possible profile."""
     make, shape = MODELS[name]
     layers, sample = make(), torch.rand(*shape)
     found = benchmark.pedantic(WAYS[way], args=(layers, sample), rounds=5, warmup_rounds=1)
@@ -42,7 +42,7 @@ def test_balance(benchmark: Any, name: str, way: str) -> None:
 @pytest.mark.parametrize("partitions", [2, 8])
 @pytest.mark.parametrize("layers", [24, 241, 1058])
 def test_minimise_heaviest(benchmark: Any, layers: int, partitions: int) -> None:
-    """Find the balance for costs that are known: of as many layers as the papers' models have."""
+    """Search the balance for given costs. The numbers of layers are those of the papers' models."""
     costs = [random.Random(layers).uniform(0.1, 10.0) for _ in range(layers)]
     balance = benchmark.pedantic(minimise_heaviest, args=(costs, partitions), rounds=10, warmup_rounds=1)
     assert sum(balance) == layers and len(balance) == partitions

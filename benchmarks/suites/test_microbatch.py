@@ -37,7 +37,7 @@ def test_gather(benchmark: Any, name: str, m: int) -> None:
 
 @pytest.mark.parametrize("m", [8, 64])
 def test_gather_backward(benchmark: Any, m: int) -> None:
-    """Hand the gradient of the whole back to the micro-batches' outputs."""
+    """Run the backward of gather."""
     parts = [torch.rand(64 // m, 3, 64, 64, requires_grad=True) for _ in range(m)]
     whole = gather(list(parts))
     assert isinstance(whole, torch.Tensor)

@@ -1,7 +1,7 @@
-"""Seconds to plan a deep model, under pytest-benchmark: 2,000 layers on 8 devices are to take less than 10.
+"""Time to plan a deep model, with pytest-benchmark. The limit is 10 s for 2,000 layers on 8 devices.
 
-That is for layers that repeat, as those of deep models do: each kind is counted once. Where no two layers are of one
-shape, every one is run on `meta`, which alone takes more, so that case has a limit of its own.
+It is for repeated layers, as deep models have: each kind is counted once. If no two layers have the same shape, every
+layer runs on `meta`, which alone takes longer. So that case has its own limit.
 """
 
 from itertools import pairwise
@@ -17,18 +17,18 @@ LAYERS = 2000
 
 
 def alike(layers: int) -> nn.Sequential:
-    """Layers of two kinds, over and over."""
+    """Build layers of two kinds, repeated."""
     return nn.Sequential(*(layer for _ in range(layers // 2) for layer in (nn.Linear(512, 512), nn.GELU())))
 
 
 def repeated(layers: int) -> nn.Sequential:
-    """Layers of twenty kinds, one after another, over and over."""
+    """Build layers of twenty kinds, repeated in order."""
     widths = [256 + 16 * (i % 10) for i in range(layers // 2 + 1)]
     return nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())))
 
 
 def different(layers: int) -> nn.Sequential:
-    """No two matrices of one shape, so that every one is counted."""
+    """Build linear layers of which no two have the same shape, so that each is counted."""
     widths = [256 + i for i in range(layers // 2 + 1)]
     return nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())))
 
@@ -40,7 +40,7 @@ LIMITS = {alike: 10.0, repeated: 10.0, different: 90.0}
 @pytest.mark.parametrize("memory", ["24GiB", "3GiB"])
 @pytest.mark.parametrize("build", LIMITS)
 def test_plan(benchmark: Any, build: Any, memory: str) -> None:
-    """Time to choose balance, micro-batches and checkpointing; fewer layers where nothing is timed."""
+    """Plan balance, micro-batches and checkpointing; with fewer layers if benchmarks are disabled."""
     layers = LAYERS if benchmark.enabled else LAYERS // 10
     with torch.device("meta"):
         model = build(layers)

@@ -1,8 +1,7 @@
-"""Time of skip connections that cross partitions, under pytest-benchmark: by portals, and handed on through them all.
+"""Time of skips across partitions, with pytest-benchmark: with portals, and passed on through every partition.
 
-A step is forward and backward of layers that do next to nothing, in four partitions on the CPU; the skip goes from the
-first to the last. Without portals its tensor is an input and an output of every partition in between. `none` is the
-same layers without a skip.
+A step is forward and backward of tiny layers in four partitions on the CPU. Skips go from first to last. Without
+portals, their tensors are inputs and outputs of every partition in between. "none": the same layers without skips.
 """
 
 from collections.abc import Callable, Generator

@@ -1,4 +1,4 @@
-"""Seconds to replay a schedule of a million tasks, under pytest-benchmark: it is to take a few, less than five."""
+"""Time to replay a schedule of a million tasks, with pytest-benchmark. The limit is five seconds."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from reproduce.cli.shared import COUNT, FILE, PATH, devices, examples, known, on
 from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
 from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.row import PUBLISHED_NODE
-from reproduce.machine.allocator import kept as freed_memory_kept
+from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import MOST_DEVICES, find_devices
 from reproduce.records.places import RUNS
 from reproduce.records.published import published
@@ -93,7 +93,7 @@ def run(
         "steps": steps,
         "seeds": seeds,
         "emulate": emulate,
-        FREED_MEMORY: "kept" if freed_memory_kept() else "as the C library does",
+        FREED_MEMORY: "kept" if freed_memory_is_kept() else "as the C library does",
         **({"rows": list(rows)} if rows else {}),
         **({"all": True} if extra else {}),
         **({"engines": list(engines)} if engines != ("threads",) else {}),

@@ -18,7 +18,7 @@ KEEP_FREED = {
 }
 
 
-def kept() -> bool:
+def freed_memory_is_kept() -> bool:
     """Return whether this process keeps freed memory."""
     return KEEP_FREED.items() <= os.environ.items() and _accepted()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.any_model import main, ours, table
+from benchmarks.any_model import check_model, main, table
 from benchmarks.any_model_lists import LISTS, Case, torchvision_models
 from reproduce.records.record import load
 
@@ -24,7 +24,7 @@ from reproduce.records.record import load
     ],
 )
 def test_torchvision(name: str) -> None:
-    assert ours("torchvision", name, torchvision_models()[name]()).status == "measured"
+    assert check_model("torchvision", name, torchvision_models()[name]()).status == "measured"
 
 
 class Pairwise(nn.Module):

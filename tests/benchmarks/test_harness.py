@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness import Found, command, keep, start, summarized
+from benchmarks.harness import Found, collect, command, start, summarized
 from benchmarks.render import block as benchmark_block
 from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
@@ -63,7 +63,7 @@ def test_what_is_finished_is_kept(
 
     ended = contextlib.nullcontext() if ending is None else pytest.raises((SystemExit, ZeroDivisionError))
     with ended:
-        keep(begun(path), path, found(), 2, lambda record: f"{len(record.results)} results")
+        collect(begun(path), path, found(), 2, lambda record: f"{len(record.results)} results")
     record = load(path)
     assert states == ["running"] and record.run is not None and record.run.state == state
     summary = {"time": 1.0, "spread": {"time": [1.0, 1.0, 1]}}
