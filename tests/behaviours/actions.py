@@ -1,4 +1,4 @@
-"""What is done with a pipeline by the rows of rows/training.py, and what of it is looked at."""
+"""The actions of the rows in rows/training.py: what they do with a pipeline, and which results they return."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def sequence(length: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
-    """Train by each mini-batch in turn."""
+    """Return an action that trains with each mini-batch in turn."""
 
     def action(pipe: Pipe) -> Pipe:
         for given in batches:
@@ -40,13 +40,13 @@ def input_gradient(pipe: Pipe) -> Found:
 
 
 def dropout_step(pipe: Pipe) -> Pipe:
-    """Run a step with one seed for all ranks."""
+    """Run a step with the same seed on all ranks."""
     torch.manual_seed(7)
     return pipe.step()
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Say whether another pipeline has the same losses and gradients."""
+    """Return an action: check that a pipeline of the changed row has the same losses and gradients."""
 
     def action(pipe: Pipe) -> Found:
         a, b = dropout_step(pipe).found(), dropout_step(pipe.again(**changes)).found()
@@ -75,7 +75,7 @@ def masks(pipe: Pipe) -> Found:
 
 
 def of_the_mini_batch(pipe: Pipe) -> Found:
-    """Say whether the first layer's statistics are those of the mini-batch."""
+    """Check that the first layer's running statistics are those of the whole mini-batch."""
     found, norm = pipe.step().found(), nn.BatchNorm1d(4)
     norm(pipe.row.given()[0])
     names = [f"0.{name}" for name, _ in norm.named_buffers() if f"0.{name}" in found]
@@ -98,7 +98,7 @@ def in_turn(pipe: Pipe) -> Found:
 
 
 def in_autocast(pipe: Pipe) -> Pipe:
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # with it, gradients are added up in bfloat16
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # the cache would add up gradients in bfloat16
         return pipe.step()
 
 
@@ -123,7 +123,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Return what a step raises, with the errors that it says were the cause."""
+    """Return the error that a step raises, followed by its chain of `__cause__`."""
     try:
         pipe.step()
     except Exception as error:
@@ -135,7 +135,7 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Say whether a step raises on this rank, and whether it raises what the layer raised."""
+    """Check that a step raises on this rank, and whether the layer's own error is in the chain."""
     errors = heard(pipe)
     own = any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors)
     return {"every rank raises": bool(errors), **({"the layer's own error": True} if own else {})}

@@ -1,4 +1,4 @@
-"""Say in what two things differ that layers leave behind: tensors, numbers, models, and what holds them.
+"""Compare results of layers: tensors, numbers, models, and containers of these.
 
 Everything is compared bit by bit unless a tolerance is given, with its reason: the same operators run on the same
 numbers, and a parameter's gradients are added up in the same order, from the last micro-batch to the first.
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 REORDERED = 1e-5
-"""Gradients are added up in another order: the tolerance, of the largest value of a tensor."""
-ZERO = 1e-8  # of such a tolerance: what is less is rounding around zero
+"""The tolerance if gradients are added up in another order, relative to the largest value of a tensor."""
+ZERO = 1e-8  # added to the largest value: smaller differences are rounding around zero
 
 
 def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, numbers and words of a value by name; of a module its parameters, gradients and buffers."""
-    if hasattr(value, "to_local"):  # a distributed tensor: what this rank has of it
+    """Yield the tensors, numbers and strings in a value by name; a module has parameters, gradients and buffers."""
+    if hasattr(value, "to_local"):  # a DTensor: this rank's shard
         value = value.to_local()
     if isinstance(value, Tensor):
         yield name, value
@@ -38,14 +38,14 @@ def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
-    """Return in what two values differ, a line for each name."""
+    """Return the differences of two values, a line for each name."""
     y, x = dict(found(ours)), dict(found(plain))
     said = {name: difference(y.get(name), x.get(name), tolerance) for name in sorted({*x, *y})}
     return [f"{name.strip()} {what}" for name, what in said.items() if what]
 
 
 def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
-    """Return in what `y` differs from `x`, nothing if it does not; it may take a gradient that `x` does not take."""
+    """Return how `y` differs from `x`, or "". `y` may require grad although `x` does not."""
     if x is None or y is None:
         return "" if x is y else "missing" if y is None else "there, but not in the model"
     if isinstance(x, float) and isinstance(y, float):

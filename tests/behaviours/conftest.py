@@ -1,4 +1,4 @@
-"""Behaviours run on one more engine than other tests: `ranks`, a pipeline over processes (../ranks.py)."""
+"""Behaviours also run on the engine `ranks`, a pipeline over processes (../ranks.py), unlike other tests."""
 
 import pytest
 

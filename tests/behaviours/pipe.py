@@ -1,4 +1,4 @@
-"""A behaviour that any pipeline may have, `Training`, and what its user does with one: `Pipe`, which adapters derive.
+"""`Training`, a behaviour that any pipeline may have, and `Pipe`, the interface to a pipeline; adapters subclass it.
 
 Rows run on other projects' pipelines, too (benchmarks/others), so this imports torch only.
 """
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 Tensors = dict[str, Tensor | None]
 Found = Mapping[str, Tensor | bool | None]
-"""What can be seen of a pipeline, or a rank's part of it, by name; and what is so of it, or not."""
+"""The visible results of a pipeline, or of a rank's part of it, by name: tensors, and whether a claim holds."""
 
 
 class NotOffered(Exception):
-    """Say that a pipeline has no way to do something."""
+    """Raised if a pipeline does not offer something."""
 
 
 def batch(size: int = 8, seed: int = 0, *, features: int = 4, targets: int = 3) -> tuple[Any, Tensor]:
-    """Return a mini-batch, alike on all ranks."""
+    """Return a mini-batch, the same on all ranks."""
     draw = torch.Generator().manual_seed(100 + seed)
     return torch.randn(size, features, generator=draw), torch.randn(size, targets, generator=draw)
 
 
 def mlp(*between: nn.Module) -> nn.Sequential:
-    """Return four layers, with others in the middle."""
+    """Return four layers, with the given ones in the middle."""
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 6), nn.Linear(6, 3))
 
 
@@ -44,15 +44,15 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 class Training:
     """A behaviour of training: by default, one step.
 
-    Everything that can be seen of the pipeline after `action`, or what that returns instead, must be as of the plain
-    layers on each micro-batch in turn.
+    After `action`, all results of the pipeline (or what `action` returns instead) must equal those of the plain layers,
+    run on each micro-batch in turn.
 
     Args:
-        layers: make what is trained; with `sample`, a module as it is written.
-        balance: layers per partition; with `sample`, the submodules that later partitions begin with.
-        criterion: of output and target; a sum over samples, or their `mean`.
+        layers: make the layers to train; with `sample`, any module, which is traced.
+        balance: layers per partition; with `sample`, the first submodule of each partition but the first.
+        criterion: the loss of output and target: a sum over samples, or with `mean` their mean.
         clip: the norm to which `Pipe.train` clips gradients.
-        refused, tolerance: of this library's engines, as those of row.py; `unlike` says why they differ.
+        refused, tolerance: for this library's engines, as in row.py; `unlike` is the reason why they differ.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Training:
 
 
 class Pipe(ABC):
-    """The pipeline of a row; on each rank, its part. An adapter's `build` makes it; the rest is for one module."""
+    """The pipeline of a row; on ranks, a rank's part. Adapters implement `build`; the rest suits any one module."""
 
     package = ""
-    """The folder of the code that refuses what it cannot do."""
+    """The folder of its code: an error raised there, with a message, is a refusal."""
     ranks = False
     """Whether each partition is a process."""
 
@@ -97,14 +97,14 @@ class Pipe(ABC):
 
     @abstractmethod
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
-        """Make the pipeline; return what has this rank's parameters, under the names of the whole model."""
+        """Build the pipeline. Return a module with this rank's parameters under the names of the whole model."""
 
     def again(self, **changes: Any) -> Pipe:
-        """Make another pipeline, of the same row with changes."""
+        """Return a new pipeline of this row with changes."""
         return type(self)(replace(self.row, **changes), self.folder)
 
     def step(self, *given: Any) -> Pipe:
-        """Run forward and backward of a mini-batch, that of the row by default; note its loss where it is known."""
+        """Run forward and backward of a mini-batch (default: the row's). Record the loss if this rank has it."""
         x, target = given or self.row.given()
         self.module.train()
         loss = self.loss(x, target)
@@ -119,7 +119,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in evaluation mode without gradients; note the output where it is known."""
+        """Run forward in eval mode without gradients. Record the output if this rank has it."""
         self.module.eval()
         with torch.no_grad():
             output = self.call((given or self.row.given())[0])
@@ -149,14 +149,14 @@ class Pipe(ABC):
             dist.barrier()
 
     def load(self) -> None:
-        """Read the files that a pipeline of any balance wrote; the optimizer's, if it has one, of its own balance."""
+        """Load files that a pipeline of any balance saved; with an optimizer, of the same balance."""
         files = {path.stem: torch.load(path) for path in self.folder.glob("*.pt")}
         self.load_model({name: x for state, _ in files.values() for name, x in state.items()})
         if self.optimizer is not None:
             self.optimizer.load_state_dict(files[str(rank())][1])
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
-        """Load this rank's part of a state of the whole model."""
+        """Load this rank's part of the state dict of the whole model."""
         self.module.load_state_dict(whole)
 
     def gradients(self) -> Tensors:
@@ -164,7 +164,7 @@ class Pipe(ABC):
         return {name: p.grad for name, p in self.module.named_parameters()}
 
     def found(self) -> Tensors:
-        """Return everything that can be seen: losses, outputs, gradients, parameters and buffers."""
+        """Return all results: losses, outputs, gradients, parameters and buffers."""
         found: Tensors = {f"loss {k}": loss.detach() for k, loss in enumerate(self.losses)}
         for k, output in enumerate(self.outputs):
             parts = output if isinstance(output, tuple) else (output,)
@@ -179,5 +179,5 @@ def rank() -> int:
 
 
 def micro_batches(x: Any, m: int) -> list[Any]:
-    """Return at most m parts of a tensor, or of a tuple of what has parts."""
+    """Split a tensor, or each tensor of a nested tuple, into at most m micro-batches."""
     return list(zip(*(micro_batches(part, m) for part in x), strict=True)) if isinstance(x, tuple) else [*x.chunk(m)]

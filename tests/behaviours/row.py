@@ -1,4 +1,4 @@
-"""A behaviour, `Row`: what is done with a small model. `check` does it with a pipeline and with `Plain`."""
+"""`Row`, a behaviour: something that is done with a small model. `unlike` does it with a pipeline and with `Plain`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..conftest import covering
 from ..plain import Plain, Tensors, piped
 from .compare import differences
-from .parts.draw import forget, replay
+from .parts.draw import check_redraws, reuse_draws
 from .parts.layers import five, real
 
 ENGINES = ("graph", "workers", "ranks")
-"""What rows run on. A new engine, or another schedule, is one more name here that `piped` knows."""
+"""The engines that rows run on. To add an engine or a schedule, add a name here that `piped` knows."""
 
 MODES = ("always", "except_last", "never")
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ def tensors(value: Tensors) -> tuple[Tensor, ...]:
 
 
 def total(outputs: Tensors) -> Tensor:
-    """Reduce everything that takes a gradient to a scalar, such that no two elements count alike."""
+    """Reduce all outputs that require grad to a scalar, with a different weight for each element."""
 
     def one(y: Tensor) -> Tensor:
         counts = torch.linspace(1, 2, y.numel(), dtype=y.real.dtype, device=y.device)
@@ -43,7 +43,7 @@ def total(outputs: Tensors) -> Tensor:
 
 
 def step(run: nn.Module, value: Tensors, loss: Callable[[Any], Tensor] = total) -> list[Tensor]:
-    """Run forward and backward; return the outputs as they were before."""
+    """Run forward and backward; return copies of the outputs from before the backward."""
     run.zero_grad()
     outputs = run(value)
     shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in tensors(outputs)]
@@ -57,7 +57,7 @@ def steps(run: nn.Module, value: Tensors) -> list[list[Tensor]]:
 
 
 def promised(run: nn.Module, value: Tensors) -> Any:
-    """Run a step, and say which outputs take a gradient: exactly those that take one without a pipeline."""
+    """Run a step, and return which outputs require grad: this must be the same without a pipeline."""
     outputs = step(run, value)
     return outputs, [y.requires_grad for y in outputs]
 
@@ -69,11 +69,11 @@ class Row:
     Args:
         layers: make the model.
         given: make the input.
-        balance: layers per partition; without it, the last two layers have partitions of their own.
-        use: what is done with the model and the input. What it returns must be the same with a pipeline, as must
-            input, parameters, gradients and buffers be afterwards.
-        refused: what is raised instead, by engine, mode, both, or (`""`) in any case.
-        without: the engines, modes and variations that cannot do it, each with the reason.
+        balance: layers per partition; by default, each of the last two layers is a partition.
+        use: a function of model and input. Its result must be the same with a pipeline, and so must input, parameters,
+            gradients and buffers afterwards.
+        refused: pattern of the error that is raised instead, by engine, mode, both, or `""` for all.
+        without: engines, modes and variations that the row does not run with, and the reason for each.
         tolerance: see compare.py; with a reason beside the row.
         options: of the pipeline, as its user would give them.
         note: what users should know; rows that have one are in docs/works-with.md.
@@ -92,13 +92,13 @@ class Row:
     note: str = ""
 
     def refusal(self, engine: str, checkpoint: str) -> str | None:
-        """Return the message of the error that is raised, or `None` where none is."""
+        """Return the pattern of the expected error, or `None` if none is expected."""
         return next(
             (self.refused[k] for k in (f"{engine} {checkpoint}", engine, checkpoint, "") if k in self.refused), None
         )
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
-        """Whether this is not to be run. A refusal may depend on where boundaries are."""
+        """Whether to skip this. Rows with refusals have no variations: a refusal may depend on boundaries."""
         return bool({engine, checkpoint, variation} & {*self.without}) or bool(variation and self.refused)
 
 
@@ -112,11 +112,11 @@ class Case(NamedTuple):
 
 
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
-    """Return a few cases of each row: each variation, engine and mode, or, with `pairs`, each pair of them."""
+    """Return a few cases of each row, with every variation, engine and mode, or with `pairs` every pair of these."""
     found = []
     for r, row in enumerate(rows):
         ways = [way for way in product(VARIATIONS, ENGINES, MODES) if not row.left_out(*way)]
-        ways = [ways[(k + 7 * r) % len(ways)] for k in range(len(ways))]  # so that each row has others
+        ways = [ways[(k + 7 * r) % len(ways)] for k in range(len(ways))]  # so that rows get different combinations
         chosen = covering([dict(enumerate(way)) for way in ways], size=2 if pairs else 1)
         found += [Case(row, *ways[k]) for k in sorted(chosen)]
     return found
@@ -129,9 +129,9 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 
 
 def unlike(row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)) -> list[str]:
-    """Return in what a pipeline differs from plain layers; or, where it has to refuse, which gradients it left.
+    """Return the differences of a pipeline from plain layers; if it must refuse, the gradients that it left.
 
-    Partitions are on these devices in turn, and the plain layers on the first.
+    Partitions are placed on the devices in turn, the plain layers on the first.
     """
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
         layers, value = made(row)
@@ -148,7 +148,7 @@ def unlike(row: Row, variation: str, engine: str, checkpoint: str, devices: Sequ
     model.observer = observer
     torch.manual_seed(1)
     ours = row.use(model, value)
-    replay(model, plain)
-    forget(model)
+    reuse_draws(model, plain)
+    check_redraws(model)
     torch.manual_seed(1)
     return differences((ours, model, value), (row.use(plain, twin), plain, twin), row.tolerance)

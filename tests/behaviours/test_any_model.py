@@ -1,4 +1,4 @@
-"""A pipeline of any module does what the module does with each micro-batch in turn."""
+"""A pipeline of any module computes what the module computes on each micro-batch in turn."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from .row import total
 
 
 def parts(value: Any, i: int, chunks: int) -> Any:
-    """Return micro-batch `i` of a sample: of each tensor that has a row for each sample, unless it is a shared mask."""
+    """Return micro-batch `i` of a sample. Tensors without a batch dimension, and shared masks, stay whole."""
     if isinstance(value, dict):
         return {key: x if key == "mask" and x.dim() < 2 else parts(x, i, chunks) for key, x in value.items()}
     if isinstance(value, tuple):

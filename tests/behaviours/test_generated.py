@@ -1,8 +1,8 @@
-"""Generated models as pipelines: all that a user can see is that of the plain layers, or the call is refused.
+"""Generated models as pipelines: all visible results equal those of the plain layers, or the call is refused.
 
     MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
 
-runs other models than the suite does, and prints how many, and what was refused.
+runs other models than the test suite, and prints their number and what was refused.
 """
 
 import copy
@@ -22,16 +22,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
-from .parts.draw import forget, replay
+from .parts.draw import check_redraws, reuse_draws
 from .parts.models import INPUTS, Case, Step, cases
 from .row import tensors, total
 
 SEED = os.environ.get("SEED")
 
-# float64 has 53 bits, and no model multiplies by more than some thousand.
+# For float64, with 53 bits, and models that multiply by some thousand at most.
 REORDERED = 1e-9
 
-# What a pipeline may refuse: the message, and what gives reason for it.
+# What a pipeline may refuse: pattern of the message, and the kinds of layers or steps that justify it.
 REFUSED: dict[str, tuple[str, ...]] = {
     "modified by an inplace operation|modified inplace|in an in-place operation|written-to": (
         "in place", "changed between"),
@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 class Refused(Exception):
-    """The pipeline raised the cause of this."""
+    """Raised from the error that the pipeline raised."""
 
 
 @contextmanager
@@ -61,33 +61,33 @@ def refusing() -> Iterator[None]:
 
 
 class Unmodified(Plain):
-    """What plain layers compute where PyTorch would refuse to go backward: tensors are saved as they were.
+    """Plain layers whose saved tensors are copies, so that backward works even if they are changed in place later.
 
-    A pipeline copies some of them, so that it may work where plain layers do not.
+    A pipeline copies some tensors. So it may work where PyTorch refuses a backward of the plain layers.
     """
 
     def run(self, value: Any) -> Any:
-        # Deep copies have the strides of the original; with others, sums would be in another order.
+        # A deep copy keeps the strides. With other strides, sums would be in another order.
         with saved_tensors_hooks(lambda x: copy.deepcopy(x.detach()), lambda x: x):
             parts = self.split(value)
             return super().run(value) if len(parts) > 1 else nn.Sequential.forward(self, parts[0])
 
     def split(self, value: Any) -> list[Any]:
         if isinstance(value, Tensor):
-            # Views of a leaf could not be changed in place.
+            # A clone, because a view of a leaf cannot be changed in place.
             return [part.clone() for part in super().split(value)]
         parts = {id(x): self.split(x) for x in value}
         return list(zip(*(parts[id(x)] for x in value), strict=True))
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters, those too that no module has."""
+    """Return all parameters, also those that layers use without registering them."""
     borrowed = {f"{n} borrows": m.borrowed[0].weight for n, m in model.named_modules() if hasattr(m, "borrowed")}
     return dict(model.named_parameters()) | borrowed
 
 
 def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the inputs of a step, which depend on the seed alone, what it shows, and its outputs."""
+    """Run the forward of a step; return its inputs (given by the seed), copies of its outputs, and its outputs."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inputs = [case.leaf() for _ in range(2 if step.run == "two forwards" else 1)]
@@ -97,14 +97,14 @@ def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[T
         weights = {name: 2 * p for name, p in model.named_parameters()}
         call = lambda value: torch.func.functional_call(model, weights, (value,))  # noqa: E731
     with {"no grad": torch.no_grad, "inference": torch.inference_mode}.get(step.run, nullcontext)():
-        # One may be a buffer.
+        # `clone`, because an output may be a buffer.
         outputs = [y.clone() for x in inputs for y in tensors(call(INPUTS[case.input](x)))]
     shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in outputs]
     return inputs, shown, outputs
 
 
 def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Tensor | None]:
-    """Go backward as the step does, and return all gradients."""
+    """Run the backward of a step, and return all gradients."""
     everything = {f"input {k}": x for k, x in enumerate(inputs)} | leaves(model)
     wanted = {name: x for name, x in everything.items() if x.requires_grad}
     found: dict[str, Tensor | None] = {}
@@ -124,7 +124,7 @@ def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[T
 
 
 def finish(model: nn.Module, step: Step) -> None:
-    """Change the parameters as an optimizer would, or otherwise."""
+    """Do what follows a step: update, zero or keep gradients, freeze, or reload the state dict."""
     parameters = [*leaves(model).values()]
     for p in parameters:
         if p.grad is not None and step.after.startswith("update"):
@@ -140,7 +140,7 @@ def finish(model: nn.Module, step: Step) -> None:
 
 
 def assert_equals_plain(case: Case) -> None:
-    """Run a case as a pipeline and plainly, and compare all that they show; raise `Refused` if the pipeline raises."""
+    """Run a case as a pipeline and as plain layers, and compare all results. Raise `Refused` if the pipeline raises."""
     module = case.build()
     plain = Unmodified(case.build(), chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm)
     with refusing():
@@ -150,13 +150,13 @@ def assert_equals_plain(case: Case) -> None:
     for k, step in enumerate(case.steps):
         with refusing():
             inputs, shown, outputs = forward(model, case, step, k)
-        replay(model, plain)
+        reuse_draws(model, plain)
         try:
             plain_inputs, plain_shown, plain_outputs = forward(plain, case, step, k)
         except RuntimeError:
-            with refusing():  # at the latest now
+            with refusing():  # the pipeline must refuse now, if it has not yet
                 backward(model, step, inputs, outputs)
-            # Or a partition had a copy of what plain layers would change: a view of a parameter.
+            # Or it works, because a partition has a copy of what plain layers change: a view of a parameter.
             pairs = zip(leaves(model).values(), leaves(plain).values(), strict=True)
             if case.has("parameter in place", "embedding, rescaled") or all(p.equal(q) for p, q in pairs):
                 return
@@ -168,16 +168,16 @@ def assert_equals_plain(case: Case) -> None:
         all_of_it = (shown, gradients, model, leaves(model)), (plain_shown, plain_gradients, plain, leaves(plain))
         assert differences(*all_of_it, REORDERED if case.reorders else 0.0) == []
 
-        forget(model)
+        check_redraws(model)
         finish(model, step)
         finish(plain, step)
-        # A gradient of zero has any sign, after rounding.
+        # Rounding gives a zero gradient any sign, and updates use the sign: make parameters equal again.
         for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 
 
 def verdict(case: Case) -> str:
-    """Check a case; return "equal", or what was refused."""
+    """Check a case; return "equal", or "refused: ..." if that is allowed."""
     try:
         assert_equals_plain(case)
     except Refused as refused:
@@ -197,7 +197,7 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
         models //= 10
     found: Counter[str] = Counter()
 
-    # Ranks take seconds to fail, so a case that they fail on is not made smaller.
+    # Do not shrink a failing case on ranks: each failure takes seconds.
     phases = [*hypothesis.Phase] if n is None else [hypothesis.Phase.generate]
 
     @hypothesis.settings(max_examples=models, derandomize=SEED is None, database=None, phases=phases)
@@ -211,5 +211,5 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
     finally:
         print("", *(f"{count:6} {what}" for what, count in found.most_common()), sep="\n")
     refused = sum(count for what, count in found.items() if what.startswith("refused:"))
-    # Of few models, chance refuses more.
+    # With few models, more may be refused by chance.
     assert refused < (0.1 if n is None else 0.4) * found["models"], f"what is refused tests nothing: {found}"

@@ -1,6 +1,6 @@
-"""The observer sees every task once, by its right name, in the thread that runs it and in an order that can be.
+"""The observer sees every task once: with its right name, in the thread that runs it, in a possible order.
 
-A recorded timeline has them on one clock.
+A recorded timeline has all tasks on one clock.
 """
 
 import json
@@ -29,7 +29,7 @@ from .row import step
 
 
 class Log:
-    """Write down when tasks start and end, and which layers run within them."""
+    """Record when tasks start and end, and which layers run in them."""
 
     def __init__(self) -> None:
         self.started: list[Task] = []
@@ -49,7 +49,7 @@ class Log:
 
 
 class Witness(nn.Module):
-    """Note in which task each pass of this layer runs."""
+    """Record in which task each pass of this layer runs."""
 
     def __init__(self, log: Log, k: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Witness(nn.Module):
 
 
 def observed(balance: list[int], chunks: int, way: dict[str, Any]) -> tuple[Any, Log, Sequence[int]]:
-    """Return a pipeline, what it tells its observer, and the partitions of which that may hear: a rank's own."""
+    """Return a pipeline, the log of its observer, and the partitions whose tasks it sees: on ranks, its own."""
     log = Log()
     layers = nn.Sequential(*(Witness(log, k) for k in range(6))) if sum(balance) == 6 else only_a_skip()
     model = piped(layers, balance, chunks, **way)
@@ -132,7 +132,7 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return what to call, and what to record."""
+    """Return the model to call, and the pipeline to record."""
     model = piped(nn.Sequential(*(nn.Sequential(linear(), Fails()) for _ in range(n))), [1] * n, CHUNKS, **way)
     return model, model._pipeline if way["engine"] == "ranks" else model
 

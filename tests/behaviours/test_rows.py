@@ -1,4 +1,4 @@
-"""Every row of rows/ with every engine and mode: what a pipeline does is what its layers do, or it refuses."""
+"""Every row of rows/ with every engine and mode: a pipeline has the results of its layers, or it refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from .rows.training import ROWS
 
 GROUPS = (passed, gradients, between, buffers, random, unusual, at_once, tools)
 NAMES = {row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS}
-# As benchmarks/conformance.py says, too, with the reason.
+# The others differ from plain layers; benchmarks/conformance.py lists them with the reason, `unlike`.
 TOGETHER = [row for row in ROWS if not row.unlike]
 
 
@@ -27,13 +27,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", chosen, ids=lambda case: "-".join((NAMES[case.row], *filter(None, case[1:]))))
 
 
-# Of a reentrant checkpoint in a first pass, which has no graph.
+# From a reentrant checkpoint in the first pass, which runs without a graph.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-# Before torch 2.13, what `checkpoint` holds is not closed where the layer raises, but wherever the error is freed.
+# Before torch 2.13, if a layer raises, the generator in `checkpoint` is closed only when the error is freed.
 @pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-# Of torch.compile, with plain layers, too; of torch.distributed.checkpoint; and of a forked process.
+# From torch.compile, also with plain layers; from torch.distributed.checkpoint; from a forked process.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -60,7 +60,7 @@ def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
-    """Return what a row of training leaves, as a user trains: with criteria, optimizers and files."""
+    """Return the results of a training row with a `Pipe`, which trains with criteria, optimizers and files."""
     folder.mkdir()
     found = row.action(pipe(row, folder))
     return found.found() if isinstance(found, Pipe) else found
@@ -79,7 +79,7 @@ def test_training(row: Training, engine: str, checkpoint: str, tmp_path: Path) -
         return
     ours = left(row, Piped, tmp_path / "ours")
     if engine == "ranks" and not ours:
-        return  # another rank has seen it
+        return  # only another rank has the result
     plain = left(row, Layers, tmp_path / "plain")
     assert not any(x is False for x in plain.values()), "the plain layers do not do it either"
     assert differences(ours, plain, row.tolerance) == []

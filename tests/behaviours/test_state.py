@@ -1,4 +1,4 @@
-"""State: files of 0.0.7 load, whatever the balance. Others are rows of rows/training.py, copies of rows/unusual.py."""
+"""State dicts of 0.0.7 load with any balance. See rows/training.py for other states, rows/unusual.py for copies."""
 
 import copy
 from collections import OrderedDict
@@ -21,7 +21,7 @@ def layers() -> nn.Sequential:
 
 
 def state_of_0_0_7(module: nn.Module, balance: list[int]) -> dict[str, Tensor]:
-    """Return the state as torchgpipe 0.0.7 named it: by partition, and within by the layers' own names."""
+    """Return the state dict with the names of torchgpipe 0.0.7: the partition, then the layer's own name."""
     partition_of = [j for j, count in enumerate(balance) for _ in range(count)]
     place = {name: partition_of[k] for k, (name, _) in enumerate(module.named_children())}
     return {f"partitions.{place[name.split('.')[0]]}.{name}": x for name, x in module.state_dict().items()}

@@ -22,7 +22,7 @@ from torchgpipe.plan.replay import Costs, Event, replay
 from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 
 from ..behaviours.parts.layers import Do
-from .distributed.threads import GPUS, World, play
+from .distributed.threads import GPUS, World, simulate_ranks
 from .layers import partitions
 from .simulated import Streams, backward_by_threads, working
 
@@ -58,7 +58,7 @@ ENGINES: dict[str, Callable[[list[int]], int] | None] = {
 }
 
 
-def has(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) -> bool:
+def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) -> bool:
     """Whether there is such a case. Over ranks, skips leave late: in time if they take no longer than other items."""
     skips = bool(COPIES[copies][1])
     if ENGINES[engine] is not None:
@@ -79,7 +79,7 @@ CASES = [
     for times in TIMES
     for copies in COPIES
     for mode in MODES
-    if has(engine, n, m, mode, times, copies)
+    if is_case(engine, n, m, mode, times, copies)
 ]
 
 
@@ -103,7 +103,7 @@ def test_every_task_starts_when_the_replay_says(
 ) -> None:
     costs = cost(n, m, mode, times, copies)
     if engine == "ranks":
-        found = step(costs, mode, streams, over=play(streams, GPUS[:n]))
+        found = step(costs, mode, streams, over=simulate_ranks(streams, GPUS[:n]))
     else:
         turns = ENGINES[engine]
         backward = Tensor.backward if turns is None else backward_by_threads(streams, n, turns)
@@ -141,7 +141,7 @@ LAYOUTS: dict[str, list[tuple[int, int]]] = {
 def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
     m: int, skips: list[tuple[int, int]], checkpoint: Any, streams: Any
 ) -> None:
-    world = play(streams, GPUS)
+    world = simulate_ranks(streams, GPUS)
     step(cost(4, m, checkpoint, "equal", "no time"), checkpoint, streams, over=world, skips=skips)
 
     # Of every wire: for each tensor, how many tasks were issued before.

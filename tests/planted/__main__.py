@@ -1,4 +1,4 @@
-"""Plant each fault in a copy, and see whether the tests that import its module find it."""
+"""Mutation testing: plant each fault in a copy, and run the tests that import its module until one fails."""
 
 import argparse
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from .rows import Row, copied, importers, read, write
 
-QUIET = 60  # seconds without a word: what runs for so long hangs, if without the fault it ends within half of that
+QUIET = 60  # seconds without output: such a test hangs if without the fault it takes less than half of that
 ALL_PASS = "all tests pass"
 
 
 def run_tests(tree: Path, tests: list[str], end: float, stop: threading.Event) -> tuple[int | None, str, float]:
-    """Run tests up to the first failure. Return the exit code (None at the end), the last test, and its silence."""
+    """Run tests until one fails. Return the exit code (None: timeout), the last test, the seconds without output."""
     log = tree.with_suffix(f".{threading.get_ident()}.log")
     command = [sys.executable, "-m", "pytest", "-xv", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -30,24 +30,24 @@ def run_tests(tree: Path, tests: list[str], end: float, stop: threading.Event) -
                 pass
         finally:
             code, silence = process.poll(), time.time() - log.stat().st_mtime
-            with suppress(ProcessLookupError):  # where it has ended and left nothing behind
+            with suppress(ProcessLookupError):  # the process group has ended already
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     written = log.read_text(errors="replace")
     last = re.findall(r"^(?:ERROR |FAILED )?(tests/\S+\.py(?:::.*?)?)(?: (?:-|[A-Z]{5,}) .*| *)$", written, re.M)
-    return code, last[-1] if last else tests[0], silence  # where no test has begun, the first file
+    return code, last[-1] if last else tests[0], silence  # the first file, if no test has begun
 
 
 def finder(row: Row, tree: Path) -> list[list[str]]:
-    """Return the test that found a fault before, if it is still there: to try that first saves minutes."""
+    """Return the test that found the fault before, if it still exists. To run it first saves minutes."""
     test = row.by.split(" ")[0] if row.found else ""
     file, _, name = test.partition("::")
     there = name and (tree / file).is_file() and f"def {name}(" in (tree / file).read_text()
     return [[test]] if there else []
 
 
-def tried(row: Row, plain: Path, limit: int, stop: threading.Event) -> Row:
-    """Plant a fault in a copy of the plain tree, and return the row with what tests make of it."""
+def try_fault(row: Row, plain: Path, limit: int, stop: threading.Event) -> Row:
+    """Plant a fault in a copy of the plain tree, run tests, and return the row with the result."""
     rounds = [*finder(row, plain), *importers(plain, row.file)]
     end = time.monotonic() + limit
     result = Row(row.file, row.kind, row.old, row.new, found=False, by=ALL_PASS if rounds else "no test imports it")
@@ -67,7 +67,7 @@ def tried(row: Row, plain: Path, limit: int, stop: threading.Event) -> Row:
             if with_it != 0 and without == 0:
                 result.found, result.by = True, last.split("[")[0] + (" hangs" if code is None else "")
                 break
-            passed_over.append(f"--deselect={last}")  # it fails without the fault, too, or not always with it
+            passed_over.append(f"--deselect={last}")  # it also fails without the fault, or is flaky with it
             result.by = f"{ALL_PASS} but {len(passed_over)}, which fail in any case or not always"
     return result
 
@@ -79,14 +79,14 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write the results into the rows' file")
     parser.add_argument("files", nargs="*", help="try the faults of these files only")
     arguments = parser.parse_args()
-    for each in (signal.SIGINT, signal.SIGTERM):  # a shell may have it ignored in the background
+    for each in (signal.SIGINT, signal.SIGTERM):  # a shell may start background jobs with the signal ignored
         signal.signal(each, signal.default_int_handler)
     rows, stop = read(), threading.Event()
     chosen = [k for k, row in enumerate(rows) if not arguments.files or row.file in arguments.files]
     _, lost = [row.planted() for row in rows], 0
     with copied() as plain, ThreadPoolExecutor(arguments.jobs) as pool:
         try:
-            tries = {k: pool.submit(tried, rows[k], plain, arguments.limit, stop) for k in chosen}
+            tries = {k: pool.submit(try_fault, rows[k], plain, arguments.limit, stop) for k in chosen}
             for k in chosen:
                 before, rows[k] = bool(rows[k].found), tries[k].result()
                 lost += before > bool(rows[k].found)

@@ -1,4 +1,4 @@
-"""Faults that a file could have, by patterns over its lines."""
+"""Generate possible faults of a file, by regular expressions on its lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATTERNS = [
     ("left out", rf"\b(for [\w, ()]+ in )({THING}){END}", r"\1list(\2)[1:]"),
     ("left out", rf"\b(for [\w, ()]+ in )({THING}){END}", r"\1list(\2)[:-1]"),
 ]
-# Each for the other.
+# In each pair, either text may replace the other.
 PAIRS = [("built-in", "min(", "max("), ("built-in", "any(", "all("), ("junction", " and ", " or ")]
 PAIRS += [("off by one", " < ", " <= "), ("off by one", " > ", " >= "), ("sign", " + 1", " - 1")]
 PAIRS += [("first and last", "[0]", "[-1]"), ("first and last", "[1:]", "[:-1]"), ("constant", "0.25", "0.75")]
@@ -39,7 +39,7 @@ PAIRS += [("swap", "source", "target"), ("swap", "before", "after"), ("swap", "h
 for kind, *pair in PAIRS:
     for old, new in (pair, pair[::-1]):
         PATTERNS.append((kind, re.sub(r"^\b|\b$", r"\\b", re.escape(old)), new))
-# Of a kind of the plan's, if the line and the file are such, and the kind is one of these.
+# A fault gets a special kind if patterns match its general kind, its line and its file.
 SWAPS = r"swap|arguments|first and last"
 NAMED = [
     ("wrong quartile", rf"{SWAPS}|built-in|constant|off by one|sign", r"quartile|quantile", r"^reproduce"),
@@ -51,7 +51,7 @@ NAMED = [
 
 
 def faults(file: str, code: str) -> Iterator[Row]:
-    """Yield the faults of a file. Messages, types and functions of a GPU alone are passed over."""
+    """Yield the possible faults of a file, except in messages, signatures and functions that only GPUs run."""
     hidden: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         unseen = isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom))

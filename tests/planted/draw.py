@@ -1,4 +1,4 @@
-"""Draw faults from a seed until 45 are in the library and 15 in reproduce; delete a row, and another is drawn."""
+"""Draw random faults until there are 45 in the library and 15 in reproduce. Deleted rows are replaced by new ones."""
 
 import argparse
 import importlib
@@ -19,7 +19,7 @@ FIRST = [name for name, *_ in NAMED] + ["dropped wait", "version check"]
 
 
 def show(package: str, tree: Path, output: Path) -> None:
-    """Import all of a tree's package; take tiny steps, or list and show; write what is printed into a file."""
+    """Import all modules of a tree's package, run tiny steps (or the commands list and show), and save the output."""
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     with output.open("w") as file:
@@ -36,9 +36,9 @@ def show(package: str, tree: Path, output: Path) -> None:
 
 
 def shown(package: str, tree: Path) -> str | None:
-    """Return what a short run prints, None if it fails or hangs."""
+    """Return the output of a short run, None if it fails or hangs."""
     output = tree.with_suffix(".txt")
-    # Forked, so that torch is imported once for all.
+    # Forked, so that torch is imported only once, here.
     process = multiprocessing.get_context("fork").Process(target=show, args=(package, tree, output))
     process.start()
     process.join(60)
@@ -48,7 +48,7 @@ def shown(package: str, tree: Path) -> str | None:
 
 
 def draw(package: str, taken: list[Row], rng: random.Random, tree: Path) -> None:
-    """Draw a kind, a file of that kind by its size, a fault that no run shows; each kind of the plan's comes once."""
+    """Draw a kind (those of `FIRST` first), a file by its size, a fault that leaves a short run's output alone."""
     paths = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / package).rglob("*.py"))}
     rows: list[Row] = []
     for file in paths:

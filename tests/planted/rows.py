@@ -1,4 +1,4 @@
-"""The rows, each a fault: a file, its old text, its new text; and what tests made of it. The copy, and its tests."""
+"""The faults: file, old text, new text, and whether a test found it. Copies of the tree; the tests of a file."""
 
 import ast
 import json
@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("rows.json")
-SOME = 16  # test files at a time: to collect all takes longer than to run those that find a fault
+SOME = 16  # test files per run: to collect all of them would take longer than to find the fault
 
 
 @dataclass
 class Row:
-    """A fault. `found` and `by` are results: whether tests find it, and which, or why they do not."""
+    """A fault. Results: `found`, whether a test finds it, and `by`, the test, or why there is none."""
 
     file: str
     kind: str
@@ -71,7 +71,7 @@ def imported(tree: Path, file: str) -> set[str]:
         if isinstance(node, ast.Import):
             found += [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # Without its last `level` parts, a file's path is the folder that a relative import starts from.
+            # A relative import starts from the file's path without its last `level` parts.
             start = [*Path(file).parts[: -node.level or -99], *filter(None, (node.module or "").split("."))]
             found += [start, *([*start, alias.name] for alias in node.names)]
     files = {each for parts in found for each in ("/".join(parts) + ".py", "/".join([*parts, "__init__.py"]))}
@@ -79,19 +79,19 @@ def imported(tree: Path, file: str) -> set[str]:
 
 
 def importers(tree: Path, file: str) -> list[list[str]]:
-    """Return the test files that import a file: those that do directly, then some at a time, the nearest first."""
+    """Return test files that import a file, in groups: direct importers, then others, nearest first."""
     files = [path.relative_to(tree).as_posix() for path in tree.rglob("*.py")]
     distance = {file: 0}
-    for at in (reached := [file]):  # which grows
+    for at in (reached := [file]):  # grows during the loop
         new = sorted(each for each in files if each not in distance and at in imported(tree, each))
-        distance |= dict.fromkeys(new, distance[at] + (not at.startswith("tests/")))  # helpers of tests do not count
+        distance |= dict.fromkeys(new, distance[at] + (not at.startswith("tests/")))  # not for test helpers
         reached += new
     tests = sorted(each for each in reached if re.match(r"tests/(?!planted).*\btest_", each))
     others = re.compile(rf"tests/(?!{file.partition('/')[0]})(reproduce|benchmarks|research)")
 
     def order(test: str) -> tuple[bool, bool, int, int]:
         before = [each for each in tests[: tests.index(test)] if Path(each).parent == Path(test).parent]
-        return distance[test] > 1, bool(others.match(test)), distance[test], len(before)  # folders in turn
+        return distance[test] > 1, bool(others.match(test)), distance[test], len(before)  # mix folders
 
     direct = [test for test in sorted(tests, key=order) if distance[test] == 1]
     rest = [test for test in sorted(tests, key=order) if distance[test] > 1]

@@ -1,4 +1,4 @@
-"""Rows fit the files, and a fault in a tiny tree is found."""
+"""The rows match the files, and a fault in a tiny tree is found."""
 
 import ast
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .__main__ import ALL_PASS, tried
+from .__main__ import ALL_PASS, try_fault
 from .rows import ROOT, Row, copied, read
 
 ROWS = read()
@@ -15,12 +15,12 @@ ROWS = read()
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{k} {row.file}" for k, row in enumerate(ROWS)])
 def test_rows(row: Row) -> None:
-    """The file has the old text once, and with the new text it is another program."""
+    """The old text occurs once in the file, and the new text changes the program."""
     assert ast.dump(ast.parse(row.planted())) != ast.dump(ast.parse((ROOT / row.file).read_text()))
 
 
 def test_a_fault_is_found(tmp_path: Path) -> None:
-    """One that a test of the module sees; not one that only a broken test sees."""
+    """A fault is found if a test of the module fails, but not if that test always fails."""
     code = "def less(a, b):\n    return a < b\n\ndef more(a, b):\n    return a > b\n"
     tests = "import code_\n\ndef test_less():\n    assert not code_.less(1, 1)\n\ndef test_no():\n    assert False\n"
     (tmp_path / "tests").mkdir()
@@ -29,7 +29,7 @@ def test_a_fault_is_found(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     rows = [Row("code_.py", "off by one", f"a {old} b", f"a {old}= b") for old in "<>"]
     with copied(tmp_path) as plain:
-        found = [tried(row, plain, 600, threading.Event()) for row in rows]
+        found = [try_fault(row, plain, 600, threading.Event()) for row in rows]
     assert [(row.found, row.by) for row in found] == [
         (True, "tests/test_code.py::test_less"),
         (False, f"{ALL_PASS} but 1, which fail in any case or not always"),

@@ -1,4 +1,4 @@
-"""`Draw`, a layer of random numbers that are written down, so that plain layers can take the same ones."""
+"""`Draw`, a layer that records its random numbers, so that plain layers can use the same ones."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,10 +14,10 @@ def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 class Draw(nn.Module):
-    """In training, multiply by what `draw` returns for the input, or by what is `recorded`.
+    """In training, multiply the input by `draw(input)`, or by the next of the numbers in `recorded`.
 
-    What first and second passes drew is written down, apart. `use_reentrant`: draw within PyTorch's own checkpointing,
-    of that kind.
+    The numbers drawn in first passes and in recomputations are kept in two lists. With `use_reentrant`, draw within
+    `torch.utils.checkpoint` of that kind.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ def drawing(model: nn.Module) -> list[Draw]:
     return [layer for layer in model.modules() if isinstance(layer, Draw)]
 
 
-def replay(model: nn.Module, plain: nn.Module) -> None:
-    """Let the plain layers take what the pipeline's first passes drew."""
+def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
+    """Let the plain layers use the numbers that the pipeline drew in first passes."""
     for layer, twin in zip(drawing(model), drawing(plain), strict=True):
         twin.recorded = iter(layer.first)
 
 
-def forget(model: nn.Module) -> None:
-    """Assert that second passes drew what first passes did, and forget both."""
+def check_redraws(model: nn.Module) -> None:
+    """Assert that recomputations drew the same numbers as first passes, and clear both lists."""
     for layer in drawing(model):
         assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"
         layer.first, layer.second = [], []

@@ -1,4 +1,4 @@
-"""Layers of generated models, from `(N, WIDTH)` to `(N, WIDTH)`: each does what a pipeline could get wrong."""
+"""Layers of generated models, `(N, WIDTH)` to `(N, WIDTH)`. Each does something that a pipeline could get wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 4
 
 
 class Do(nn.Module):
-    """Call a function of this module and its input. Tensors that it holds are parameters or buffers."""
+    """A layer whose forward is `function(self, input)`. Tensors given by name become parameters or buffers."""
 
     def __init__(self, function: Callable[[Any, Any], Any], **holds: Any) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class Do(nn.Module):
 
 
 def layer(given: Any) -> nn.Module:
-    """Return a module, or a layer that is a function of the tensors that it gets."""
+    """Return a module as it is; turn a function of tensors into a layer."""
     if isinstance(given, nn.Module):
         return given
     return Do(lambda _, value: given(*(value if isinstance(value, tuple) else (value,))))
 
 
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
-    """Return what makes a model of modules and functions, each of which is made anew."""
+    """Return a function that builds a model. `layers` are factories of modules or functions."""
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
 
 class Frozen(nn.BatchNorm1d):
-    """Batch norm that stays in evaluation mode."""
+    """Batch norm that always stays in eval mode."""
 
     def train(self, mode: bool = True) -> Frozen:
         return super().train(False)
@@ -57,12 +57,12 @@ def linear() -> nn.Linear:
 
 
 def five(last: Callable[[], nn.Module] | None = None) -> nn.Sequential:
-    """Return the usual model."""
+    """Return the default model of rows: five layers."""
     return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), linear() if last is None else last())
 
 
 def real(*, grad: bool = True) -> Tensor:
-    """Return the usual input: in three micro-batches, the last is smaller."""
+    """Return the default input. Split into three micro-batches, the last one is smaller."""
     return torch.randn(8, WIDTH).requires_grad_(grad)
 
 
@@ -71,17 +71,17 @@ def weight() -> Parameter:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Normalize two channels of two values: then a micro-batch of one sample is enough."""
+    """Apply a norm to two channels of two values each, so that a micro-batch may have one sample."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
 
 def shared_parts() -> nn.ModuleList:
-    """Return what several layers of a model may have in common."""
+    """Return modules that several layers of a model may share."""
     return nn.ModuleList([linear(), norm(nn.BatchNorm1d(2))])
 
 
 def freeze(build: Callable[[], nn.Sequential], *numbers: int) -> nn.Sequential:
-    """Return layers, some of which are frozen."""
+    """Build layers, and freeze those with the given numbers."""
     layers = build()
     for number in numbers:
         layers[number].requires_grad_(False)
@@ -95,7 +95,7 @@ def tied(to: nn.Linear) -> nn.Module:
 
 
 def draw_from(generator: torch.Generator | None = None) -> nn.Module:
-    """Return a layer that draws from a generator of its own, or from one that it shares."""
+    """Return a layer that draws from its own generator, or from the given one."""
     own = generator or torch.Generator().manual_seed(3)
     return Do(lambda self, x: x * dropout(x, self.generator), generator=own)
 
@@ -109,7 +109,7 @@ def table(**options: Any) -> nn.Module:
 
 def checkpointed(reentrant: bool) -> nn.Module:
     def run(self: Any, x: Tensor) -> Tensor:
-        # The older kind warns of an input that takes no gradient.
+        # A reentrant checkpoint warns if its input does not require grad.
         if reentrant and not x.requires_grad:
             return self.inner(x)
         return checkpoint(self.inner, x, use_reentrant=reentrant)
@@ -135,7 +135,7 @@ def remember(self: Any, x: Tensor) -> Tensor:
 
 
 def decay(self: Any, x: Tensor) -> Tensor:
-    y = x * self.scale  # autograd saves it
+    y = x * self.scale  # autograd saves `scale`
     with torch.no_grad():
         self.scale.mul_(0.9)
     return y
@@ -176,7 +176,7 @@ def swap(_: Any, value: Any) -> Any:
     return (value[-1], *value[1:-1], value[0]) if alike else value
 
 
-# Each is made from `shared_parts()` of its model. Hypothesis shrinks towards the first ones.
+# Each builds a layer, given the `shared_parts()` of the model. Hypothesis shrinks towards the first ones.
 KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "identity": lambda _: nn.Identity(),
     "linear": lambda _: linear(),
@@ -243,7 +243,7 @@ OF_SEVERAL = {"sum", "sum in place", "swap"}
 
 
 def only_a_skip() -> nn.Sequential:
-    """Return two layers, and a third, which gets nothing from them that takes a gradient but a skip."""
+    """Return three layers. The only input of the third that requires grad is a skip."""
     constant = Do(lambda _, x: torch.ones_like(x, requires_grad=False))
     stashing = with_skips(constant, {"skip": lambda x, y: x.tanh()}, {})
     return nn.Sequential(linear(), stashing, with_skips(nn.Sigmoid(), {}, {"skip": torch.mul}))

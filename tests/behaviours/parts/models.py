@@ -1,4 +1,4 @@
-"""Generated models, and how each of them is run: `Case`, and `cases()`, which hypothesis draws them from."""
+"""`Case`, a generated model and how it is run, and `cases()`, the hypothesis strategy for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .layers import KINDS, OF_SEVERAL, TO_SEVERAL, WIDTH, shared_parts
 from .wiring import POPS, STASHES, OnFirst, with_skips
 
-# The input, made of a leaf.
+# kind of input -> the input, made from a leaf tensor.
 INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "no gradient": lambda x: x,
     "gradient": lambda x: x,
@@ -21,8 +21,8 @@ INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "twice": lambda x: (x, x),
 }
 
-# How a step runs forward and backward, and not with which layers: PyTorch itself refuses that, or gets it wrong; or a
-# layer uses a parameter that no module has, which autograd.grad(…) and backward(inputs=…) miss behind a gate.
+# How a step runs forward and backward -> layers not drawn with it: PyTorch itself refuses or miscomputes them, or they
+# use an unregistered parameter, which autograd.grad(…) and backward(inputs=…) do not find behind a `_Gate` node.
 RUNS: dict[str, set[str]] = {
     "backward": set(),
     "no grad": set(),
@@ -39,15 +39,15 @@ RUNS: dict[str, set[str]] = {
 AFTER = ["update", "update, zero", "accumulate", "freeze", "reload"]
 CHECKPOINT = ["never", "except_last", "always"]
 
-# What makes two of one tensor, or hands it on as it is, and what then changes both.
+# Layers that return their input or aliases of it, and layers that then change both in place.
 ALIASES = [
     "identity", "linear", "tied", "shared", "twice", "and a view", "and its input", "swap", "relu in place",
     "add in place",
 ]  # fmt: skip
 
-# What is not drawn for ranks: what two partitions have in common, which they refuse; what no module has, which other
-# ranks do not see; parameters that a forward changes, which are not sent to them; and what works with backward() only,
-# since `Everywhere` has autograd.grad run each rank's part.
+# Not drawn for ranks: modules shared by two partitions (refused); unregistered parameters (unknown to other ranks);
+# parameters that a forward changes (not sent to other ranks); and what works with backward() only, because `Everywhere`
+# runs each rank's part by autograd.grad.
 NOT_FOR_RANKS = {
     "tied", "shared", "shared norm", "borrowed", "embedding, rescaled", "parameter in place", "checkpointed, reentrant",
 }  # fmt: skip
@@ -61,7 +61,7 @@ USE_TWICE = {
 
 @dataclass(frozen=True)
 class Skip:
-    """From layer `source` to layer `target`: what is stashed, and what becomes of it."""
+    """A skip from layer `source` to layer `target`: what is stashed, and how the target uses it."""
 
     source: int
     target: int
@@ -71,7 +71,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Step:
-    """How forward and backward are run, what comes after them, and in which mode."""
+    """A step: how forward and backward run, what happens after them, and whether in training mode."""
 
     run: str = "backward"
     after: str = "update"
@@ -80,7 +80,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """Kinds of layers, skips, a kind of input, options of `GPipe`, and steps."""
+    """A model (kinds of layers, skips), a kind of input, options of `GPipe`, and the steps to run."""
 
     kinds: tuple[str, ...]
     balance: tuple[int, ...]
@@ -98,7 +98,7 @@ class Case:
     seed: int = 0
 
     def build(self) -> nn.Sequential:
-        """Return the layers; the same ones each time."""
+        """Build the layers, each time with the same parameters."""
         torch.manual_seed(self.seed)
         parts = shared_parts().double()
         several = self.input in ("with integers", "twice")
@@ -123,7 +123,7 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Whether there is such a kind of layer, or such a step, or anything "in place"."""
+        """Whether the case has one of these kinds of layers or steps; "in place" means any of the in-place ones."""
         there = {*self.kinds, *(step.run for step in self.steps)}
         if any("in place" in what for what in (*self.kinds, *(skip.pop for skip in self.skips))):
             there.add("in place")
@@ -131,15 +131,15 @@ class Case:
 
     @property
     def reorders(self) -> bool:
-        """Whether more than two numbers may be added in another order: gradients of one tensor, or statistics."""
+        """Whether sums of more than two terms may have another order: gradients of one tensor, or batch statistics."""
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips) + (self.input == "twice")
         return forks > 1 or self.has(*USE_TWICE) or self.deferred_batch_norm
 
 
 @st.composite
 def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
-    """Draw a model for one process, or for as many ranks."""
-    # Few in place: PyTorch refuses much of what they do.
+    """Draw a case for one process, or for so many ranks."""
+    # Draw few in-place layers: PyTorch refuses many of their uses.
     apart = [kind for kind in KINDS if "in place" not in kind]
     fit = (lambda kind: True) if ranks is None else (lambda kind: kind not in NOT_FOR_RANKS)
     several = (apart, ALIASES, [*KINDS])

@@ -1,4 +1,4 @@
-"""How layers are wired: by tuples, of which a layer takes the first tensor, and by skips."""
+"""Connections between layers: tuples, of which a layer uses the first tensor, and skips."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,14 +13,14 @@ Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Add up a tuple, whatever it is made of."""
+    """Add up tensors of any shapes and types: each but the first is reduced to its mean per sample."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         total = add(total, x.to(total.dtype).reshape(len(x), -1).mean(1, keepdim=True))
     return total
 
 
-# What a layer stashes of its input x and its output y, and what becomes of its output and a skip.
+# What a layer with input x and output y stashes; how a layer combines its output y with a popped skip.
 STASHES: Stashes = {
     "product": lambda x, y: 2 * x,
     "input": lambda x, y: x,
@@ -41,7 +41,7 @@ POPS: Pops = {
 
 
 class OnFirst(nn.Module):
-    """Run a layer on the first tensor of a tuple, and let the others pass."""
+    """Run a layer on the first tensor of a tuple, and return the others unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Let a layer stash and pop skips, given by name and how."""
+    """Make a layer stash and pop skips: for each name, a function from `STASHES` or `POPS`."""
 
     @skippable(stash=stashes, pop=pops)
     class Skipping(nn.Module):

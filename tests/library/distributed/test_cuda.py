@@ -28,7 +28,7 @@ from ...parts import Fails
 from ..layers import partitions
 from ..ledger import assert_eventually
 from .test_wire import PLACED
-from .threads import GPUS, Pair, play
+from .threads import GPUS, Pair, simulate_ranks
 
 WAYS = {"NCCL": GPUS, "staging": ["one"] * 4, "staging, as two ranks share a GPU": ["one", "two", "three", "one"]}
 
@@ -51,7 +51,7 @@ def test_results_are_those_of_one_process(way: str, skips: Any, checkpoint: Any,
     x, target = torch.rand(7, 3), torch.rand(7, 3)
     expected = train(GPipe(*layers(*skips), devices=["cpu"] * 4, chunks=4, checkpoint=checkpoint), x, target)
     copies = [layers(*skips) for _ in range(4)]
-    world = play(streams, WAYS[way])
+    world = simulate_ranks(streams, WAYS[way])
 
     def program(rank: int) -> Any:
         model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", chunks=4, checkpoint=checkpoint)
@@ -78,7 +78,7 @@ TASKS = {  # the third
 @pytest.mark.parametrize("victim", range(4))
 def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: int, streams: Any) -> None:
     copies = [layers((0, 2)) for _ in range(4)]
-    world = play(streams, WAYS[way])
+    world = simulate_ranks(streams, WAYS[way])
     ready = threading.Barrier(4, timeout=20)
     batch = torch.rand(8, 3), torch.rand(8, 3)
     lost: list[weakref.ref[Any]] = []
@@ -141,7 +141,7 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
     """Return both ends of a wire from rank 0 to rank 1."""
-    world = play(streams, GPUS[:2])
+    world = simulate_ranks(streams, GPUS[:2])
     pairs: list[Any] = [Pair(world, "forward 0 1") if way == "NCCL" else None for _ in (0, 1)]
     return Transfer(torch.device("cpu", 0), pairs[0], 1), Transfer(torch.device("cpu", 1), pairs[1], 0)
 

@@ -222,7 +222,7 @@ class OfEach(threading.local, UserDict[Any, int]):
         return 0
 
 
-def play(streams: Any, gpus: Sequence[str]) -> World:
+def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     """Let threads be ranks, whose GPUs have these names."""
     world, patch = World(len(gpus), streams), streams.patch
     for name, value in {
