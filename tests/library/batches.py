@@ -12,7 +12,7 @@ convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
 
 
 def batch(*shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw a mini-batch whose samples drift, so that micro-batches differ in mean and variance."""
+    """Return a random mini-batch whose samples drift, so that its micro-batches differ in mean and variance."""
     generator = torch.Generator().manual_seed(seed)
     drift = torch.linspace(0.5, 2, shape[0], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1))
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * drift + mean * drift).to(dtype)

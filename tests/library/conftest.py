@@ -1,4 +1,4 @@
-"""What stands in for time and for GPUs (simulated.py)."""
+"""Fixtures for simulated time and GPUs (simulated.py)."""
 
 import pytest
 
@@ -10,13 +10,13 @@ from .simulated import CLOCK, Clock, Streams
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Let `cpu:0`, `cpu:1`, … have streams, and these a clock."""
+    """Give `cpu:0`, `cpu:1`, … simulated streams with clocks."""
     return Streams(monkeypatch)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Let profiles be timed by a clock that only layers advance."""
+    """Make profiles use a clock that only layers advance."""
     CLOCK.start()
     for module in (profile, timing):
         monkeypatch.setattr(module, "perf_counter", lambda: CLOCK.now)

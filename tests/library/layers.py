@@ -28,7 +28,7 @@ class Lambda(nn.Module):
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Stash what one function makes of the input, and return what another makes of it."""
+    """Stash `skip(input)` and return `output(input)`."""
 
     def __init__(self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Return what a function makes of the input and the skip."""
+    """Return `join(input, skip)`."""
 
     def __init__(self, join: Callable[[Any, Any], Any] = torch.add) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Pop(nn.Module):
 def partitions(
     layers: Sequence[nn.Module], skips: Iterable[tuple[int, int]], stashed: Callable[[Any], Any] = same
 ) -> tuple[nn.Sequential, list[int]]:
-    """Return layers for a partition each, with skips from one to another, of what a function makes; and the balance."""
+    """Return layers with skips between them, of `stashed(input)`, and the balance that makes each a partition."""
     found = [[layer] for layer in layers]
     for source, target in skips:
         namespace = Namespace()

@@ -1,4 +1,4 @@
-"""`Ledger`, an observer that counts the bytes that tasks made and that are alive; and what ends a moment later."""
+"""`Ledger`, an observer that counts live bytes made by tasks, and assertions that wait for a moment."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):
-    """Count the bytes of those tensors alive that operators of tasks made, apart from those that they were given."""
+    """Count the live bytes of tensors that were made by tasks, not of tensors that tasks were given."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -34,7 +34,7 @@ class _Made(LiveBytesMode):
 
 
 def assert_eventually(condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120) -> None:
-    """Wait for what a worker does just after it has reported its end; only what never comes takes as long."""
+    """Wait for what a worker does shortly after it has reported its end. Only a failure takes `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(1e-3)

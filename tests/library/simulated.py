@@ -1,8 +1,8 @@
-"""Simulated devices: streams that keep a clock, and autograd's threads; NCCL on them is in distributed/threads.py.
+"""Simulated devices: streams with clocks, and autograd's threads. NCCL on them is in distributed/threads.py.
 
-`cpu:0`, `cpu:1`, … are devices. Streams write down what is asked of them. A stream works in the order in which it was
-given work. Its clock is when all of that has ended; the host takes no time. A copy occupies the streams that are
-current at both of its ends. tests/test_cuda.py runs the real ones.
+`cpu:0`, `cpu:1`, … are devices. A stream logs its calls and executes work in the order of submission. Its clock is the
+time at which all submitted work has ended; the host takes no time. A copy occupies the current streams of both its
+devices. tests/test_cuda.py runs real streams.
 """
 
 import threading
@@ -25,7 +25,7 @@ from .layers import same
 
 
 def working(x: Tensor, work: Callable[[str], object], *parameters: Tensor) -> Tensor:
-    """Hand on a tensor of as many elements as the parameters; call `work` with what is done: forward, …, backward."""
+    """Return `x`; call `work` with "forward", "recompute" or "backward" when it runs. Parameters have the size of x."""
     y: Tensor = _Working.apply(x, work, *parameters)
     return y
 
@@ -44,7 +44,7 @@ class _Working(torch.autograd.Function):
 
 
 class Clock:
-    """Seconds since `start`, and what took them: time passes only where a layer says so."""
+    """A clock that only `spend` advances, and the history of its calls."""
 
     def start(self) -> None:
         self.now = 0.0
@@ -56,17 +56,17 @@ class Clock:
 
 
 CLOCK = Clock()
-"""What profiles are timed by, with the fixture `clock`."""
+"""The clock of profiles, with the fixture `clock`."""
 
 
 def spend(x: Tensor, forward: float, backward: float, name: str = "") -> Tensor:
-    """Hand on a tensor; take `forward` seconds now, and `backward` seconds in backward."""
+    """Return `x`; spend `forward` seconds now, and `backward` seconds in backward."""
     seconds = {"forward": forward, "backward": backward}
     return working(x, lambda kind: CLOCK.spend(seconds[kind], f"{name} {kind}"))
 
 
 class Spend(nn.Module):
-    """Take seconds in forward and in backward, between functions of what comes in and of what goes out."""
+    """Spend seconds in forward and in backward. `before` and `after` are applied to input and output."""
 
     def __init__(
         self, forward: float, backward: float = 0.0, name: str = "", *, before: Any = same, after: Any = same
@@ -85,7 +85,7 @@ class Event(NamedTuple):
     work: Any = None
 
     def synchronize(self) -> None:
-        """Let the host wait, for work that two streams do together; all other work has ended."""
+        """Wait on the host, only for work that two ranks do together: other work takes no real time."""
         if self.work is not None:
             self.work.wait()
 
@@ -116,7 +116,7 @@ class Stream:
 
 @dataclass
 class Streams:
-    """All streams by device, and how long a copy takes by the devices' indices, the lower one first."""
+    """All streams by device, and the seconds of a copy by pair of device indices, the lower one first."""
 
     patch: pytest.MonkeyPatch
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Streams:
     thread: threading.local = field(default_factory=threading.local)
 
     def __post_init__(self) -> None:
-        """Replace streams; nothing that happens with them is real but the copies of tensors."""
+        """Patch the library's streams with simulated ones. Only copies of tensors are real."""
         to, modules = Tensor.to, (torchgpipe.tensors.copy, torchgpipe.engine.graph, torchgpipe.distributed.wires.cuda)
 
         def copied(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -143,7 +143,7 @@ class Streams:
 
     @property
     def current(self) -> list[Stream]:
-        """The streams that are current in this thread, the latest last."""
+        """The current streams of this thread, the innermost last."""
         return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:
@@ -174,7 +174,7 @@ class Streams:
             stream.clock = end
 
     def synchronize(self) -> None:
-        """Let the host wait for all streams."""
+        """Wait on the host for all streams."""
         all_of_them = [*self.compute.values(), *self.others]
         end = max(stream.clock for stream in all_of_them)
         for stream in all_of_them:
@@ -182,15 +182,15 @@ class Streams:
 
 
 def backward_by_threads(streams: Streams, n: int, turns: Callable[[list[int]], int]) -> Callable[[Tensor], None]:
-    """Return a backward as on CUDA, after what PyTorch documents, for a pipeline of `n` partitions.
+    """Return a backward function for `n` partitions that works as PyTorch documents it for CUDA.
 
-    On the CPU autograd has one thread, on CUDA one for each device, and one may be ahead of another with what it gives
-    to the streams: `turns` chooses which thread is next, of those that can. A node belongs to the thread of its device;
-    one of the CPU (here `n`), to the thread that called backward. A thread takes the latest node that has all its
-    gradients. A node has the stream that was current when it was made, which waits for what the streams of the nodes
-    before it had been given by the time when these had run.
+    On CUDA autograd has a thread per device, on the CPU only one. A thread may submit work ahead of another: `turns`
+    chooses the next thread among those with ready nodes. A node runs in the thread of its device; a CPU node, in
+    the thread that called backward (here number `n`). A thread runs the ready node with the highest sequence number. A
+    node runs on the stream that was current in its forward. That stream first waits for the streams of the nodes that
+    its gradients come from, for all work that they had when these nodes had run.
     """
-    made: dict[Any, tuple[Any, list[int]]] = {}  # a node's stream, and which of its arguments are tensors
+    made: dict[Any, tuple[Any, list[int]]] = {}  # node -> its stream, positions of its tensor arguments
     at = [0]
     task = torchgpipe.engine.graph._MiniBatch.task
 
@@ -220,9 +220,9 @@ def backward_by_threads(streams: Streams, n: int, turns: Callable[[list[int]], i
                     unseen.extend([node] if node is not None else [])
                 missing[node] += 1
 
-        # Those that are current where backward is called.
+        # The current streams of the thread that calls backward.
         callers = [streams.new(torch.device("cpu", j)) for j in range(n)]
-        # What comes after the pipeline is on the last device.
+        # Nodes after the pipeline run on the last device.
         last = streams.of(torch.device("cpu", n - 1)), [0]
         grads: dict[Any, dict[int, Tensor]] = defaultdict(dict, {loss.grad_fn: {0: torch.ones(())}})
         events: dict[Any, list[Any]] = defaultdict(list)

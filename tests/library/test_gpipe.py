@@ -1,7 +1,7 @@
-"""`GPipe` as a module: how it is made, what it refuses and why, and what it has.
+"""`GPipe` as a module: its construction, its attributes, and what it refuses and why.
 
-That it computes what its layers do is in tests/behaviours; errors while it runs are in tests/failures; which
-modules, balances and devices it refuses, in test_partition.py.
+Its results are tested in tests/behaviours, errors while it runs in tests/failures, and which modules, balances and
+devices it refuses in test_partition.py.
 """
 
 import threading
@@ -24,7 +24,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def made(module: Any = None, balance: Any = (1, 1), **options: Any) -> GPipe:
-    """Make a pipeline of two layers, with a good value for whatever is not given."""
+    """Make a pipeline of two layers, with valid defaults for all arguments."""
     return GPipe(linears(2) if module is None else module, balance, **{"devices": ["cpu"] * 2, **options})
 
 
@@ -32,7 +32,7 @@ CHUNKS = "chunks must be a whole number of at least 1, but got"
 MODES = "checkpoint must be one of 'always', 'except_last', 'never', but got"
 MOVED = r"cannot be moved; name the devices .*GPipe\(module, balance, devices="
 
-# What is done, the error, and what it says: what was given, and what to do.
+# The call, the error's type, and its message: what was given, and what to do.
 REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda _: made(engine="inline"), ValueError, "one of 'auto', 'graph', 'workers', but got 'inline'"),
     (lambda _: made(engine="workers", devices=["cpu", "meta"]), ValueError, r"is for CPU devices, but got \['cpu', 'm"),

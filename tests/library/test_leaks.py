@@ -1,6 +1,6 @@
-"""What a pipeline keeps: between forward and backward what it needs; after a step nothing, and nothing beyond its life.
+"""Leaks: between forward and backward a pipeline keeps only what it needs; after a step, and when deleted, nothing.
 
-Peaks within a step are those that are predicted (plan/test_memory.py); what a failure leaves, in failures.
+Peaks within a step are compared with predictions in plan/test_memory.py; memory after a failure is tested in failures.
 """
 
 import gc
@@ -25,14 +25,14 @@ from .ledger import Ledger, assert_eventually, assert_no_thread_more
 WIDTH, CHUNKS = 8, 4
 linear = partial(nn.Linear, WIDTH, WIDTH)
 BATCH = 16 * CHUNKS
-# Bytes of a tensor of WIDTH features for each sample of a micro-batch.
+# Bytes of a tensor with the samples of a micro-batch and WIDTH features.
 UNIT = BATCH // CHUNKS * WIDTH * torch.float32.itemsize
 
 
 @pytest.fixture(scope="module", autouse=True)
 def only_what_the_tests_make() -> Iterator[None]:
-    """Set aside what is there already, so that a collection takes milliseconds."""
-    # What PyTorch imports when it is first used.
+    """Freeze existing objects, so that a garbage collection takes milliseconds."""
+    # Modules that PyTorch imports at first use.
     model = pipeline()
     model.observer = Ledger()
     model(batch()).sum().backward()
@@ -53,7 +53,7 @@ def batch() -> Tensor:
 
 
 def watched(model: GPipe) -> Ledger:
-    """Let gradients accumulate in place, so that a step makes no tensor that stays."""
+    """Give parameters gradients: these accumulate in place, so a step makes no tensor that stays alive."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     model.observer = ledger = Ledger()
@@ -67,8 +67,8 @@ def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None
         y = model(batch())
     ledger.assert_comes_to(0)
     y = model(batch())
-    # Of a checkpointed micro-batch, the inputs of the second and third partition. Of others, the outputs of tanh and
-    # sigmoid: an input is the output of the partition before, or the caller's.
+    # A checkpointed micro-batch keeps the inputs of the second and third partition. Others keep the outputs of tanh and
+    # sigmoid; inputs are not new tensors: they are the outputs of the partition before, or the caller's.
     count = checkpointed(way["checkpoint"], CHUNKS)
     ledger.assert_comes_to((count * 2 + (CHUNKS - count) * 3 * 2) * UNIT)
     y.sum().backward()
@@ -81,7 +81,7 @@ def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None
     model = piped(module, [1, 1, 1, 1], CHUNKS, portals=portals, checkpoint="always", engine=engine)
     ledger = watched(model)
     y = model(batch().requires_grad_())
-    # Three boundaries, and the skip once, however many partitions it passes.
+    # Three boundary tensors, and the skip once, although it passes several partitions.
     ledger.assert_comes_to(CHUNKS * (3 + 1) * UNIT)
     y.sum().backward()
     ledger.assert_comes_to(0)
@@ -144,7 +144,7 @@ def test_dropping_a_pipeline_frees_all_of_it(use: Callable[[GPipe], object], way
     model.zero_grad()
     del model
 
-    # After an exception PyTorch's own queue keeps nodes that have not run, until the thread's next backward.
+    # After an exception, PyTorch's ready queue keeps nodes that have not run until the thread's next backward.
     torch.ones((), requires_grad=True).mul(2).backward()
 
     def gone() -> bool:

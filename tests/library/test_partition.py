@@ -1,4 +1,4 @@
-"""Partitions: what can be split, and on which devices parts go. The names of their state are in tests/behaviours."""
+"""Partitions: which modules can be split, and their devices. Names in state dicts are tested in tests/behaviours."""
 
 import re
 from collections import OrderedDict
@@ -24,7 +24,7 @@ def one_layer_twice() -> nn.Sequential:
 
 
 def changed(change: Callable[[Any], object]) -> Callable[[], object]:
-    """Return what changes a sequence and checks it."""
+    """Return a function that changes a sequence of layers, and then checks it."""
 
     def check() -> None:
         module = linears(1)
@@ -38,7 +38,7 @@ RESIDUAL: Any = type("Residual", (nn.Sequential,), {"forward": torch.sin})()
 chosen: Any = choose_devices
 parts: Any = split
 
-# What is done, the error, and what it says.
+# The call, the error's type, its message.
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: check_module([nn.Linear(1, 1)]), TypeError, "GPipe wraps an nn.Sequential, but got list"),
     (lambda: check_module(RESIDUAL), TypeError, "layers of Residual one after another, but it has a method"),
@@ -67,7 +67,7 @@ def test_a_subclass_that_adds_nothing_is_accepted() -> None:
     check_module(type("Special", (nn.Sequential,), {})(nn.ReLU()))
 
 
-# What is given, for how many partitions, and the devices that are chosen, of three that CUDA has.
+# The argument `devices`, the number of partitions, the chosen devices if there are three CUDA devices.
 DEVICES: list[tuple[Any, int, list[torch.device]]] = [
     (None, 2, [CUDA[0], CUDA[1]]),
     (["meta", "cpu", "cpu"], 2, [META, CPU]),
@@ -98,7 +98,7 @@ def test_names_of_layers_may_be_those_of_attributes() -> None:
 
 
 def test_the_advice_works() -> None:
-    """The code in the message runs as it stands, but for the lines that the caller has."""
+    """The code in the message runs unchanged, given the caller's own variables."""
     with pytest.raises(ValueError, match="balance is required") as caught:
         split(linears(3), None)
     code = "\n".join(line.strip() for line in str(caught.value).split(":\n\n", 1)[1].splitlines())

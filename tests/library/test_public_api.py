@@ -17,9 +17,9 @@ from torchgpipe.skip import skippable
 
 LIBRARY = Path(torchgpipe.__file__).parent
 
-# What torchgpipe 0.0.7 exports.
+# The names that torchgpipe 0.0.7 exports.
 MODULES = ("torchgpipe.skip", "torchgpipe.balance", "torchgpipe.task.batchnorm", "torchgpipe")
-# And how it is called; a default "…" is free.
+# The signatures of 0.0.7; "…" stands for any default.
 SIGNATURES = {
     "torchgpipe.GPipe": "module, balance=None, *, devices=None, chunks=1, checkpoint='except_last', "
     "deferred_batch_norm=False",
@@ -45,7 +45,7 @@ SIGNATURES = {
 
 
 def find(name: str) -> Any:
-    """Find what a module exports, or a method of it."""
+    """Return an exported object of a module, or a method of it."""
     module = next(m for m in MODULES if name.startswith(f"{m}."))
     names, where = name.removeprefix(f"{module}.").split("."), importlib.import_module(module)
     assert names[0] in where.__all__
@@ -67,7 +67,7 @@ def test_is_called_as_in_0_0_7(name: str, text: str) -> None:
     for ours, theirs in zip(new, old, strict=False):
         free = f"{ours.name}=…" in text
         assert ours.default is not Parameter.empty if free else ours.default == theirs.default, ours.name
-    # What is new can be left out, and is given by name.
+    # New parameters must be keyword-only and have defaults.
     assert all(p.kind is Parameter.KEYWORD_ONLY and p.default is not Parameter.empty for p in new[len(old) :])
 
 
@@ -78,13 +78,13 @@ def test_isolate_is_called_as_in_0_0_7() -> None:
 
 
 def undocumented(path: Path) -> Iterator[str]:
-    """Yield what is public in a module, and its docstring does not open with a sentence."""
+    """Yield the public names of a module whose docstrings do not begin with a sentence."""
 
     def look(node: Any, name: str) -> Iterator[str]:
         opening = (ast.get_docstring(node) or "").split("\n\n")[0]
         if not opening.endswith((".", ":")):
             yield name
-        # What a protocol asks for is said there, and not again where it is served.
+        # Methods of a protocol have their docstrings there, not in each implementation.
         bases = {*map(ast.unparse, getattr(node, "bases", []))}
         closed = isinstance(node, ast.FunctionDef) or bases & {"Protocol", "Links", "Messages"}
         for inner in [] if closed else node.body:

@@ -1,9 +1,9 @@
-"""Engines on simulated devices: each task starts when the replay says, so that no stream waits in vain.
+"""Engines on simulated devices: each task starts at the time of the replay, so no stream waits without need.
 
-The engines, their waits, copies, links and wires are real; streams and NCCL are stand-ins that keep a clock
-(simulated.py), and a layer keeps its partition's compute stream busy for as long as its task is said to take. So this
-shows what the streams are given to do, and in which order, by a host that needs no time. What the real engines do with
-real streams, how long a host takes to feed them, and whether copies get in each other's way, only GPUs can tell.
+The engines, their waits, copies, links and wires are real. Streams and NCCL are stand-ins with clocks (simulated.py). A
+layer occupies its partition's compute stream for the given time of its task. So this tests which work is submitted to
+the streams, and in which order, by a host that takes no time. Only GPUs can show how real streams behave, how long the
+host takes to submit work, and whether copies slow each other down.
 """
 
 import threading
@@ -26,7 +26,7 @@ from .distributed.threads import GPUS, World, simulate_ranks
 from .layers import partitions
 from .simulated import Streams, backward_by_threads, working
 
-# Seconds of a forward, by micro-batch and partition; whole ones, so that sums are exact.
+# Seconds of a forward by micro-batch and partition. They are whole numbers, so that sums are exact.
 TIMES: dict[str, Callable[[int, int], int]] = {
     "equal": lambda i, j: 1,
     "first slow": lambda i, j: 3 if j == 0 else 1,
@@ -35,7 +35,7 @@ TIMES: dict[str, Callable[[int, int], int]] = {
     "any": lambda i, j: Random(10 * i + j).randint(1, 5),
 }
 
-# Seconds of each copy to the next partition, and of skips. No copy takes longer than a task, or it would queue.
+# Seconds of each copy to the next partition, and of skips. No copy takes longer than a task: it would have to queue.
 COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "no time": (0.0, {}),
     "some time": (0.25, {}),
@@ -47,8 +47,8 @@ COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "skips in time": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}),
 }
 
-# How a backward runs in one process: `None`, in the thread that calls it; else in a thread for each device, and this
-# function chooses the device that goes on. Ranks have a process each.
+# How backward runs in one process. `None`: in the calling thread; a function: in a thread per device, and the function
+# chooses the next device. Each rank has its own process.
 ENGINES: dict[str, Callable[[list[int]], int] | None] = {
     "graph": None,
     "graph, first device ahead": min,
@@ -59,14 +59,14 @@ ENGINES: dict[str, Callable[[list[int]], int] | None] = {
 
 
 def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) -> bool:
-    """Whether there is such a case. Over ranks, skips leave late: in time if they take no longer than other items."""
+    """Whether to run this case. Ranks send skips late, in time only if they take no longer than other tensors."""
     skips = bool(COPIES[copies][1])
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
-    if engine == "ranks" and m == 1:  # with it goes the state of random numbers: here, too, as if from a GPU
+    if engine == "ranks" and m == 1:  # a single micro-batch also carries the RNG state, here as if from a GPU
         return False
     if engine == "ranks" and skips:
-        # Among recomputations, p - s - 1 tasks are longer than the way that the gradient of the item has.
+        # With recomputation, p - s - 1 tasks take longer than the path of the gradient.
         return n == 4 and mode == "never" and times == "equal" and copies in ("a skip, no time", "skips in time")
     return n == 4 or not skips if n > 1 else engine == "graph" and copies == "no time"
 
@@ -84,7 +84,7 @@ CASES = [
 
 
 def cost(n: int, m: int, mode: Mode, times: str, copies: str) -> Costs:
-    """Let backward take twice as long as forward, and recomputation as long."""
+    """Return costs: backward takes twice as long as forward, recomputation as long as forward."""
     forward = [[float(TIMES[times](i, j)) for j in range(n)] for i in range(m)]
     recomputed = checkpointed(mode, m)
     copy, skips = COPIES[copies]
@@ -120,7 +120,7 @@ def test_without_dependency_threads_may_go_backward_in_another_order(streams: An
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("seconds", [1.0, 3.0])
 def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float, m: int, streams: Any) -> None:
-    """The replay's copies do not queue; the streams' do, in either direction, as they have one link between them."""
+    """Copies queue on the streams, in both directions, because two devices have one link. In the replay they do not."""
     once = [[1.0, 1.0]] * m
     costs = Costs(forward=once, backward=once, recompute=[[0.0, 0.0]] * m, copy=[seconds])
     events = step(costs, "never", streams)
@@ -144,7 +144,7 @@ def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
     world = simulate_ranks(streams, GPUS)
     step(cost(4, m, checkpoint, "equal", "no time"), checkpoint, streams, over=world, skips=skips)
 
-    # Of every wire: for each tensor, how many tasks were issued before.
+    # For every wire, the number of tasks issued before each tensor.
     found = defaultdict[Any, list[int]](list)
     for issued in world.issued:
         for at, (what, *wire) in enumerate(issued):
@@ -158,7 +158,7 @@ def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
         late = [min(i + p - s - 1, m - 1) + 1 for i in range(m) for _ in range(skips.count((s, p)))]
         expected["forward skips", s, p] = expected["backward skips", p, s] = late
     assert found == expected
-    # And all skips of a micro-batch for one rank are one message over gloo.
+    # All skips of a micro-batch to one rank are one gloo message.
     assert {wire: count for wire, count in world.sent.items() if "skips" in wire[0]} == {
         wire: m for wire in expected if "skips" in wire[0]
     }
@@ -174,7 +174,7 @@ def step(
     skips: Iterable[tuple[int, int]] | None = None,
     **options: Any,
 ) -> list[Event]:
-    """Run a pipeline with these costs through one step, in one process or over ranks; return when its tasks ran."""
+    """Run one step of a pipeline with these costs, in one process or over ranks; return the events of its tasks."""
     m, n = len(costs.forward), len(costs.forward[0])
     devices, events = [torch.device("cpu", j) for j in range(n)], list[Event]()
 
@@ -186,7 +186,7 @@ def step(
             over.issued[j].append((kind, i))
 
     def forward(layer: Any, x: Tensor) -> Tensor:
-        """Do the work of a partition, and change nothing. The data is the number of the micro-batch."""
+        """Occupy the partition's stream and return x, whose value is the number of the micro-batch."""
         i = int(x)
         return working(x, lambda kind: work(kind, i, layer.j), layer.scale)
 
@@ -197,8 +197,8 @@ def step(
     assert not isinstance(costs.copy, float)
     streams.seconds = {**{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)}, **costs.skips}
     x = torch.arange(m).float()
-    # Before backward all wait for the streams, as if the loss were printed: the replay recomputes nothing before it is
-    # there, and a quick host would.
+    # Synchronize before backward, as printing the loss would. In the replay, recomputation starts only after the loss;
+    # a fast host would submit it earlier.
     if over is None:
         model = GPipe(*layers(), devices=devices, chunks=m, checkpoint=mode, engine="graph", **options)
         y = model(x)

@@ -1,4 +1,4 @@
-"""Small modules that are no sequences: what a forward may do between its layers, with a sample of each."""
+"""Small modules, not `nn.Sequential`, whose forwards do various things between layers, each with a sample."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ BATCH, WIDTH = 5, 6
 
 
 class Net(nn.Module):
-    """Three linear layers, for a forward to use."""
+    """Three linear layers, for subclasses to use in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Filled(Net):
 
 
 class Tokens(Net):
-    """A class token, positions, and attention by hand."""
+    """A class token, position embeddings, and attention written out."""
 
     inner: Any
     positions: Tensor
@@ -87,7 +87,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A mask of tokens by tokens, which may be as many as the batch has samples."""
+    """A mask of tokens x tokens. The number of tokens may equal the batch size."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -130,11 +130,11 @@ class Squared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * grad * ctx.saved_tensors[0]  # not the gradient, to tell that it was asked
+        return 3 * grad * ctx.saved_tensors[0]  # a wrong gradient on purpose: it shows that this backward ran
 
 
 class Unusual(Net):
-    """A layer that is used twice, once without gradients, and a custom function."""
+    """A layer that is used twice, once under no_grad, and a custom autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -145,7 +145,7 @@ class Unusual(Net):
 class Constant(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.plain = torch.randn(WIDTH)  # no buffer
+        self.plain = torch.randn(WIDTH)  # not a buffer
         self.unused = nn.Parameter(torch.randn(2))
         self.aside = nn.BatchNorm1d(2)
 
@@ -155,7 +155,7 @@ class Constant(Net):
 
 
 class Counting(Net):
-    """Whose forward leaves something behind: a number of calls, and a buffer."""
+    """Its forward changes state: a counter of calls, and a buffer."""
 
     seen: Tensor
 
@@ -174,7 +174,7 @@ def drop(module: Any, x: Tensor) -> Tensor:
 
 
 class Dropping(Net):
-    """One part of it reads `training`; in evaluation, another returns what it is given."""
+    """One part reads `training`; another returns its input in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Dropping(Net):
 
 
 class Choosing(Net):
-    """Looks at what is in its input."""
+    """Its forward depends on values of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)

@@ -1,4 +1,4 @@
-"""`balance_by_time` and `balance_by_size`: any model works, stays as it was, and misuse is told."""
+"""`balance_by_time` and `balance_by_size`: they accept any model, do not change it, and report misuse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[n
 
 
 def skips() -> nn.Sequential:
-    """A skip over four layers, one within a layer, and one that is None."""
+    """Return layers with a skip over four layers, a skip within one layer, and a skip that is None."""
     outer_stash, outer_pop = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     inner = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     none_stash, none_pop = pair(lambda x: None, lambda x, none: x)
@@ -44,9 +44,9 @@ def skips() -> nn.Sequential:
 
 X = torch.rand(6, 4)
 X_GRAD = torch.rand(6, 4, requires_grad=True)
-# Which PyTorch itself refuses: it needs what they have changed.
+# PyTorch itself refuses these: they change in place what its backward needs.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
-# Those of generated models, and others, with a sample.
+# Layers of generated models, and others, each with a sample.
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
     **{name: (lambda make=make: Sequential(Linear(4, 4), Linear(4, 4), make(shared_parts())), X)  # type: ignore[misc]
        for name, make in KINDS.items() if name not in REFUSED},
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
 
 
 def state(module: nn.Module, sample: Any) -> list[object]:
-    """Everything that profiling could change, as it is now."""
+    """Return copies of everything that profiling could change."""
     parameters, samples = [*module.parameters()], (sample,) if isinstance(sample, Tensor) else sample
     random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
     return [
@@ -96,7 +96,7 @@ def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
 
 
 class Look(nn.Module):
-    """Note whether it is in training, and whether gradients are recorded; be the only copy that there is."""
+    """Record training mode and grad mode. Check that at most one copy of a layer is alive."""
 
     def __init__(self, copies: weakref.WeakSet[nn.Module]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Look(nn.Module):
         return twin
 
 
-# What is set to evaluation mode beforehand, and whether each of two layers then runs in training mode.
+# A function that sets modes before, and whether each of two layers then runs in training mode.
 @either
 @pytest.mark.parametrize(
     "mode, training",
@@ -164,7 +164,7 @@ def test_default_device(name: str, available: bool, device: str, monkeypatch: py
 
 RELUS = nn.Sequential(nn.ReLU(), nn.ReLU())
 LOCKED = Do(lambda _, x: x, lock=threading.Lock())
-# Arguments of both, the error, and what its one line says.
+# Arguments for both functions, the error's type, its one-line message.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
     ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
@@ -178,7 +178,7 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
 ]
 
 
-# What only one of them refuses.
+# What only one of the functions refuses.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": float("nan")}, "timeout must be .* got nan"),

@@ -1,4 +1,4 @@
-"""The minimiser of the heaviest partition: exact, never an empty partition, even where it may choose."""
+"""`minimise_heaviest`: exact, no empty partitions, and even partitions if there is a choice."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from torchgpipe.balance.minimise import minimise_heaviest
 
 
 def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fraction:
-    """Add up the heaviest partition without rounding."""
+    """Return the exact cost of the heaviest partition."""
     rest = [Fraction(cost) for cost in costs]
     sums = []
     for size in balance:
@@ -25,7 +25,7 @@ def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fract
 
 
 def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fraction:
-    """Try every balance: slow and plainly right."""
+    """Return the smallest cost of a heaviest partition, by trying every balance."""
     cuts = combinations(range(1, len(costs)), partitions - 1)
     balances = ([b - a for a, b in pairwise((0, *between, len(costs)))] for between in cuts)
     return min(heaviest(costs, balance) for balance in balances)
@@ -34,15 +34,15 @@ def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fracti
 # costs, partitions, balance
 CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 2, 3, 4, 5, 6], 2, [4, 2]),
-    # A rule that cuts at the average, 4, would make a partition of 8.
+    # Cutting at the average, 4, would make a partition of cost 8.
     ([1, 4, 4, 1, 1, 1], 3, [2, 1, 3]),
-    # One layer decides; what is left is shared out.
+    # One layer is the heaviest partition; the others are split evenly.
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
     # The middle of 3 is no integer; rounded down, a cut at 0 would seem as near to it as one at 2.
     ([0, 2, 1], 2, [2, 1]),
-    # Layers without cost are shared out by number, also when there is nothing else.
+    # Layers of cost 0 are split by their number, also if there are no others.
     ([0] * 6, 3, [2, 2, 2]),
     ([0] * 7, 3, [2, 2, 3]),
     ([0, 0, 0, 5, 0, 0, 0], 7, [1] * 7),
@@ -77,7 +77,7 @@ def test_no_balance_is_lighter(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("decades", [0, 1, 12, 300], ids="decades={}".format)
 def test_thousands_of_layers(decades: int) -> None:
-    """The largest size promised. Filled greedily, each partition lighter than the heaviest, 64 are not enough."""
+    """The largest promised size. Filling partitions greedily below the best bound would need more than 64."""
     generator = random.Random(decades)
     costs = [generator.random() * 10.0 ** generator.uniform(-decades, decades) for _ in range(5000)]
     balance = minimise_heaviest(costs, 64)

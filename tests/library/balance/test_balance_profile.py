@@ -1,4 +1,4 @@
-"""Profiles: what a layer's time and bytes are made of."""
+"""Profiles: what counts as a layer's time and bytes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.Monk
 
 
 def expand(numbers: int) -> nn.Module:
-    """Make a layer that keeps so many numbers of each sample for its backward."""
+    """Return a layer that saves so many numbers per sample for its backward."""
     return Lambda(lambda x: x.repeat(1, numbers).square().mean(1, keepdim=True))
 
 
@@ -70,7 +70,7 @@ def test_balance_by_size(
     assert balance_by_size(2, nn.Sequential(*layers), sample, device=device, **options) == balance
 
 
-# What a layer does to a (4, 8) input, whether the input requires grad, and how many times its bytes are kept.
+# A function of a (4, 8) input, whether the input requires grad, and the saved bytes in units of the input's.
 KEPT: dict[str, tuple[nn.Module, bool, float]] = {
     "nothing made": (nn.Identity(), True, 0),
     "a view": (nn.Flatten(), True, 0),
@@ -108,12 +108,12 @@ def test_stashed_tensors_count_where_they_are_made() -> None:
     assert profile.profile_sizes(layers, sample, 1, 0, torch.device("cpu")) == [sample.nbytes, 0]
 
 
-# CUDA, as far as it shows without one
+# CUDA, as far as it can be tested without a GPU
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Write down, in order, what is called."""
+    """Record calls in order."""
     calls: list[str] = []
 
     def note(name: str, answer: Any = None) -> Callable[..., Any]:

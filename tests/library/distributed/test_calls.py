@@ -1,4 +1,4 @@
-"""Calls of a pipeline over processes: in any order that is the same on all ranks; what else is said in a line."""
+"""Calls of a pipeline over processes: any order works that is the same on all ranks; errors are one line."""
 
 import gc
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def linears(count: int = WORLD, wrap: Callable[..., nn.Module] = lambda layer: l
 
 
 def small(**options: Any) -> Any:
-    """Return a pipeline over ranks, one over threads, and a step of either, whose gradients it returns."""
+    """Return a pipeline over ranks, one over threads, and a function that runs a step and returns gradients."""
     pair = []
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
@@ -52,7 +52,7 @@ def assert_same_gradients(ours: Any, threads: Any) -> None:
 
 
 def test_calls_in_any_order() -> None:
-    """Two pipelines at once, evaluation and losses that nobody uses in between, and a backward that comes twice."""
+    """Two pipelines at once, with evaluation and unused losses in between, and two backwards of one loss."""
     ours, threads = small()
     others = small()
     for first, second in ((ours, others[0]), (threads, others[1])):
@@ -92,7 +92,7 @@ def test_a_loss_without_the_output() -> None:
 
 
 def test_errors_between_calls() -> None:
-    """What is wrong is said at once, and the same on all ranks."""
+    """An error is raised at once, the same on all ranks."""
     rank = dist.get_rank()
     ours, threads = small()
     loss = loss_of(ours)
@@ -103,7 +103,7 @@ def test_errors_between_calls() -> None:
     loss = loss_of(ours)
     loss.backward()
     ours.zero_grad()
-    dist.barrier()  # the next failure must not come before the end of another rank's backward
+    dist.barrier()  # the next failure must not happen before another rank's backward has ended
     with pytest.raises(RuntimeError, match="the pipeline was already gone through backward"):
         if rank == 1:
             loss.backward()
@@ -118,7 +118,7 @@ def test_errors_between_calls() -> None:
     last = rank == WORLD - 1
     assert str(caught.value) == ("" if last else "rank 2 failed in the criterion: KeyError: ") + "'of the criterion'"
 
-    # One rank has begun a mini-batch more than the others.
+    # One rank has begun one more mini-batch than the others.
     ours._serial += rank == 1
     with pytest.raises(RuntimeError, match="ranks are in different mini-batches"):
         loss_of(ours)
@@ -137,7 +137,7 @@ def test_errors_between_calls() -> None:
     with pytest.raises(RuntimeError, match="a pipeline over ranks cannot run within a backward"):
         plain_checkpoint.checkpoint(ours, X, use_reentrant=False).sum().backward()
     ours.close()
-    ours.rank = (rank + 1) % WORLD  # as of a part that was saved on another rank
+    ours.rank = (rank + 1) % WORLD  # as if this part had been saved on another rank
     with pytest.raises(RuntimeError, match=f"this is the part of rank {ours.rank}, and runs on that rank only"):
         loss_of(ours)
     ours.rank = rank
@@ -186,7 +186,7 @@ def test_the_old_name_of_the_timeout() -> None:
     with pytest.warns(DeprecationWarning, match=said) as warned_in_the_end:
         assert model.silence == 9
     assert {each[0].filename for each in (warned, warned_again, warned_in_the_end)} == {__file__}
-    state = model.__getstate__()  # as of a pipeline that was pickled under the old name
+    state = model.__getstate__()  # as if the pipeline had been pickled under the old name
     state["silence"] = state.pop("timeout")
     model.__setstate__(state)
     assert model.timeout == 9 and "silence" not in vars(model)

@@ -1,7 +1,7 @@
-"""Ranks on GPUs: results, failures, and what their wires give to streams and to NCCL. When: ../test_simulated.py.
+"""Ranks on GPUs: results, failures, and what wires submit to streams and NCCL. See ../test_simulated.py for times.
 
-There may be no GPU here, so streams are stand-ins (../simulated.py), and so are NCCL and processes (threads.py). The
-GPUs are `cpu:0`, `cpu:1`, …. tests/test_cuda.py runs real ones.
+Streams (../simulated.py), NCCL and processes (threads.py) are stand-ins, so no GPU is needed. The GPUs are `cpu:0`,
+`cpu:1`, …. tests/test_cuda.py runs on real GPUs.
 """
 
 import gc
@@ -89,7 +89,7 @@ def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: 
             (fails,) = (layer for layer in model.partition.modules() if isinstance(layer, Fails))
             fails.fail(phase, ValueError("on purpose"), calls_before=2)
         with pytest.raises((ValueError, RankFailed)) as caught:
-            for _ in range(2):  # the last rank may have ended its backward by then
+            for _ in range(2):  # twice, because the last rank may have ended its backward by then
                 train(model, *batch)
         own = f"rank {victim} failed in {TASKS[phase]}: ValueError: on purpose"
         assert str(caught.value) == ("on purpose" if rank == victim else own)
@@ -98,7 +98,7 @@ def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: 
         if rank == 0:
             assert all(pair.aborted for pair in world.pairs)
         ready.wait()
-        if phase != "forward":  # or all ranks are in the same mini-batch
+        if phase != "forward":  # else all ranks are in the same mini-batch
             model.close()
             ready.wait()
         train(model, *batch)  # it works again
@@ -110,7 +110,7 @@ def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: 
 
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
-    # No error is kept: its frames would hold a loss, whose graph holds all that was sent and expected.
+    # Keep no error: its frames hold a loss, and the loss's graph holds all sent and expected tensors.
     assert_eventually(gone, lambda: lost)
 
 
@@ -128,7 +128,7 @@ TENSORS = {
 @pytest.mark.parametrize("x", TENSORS.values(), ids=TENSORS)
 def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
     there, back = ends(way, streams)
-    streams.patch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is one device in truth
+    streams.patch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is really only one device
     sent = there.depart((x, None, x)).tensors
     assert [y is not None and y.is_meta for y in sent] == [way == "NCCL", False, way == "NCCL"]
     y, nothing, again = back.arrive(sent)
@@ -167,7 +167,7 @@ def test_waits(way: str, streams: Any) -> None:
     streams.patch.setattr(Tensor, "copy_", noted)
     streams.log.clear()
     departure = there.depart((X,))
-    # Memory of the host must be filled before it is sent. NCCL has begun, and keeps the memory until it has ended.
+    # Host memory must be filled before it is sent. NCCL holds its memory until the transfer has ended.
     assert (departure.before is None, departure.after is None) == ((way == "NCCL"), (way == "staging"))
     back.arrive(departure.tensors)
     assert streams.log == WAITS[way]

@@ -1,6 +1,6 @@
-"""A pipeline over processes equals one over threads, to the last bit, sends no more than it has to, and leaves nothing.
+"""A pipeline over processes equals one over threads bitwise, sends no more than necessary, and leaves nothing behind.
 
-What others hear where a rank fails is in test_cuda.py and in failures.
+What other ranks see when one fails is tested in test_cuda.py and in failures.
 """
 
 import gc
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ranks(WORLD)
 
 
 def layers(times: int = 1) -> nn.Sequential:
-    """A skip over a rank, dropout, batch norm, and a layer that hands on two tensors; all as many times as wide."""
+    """Return layers with a skip over a rank, dropout, batch norm and a pair of tensors; `times` scales the width."""
     torch.manual_seed(3)
     width = 6 * times
     return nn.Sequential(
@@ -50,13 +50,13 @@ def over_threads(module: nn.Sequential, **options: Any) -> GPipe:
 
 
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
-    """Train on mini-batches of these sizes; return all that can be seen."""
+    """Train on mini-batches of these sizes; return all visible results."""
     torch.manual_seed(3)
     return trained(model, adam(model), 5, sizes) | {"generator": torch.get_rng_state()}
 
 
 def test_equal_to_threads() -> None:
-    # Some tensors are so large that they travel apart from their description, and are expected where one was before.
+    # Some tensors are so large that they are sent separately from their description, into the memory of earlier ones.
     cases = [*product((1, 2, 5), CHECKPOINTS, (False, True), [1]), *product((4,), CHECKPOINTS, (False,), [3_000])]
     for chunks, checkpoint, deferred, times in cases:
         options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "deferred_batch_norm": deferred}
@@ -84,7 +84,7 @@ def test_layers_on_meta_are_filled() -> None:
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boundary tensors and skips, once each way; and shapes are described when they are new."""
+    """Boundary tensors and skips are sent once in each direction; only new shapes are described."""
     give, counted = Sender.give, Counter[tuple[str, int]]()
 
     def noted(sender: Sender, message: Message) -> None:
@@ -119,12 +119,12 @@ def test_one_rank_is_enough() -> None:
 
 
 def test_the_last_ranks_end_first() -> None:
-    """They need nothing from those before them, which go on. Nothing is left of connections that were closed."""
+    """The last ranks need nothing from earlier ones, which go on. Closed connections leave nothing behind."""
     rank = dist.get_rank()
     layer = Fails()
     each = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Linear(4, 4))
     ours = DistributedGPipe(each, [2, 1, 1], chunks=2, checkpoint="never")
-    layer.at("backward", dist.barrier)  # until all other ranks have closed their connections
+    layer.at("backward", dist.barrier)  # wait until all other ranks have closed their connections
     loss_of(ours).backward()
     connections: weakref.ref[Any] = weakref.ref(ours._connections)
     if rank:
@@ -137,13 +137,13 @@ def test_the_last_ranks_end_first() -> None:
 
 
 def test_a_process_forks_after_connections_were_closed() -> None:
-    gc.collect()  # groups of other tests: PyTorch cannot end these in a fork
+    gc.collect()  # free process groups of other tests: PyTorch cannot destroy them in a fork
     model, _ = small()
     for _ in range(2):
         loss_of(model).backward()
         model.close()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: this process has none that matter
         child = os.fork()
     if not child:
         del model

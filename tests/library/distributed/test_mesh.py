@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks(4)
 CHUNKS = 3  # of 3, 3 and 2 samples
 
 
-# Each is given the model, its layers on this rank, and the mesh.
+# Functions of the model, its layers on this rank, and the mesh.
 SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
     "sharded": lambda model, layers, mesh: fully_shard(layers, mesh=mesh),
     "replicated": lambda model, layers, mesh: replicate(model, device_mesh=mesh),

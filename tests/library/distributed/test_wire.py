@@ -1,6 +1,6 @@
-"""Messages arrive as they were sent, whatever came before, and no tensor is sent to memory of another size.
+"""Messages arrive as sent, in any sequence, and no tensor is received into memory of another size.
 
-Gloo is played by threads.py.
+Gloo is replaced by threads.py.
 """
 
 import pickle
@@ -42,7 +42,7 @@ def assert_arrives(sender: Sender, receiver: Receiver, about: Any, tensors: list
     for x, y in zip(tensors, message.tensors, strict=True):
         assert (x is None) == (y is None)
         if x is not None and y is not None:
-            # PyTorch adds up in another order where a tensor is placed in memory otherwise.
+            # PyTorch sums in another order if a tensor has other strides.
             strides = (x.contiguous() if x is SHARED else x).stride()
             assert torch.equal(x, y) and (x.dtype, strides) == (y.dtype, y.stride())
     return message
@@ -50,7 +50,7 @@ def assert_arrives(sender: Sender, receiver: Receiver, about: Any, tensors: list
 
 X = torch.arange(24.0)
 SHARED = X.as_strided((5, 3), (2, 1))
-PLACED: dict[str, tuple[Tensor, int]] = {  # and how many of its numbers travel
+PLACED: dict[str, tuple[Tensor, int]] = {  # tensor, number of its elements that are sent
     "columns first": (X.view(4, 6).t(), 24),
     "every other": (X[::2], 12),
     "part of each row": (X.view(4, 6)[:, 1:3], 8),
@@ -89,7 +89,7 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
-    """There is no end of such a wait where gloo finds the connection closed as it begins to send."""
+    """Gloo never ends this wait if the connection is closed already when it begins to send."""
     sender, _ = wire
     sender.give_last(Message(0, None, ()))
     sender.stop()
@@ -128,7 +128,7 @@ def test_a_large_tensor_is_expected_where_one_was_before(wire: Wire, monkeypatch
 
 
 def test_memory_is_used_again_only_if_nobody_holds_it(wire: Wire) -> None:
-    """A layer may keep its input, or a part of it; a graph may."""
+    """A layer, or a graph, may keep its input or a view of it."""
     sender, receiver = wire
 
     def arrived(value: float) -> Tensor:

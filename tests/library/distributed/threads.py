@@ -1,7 +1,7 @@
-"""Ranks that are threads of this process, with stand-ins for what needs processes or GPUs.
+"""Ranks as threads of this process, with stand-ins for what needs processes or GPUs.
 
-Gloo is played by boxes in memory, and NCCL by operations that take their time on simulated streams (../simulated.py).
-The pipeline, its links, its wires and their threads are real. What NCCL does in truth, only GPUs can tell.
+Gloo is replaced by queues in memory, NCCL by operations that take time on simulated streams (../simulated.py). The
+pipeline, its links, its wires and their threads are real. Only GPUs can show how the real NCCL behaves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Parcel:
 
 
 class Work(NamedTuple):
-    """An operation of gloo, for which some thread waits."""
+    """A pending gloo operation."""
 
     group: Group
     peer: int
@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
-    """A group of gloo as one of its ranks sees it."""
+    """One rank's handle of a gloo process group."""
 
     world: World
     name: str
@@ -72,7 +72,7 @@ class Group:
         return not self.world.closed.isdisjoint({(self.name, self.own), (self.name, peer)})
 
     def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
-        """Put what is sent into what waits for it, each in the order in which it was posted."""
+        """Post a send or a receive, and match sends with receives in the order in which they were posted."""
         parcel = Parcel(tensor)
         with self.world.changed:
             if self.lost(peer):
@@ -82,7 +82,7 @@ class Group:
             while sent and expected:
                 here, there = sent.popleft(), expected.popleft()
                 given, room = len(here.tensor), len(there.tensor)
-                # With another size, gloo would end the process, or be silently wrong.
+                # With different sizes, gloo would abort the process or give wrong data.
                 assert given in (0, room) or given <= room == SLOT
                 there.tensor[:given] = here.tensor
                 here.taken = there.taken = True
@@ -92,7 +92,7 @@ class Group:
 
 @dataclass(eq=False)
 class Move(Parcel):
-    """A tensor on its way by NCCL: when its sender's stream comes to it, and when it has arrived."""
+    """A tensor in transit by NCCL: the time when the sender's stream reaches it, and the time of arrival."""
 
     pair: Pair | None = None
     ready: float = 0.0
@@ -100,7 +100,7 @@ class Move(Parcel):
     end: float = 0.0
 
     def wait(self) -> None:
-        """Let the host wait."""
+        """Wait on the host."""
         assert threading.current_thread().name.startswith("gpipe-to-"), "a program waits for a stream"
         assert self.pair is not None
         world, pair = self.pair.world, self.pair
@@ -110,7 +110,7 @@ class Move(Parcel):
 
 @dataclass(eq=False)
 class Pair:
-    """A group of NCCL, from one rank to another, as one of the two sees it. What it moves first takes no time."""
+    """One rank's handle of an NCCL group of sender and receiver. The first transfer takes no time."""
 
     world: World
     name: str
@@ -161,15 +161,15 @@ class Pair:
 
 class Waited:
     def wait(self) -> None:
-        """Let the current stream wait; its clock says so already."""
+        """Make the current stream wait. Its clock includes that already."""
 
 
 @dataclass
 class World:
     """All ranks.
 
-    `streams` say how long NCCL takes between two of them, `issued` what each rank's program has given it, `sent`
-    how often gloo has sent by each wire, and `bytes` how much by all.
+    `streams` has the seconds of NCCL transfers between ranks. `issued`: the operations that each rank has submitted.
+    `sent`: the number of gloo messages of each wire; `bytes`: their total size.
     """
 
     n: int
@@ -186,7 +186,7 @@ class World:
         self.issued: list[list[tuple[Any, ...]]] = [[] for _ in range(self.n)]
 
     def box(self, *key: Any) -> deque[Any]:
-        """Return what is on its way there; both ends may be the first to ask."""
+        """Return the queue of this key. Either end may be the first to ask."""
         return self.boxes.setdefault(key, deque())
 
     def pair(self, store: str, own: int, *_: Any) -> Pair:
@@ -216,14 +216,14 @@ class World:
 
 
 class OfEach(threading.local, UserDict[Any, int]):
-    """How often a rank, which is a thread, has met the others."""
+    """Counters of how often ranks have met, separate for each rank (thread)."""
 
     def __missing__(self, key: Any) -> int:
         return 0
 
 
 def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
-    """Let threads be ranks, whose GPUs have these names."""
+    """Patch torch.distributed so that threads act as ranks, with GPUs of these names."""
     world, patch = World(len(gpus), streams), streams.patch
     for name, value in {
         "is_initialized": lambda: True,
@@ -238,7 +238,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     patch.setattr(connections, "_get_default_store", lambda: "")
     patch.setattr(connections.Connections, "_gather", lambda self: None)
     patch.setattr(connections, "_made", OfEach())
-    # These ranks have one default generator.
+    # These ranks share one default generator.
     patch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
     patch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
     return world

@@ -1,4 +1,4 @@
-"""What ranks train, and all that can be seen of it."""
+"""A model for ranks to train, and all visible results of the training."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ def trained(
     sizes: Sequence[int] = (8, 8, 8),
     loss_of: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Train on a seed's mini-batches of these sizes; return all that can be seen. `loss_of` goes backward, too."""
+    """Train on a seed's mini-batches of these sizes; return all visible results. `loss_of` also runs backward."""
     draw, seen = torch.Generator().manual_seed(data), dict[str, Any]()
     names = {p: name for name, p in model.named_parameters()}
     for k, size in enumerate(sizes):
@@ -49,5 +49,5 @@ def trained(
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
-    """Assert that all that was found, or what begins so, is as expected of the whole model."""
+    """Assert that results of this rank, those with the prefix `what`, equal the expected ones of the whole model."""
     assert [name for name, x in found.items() if name.startswith(what) and not torch.equal(x, expected[name])] == []

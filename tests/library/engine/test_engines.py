@@ -17,7 +17,7 @@ from torchgpipe.engine.schedule import clock_cycles, overlaps
 from ...parts import Fails
 from ...plain import piped
 
-# The engine asked for, the devices, and the engine that it is.
+# The argument `engine`, the devices, the engine that is used.
 CASES: list[tuple[EngineName, list[str], str]] = [
     ("auto", ["cpu"], "GraphEngine"),
     ("auto", ["cpu", "cpu"], "WorkersEngine"),
@@ -50,7 +50,7 @@ def test_clock_cycles(m: int, n: int) -> None:
 
 
 class Apart(nn.Linear):
-    """Give out two tensors, of which the second does not depend on the input."""
+    """Return two tensors. The second does not depend on the input."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return x, self.weight * 2

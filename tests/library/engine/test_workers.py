@@ -1,7 +1,7 @@
-"""The workers engine: partitions really run at once, forward and backward, and recompute in time.
+"""The workers engine: partitions really run in parallel, forward and backward, and recompute in time.
 
-What becomes of errors is in tests/failures; that threads end with their pipeline, in tests/library/test_leaks.py; what
-a forked process does, in tests/behaviours/rows/tools.py.
+Errors are tested in tests/failures, the end of threads in tests/library/test_leaks.py, and forked processes in
+tests/behaviours/rows/tools.py.
 """
 
 import random
@@ -24,7 +24,7 @@ from torchgpipe.tensors.observe import Task
 from ...plain import piped
 from ..layers import linears
 
-# Long enough for a busy machine. It passes only if the other side is there, however long that takes.
+# Seconds: long enough for a busy machine. A wait ends only when the other side has come.
 WAIT = 120
 
 
@@ -76,7 +76,7 @@ def test_each_partition_has_a_thread_of_its_own_for_good() -> None:
         step(model, lambda task: threads[task.partition].add(threading.current_thread()))
     assert [len(t) for t in threads] == [1, 1, 1]
     assert len(set.union(*threads)) == 3
-    # The last partition's is the caller's, which would only wait.
+    # The caller, which would only wait, runs the last partition.
     assert threads[2] == {threading.current_thread()}
 
 
@@ -112,15 +112,15 @@ def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Mode) -> None
 
     for i in range(count):
         for j in range(1, n):
-            # The gradient that it is for is on the way.
+            # The recomputation at j - 1 starts only when its gradient is on its way: j has recomputed.
             assert recomputed("end", i, j) < recomputed("begin", i, j - 1)
-            # The gradient before it was taken, which is after the recomputation that this one is for.
+            # Partition j starts only after j - 1 has taken the gradient of micro-batch i + 1.
             if i + 1 < count:
                 assert recomputed("end", i + 1, j - 1) < recomputed("begin", i, j)
 
 
 def test_no_partition_is_far_ahead_of_the_next() -> None:
-    """Results that nobody needs yet only fill memory."""
+    """A result that is made before it is needed only takes memory."""
     seen: list[Task] = []
     ahead = threading.Event()
 
@@ -145,7 +145,7 @@ def at_once(count: int, function: Callable[[], object]) -> None:
 
 
 class Slow(SimpleQueue[Any]):
-    """Callers overtake each other between what they give to two workers."""
+    """A queue that lets callers overtake each other between their puts to two workers."""
 
     def put(self, *item: Any) -> None:
         super().put(*item)
@@ -153,7 +153,7 @@ class Slow(SimpleQueue[Any]):
 
 
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers get the programs of one caller before those of another, or they would wait for each other."""
+    """All workers must get one caller's programs before another's: otherwise there is a deadlock."""
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
     model, done = pipeline(3, chunks=3), list[Any]()
     at_once(4, lambda: done.extend(model(torch.ones(3, 2)) for _ in range(5)))
