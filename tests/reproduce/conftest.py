@@ -18,7 +18,7 @@ from .tiny import CORES, PROFILE_SECONDS, TINY
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Describe a machine and a terminal that are made up: what is printed is folded by their names and widths."""
+    """Use a made-up machine and terminal: the output is wrapped according to their names and width."""
     monkeypatch.setattr("reproduce.run.recorder.machine", lambda: RUN.machine)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
 
@@ -49,7 +49,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python (../start.py); what a test that failed has left running is killed."""
+    """Start Python (../start.py). Processes that a failed test left running are killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -65,7 +65,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def broken_modules(tmp_path: Path) -> Callable[..., Path]:
-    """Make a folder of modules that raise when imported: name -> the statement that raises."""
+    """Make a folder of modules that raise when imported. Options are names and the statements that raise."""
 
     def make(**modules: str) -> Path:
         folder = tmp_path / "modules"

@@ -35,13 +35,13 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
     return replace(base, **changes)
 
 
-Speeds = Callable[[Row], Sequence[float] | str | None]  # samples/s of each step, or the status of a row without any
+Speeds = Callable[[Row], Sequence[float] | str | None]  # samples/s of each step, or the status of a row without numbers
 
 
 def ran(
     name: str, scale: str, speeds: Speeds, device: str = "cpu", emulated: bool = False, **values: Any
 ) -> list[Result]:
-    """Make a result of every row of an experiment but those of None; values may be functions of the row."""
+    """Make a result for each row of an experiment whose `speeds` is not None. Values may be functions of the row."""
     made = []
     good = "emulated" if emulated else "measured"
     for row in EXPERIMENTS[name].scale(scale).rows:
@@ -62,7 +62,7 @@ def ran(
 
 
 def emulated(row: Result, **changes: Any) -> Result:
-    """Make the same row emulated."""
+    """Make the emulated result of the same row."""
     return replace(row, status="emulated", emulated=True, **changes)
 
 

@@ -1,4 +1,4 @@
-"""Stand in for the real experiments with ones of seconds. Run as a script it is `python -m reproduce` with them."""
+"""Tiny experiments, which take seconds. As a script, this is `python -m reproduce` with them."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ import reproduce.run.training
 from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
 
 PROFILE_SECONDS = 0.05
-CORES = 2  # whatever this machine has: tests run small things, and two threads run anywhere
+CORES = 2  # independent of this machine: tests are small, and two threads run anywhere
 SIZES: dict[str, dict[str, Any]] = {
     "AmoebaNet-D": {"size": (3, 16), "batch_size": 4},
     "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
@@ -21,7 +21,7 @@ KEPT = ("n2m1", "n2m4", "n8m4", "n8m4/pb", "naive n2", "naive n8", "checkpoint-o
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment with a smaller `small` scale, as `name`; of a speed one also the papers' is smaller."""
+    """Return the experiment as `name`, with a smaller scale `small`; for speed, scale `paper` is smaller, too."""
 
     def smaller(scale: Scale) -> Scale:
         rows = (row for row in scale.rows if row.name in KEPT or experiment.measures != "speed")
@@ -38,7 +38,7 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 
 
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment with a `small` scale of two epochs of two steps, as `name`."""
+    """Return the experiment as `name`, with a scale `small` of two epochs of two steps."""
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None
     rows = tuple(
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     reproduce.run.training.PROFILE_SECONDS = PROFILE_SECONDS
     from reproduce.cli.main import main
 
-    if os.environ.get("TINY_SLEEP"):  # make every step last, to be interrupted
+    if os.environ.get("TINY_SLEEP"):  # make every step slow, so that it can be interrupted
         training: Any = reproduce.run.training.Training
         step = training.step
 

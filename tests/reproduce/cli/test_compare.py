@@ -1,4 +1,4 @@
-"""compare: what it prints, as text, Markdown, CSV and JSON, and as a grid; and what its gate does not let pass."""
+"""compare: its output as text, Markdown, CSV, JSON and as a grid, and when --fail-on-regression fails."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ PAPER, SPEED = str(RESULTS / "paper"), "--filter experiment=amoebanet-speed"
 
 
 def published(seconds: float) -> list[Result]:
-    """Make two rows of which the papers say that the second is 1.54 times as fast."""
+    """Make two rows. According to the papers, the second is 1.54 times as fast."""
     return [
         row(name, time, experiment="amoebanet-speed", over="naive", published=f"tg-amoebanetd-speed/{link}")
         for name, link, time in (("naive", "n2m1", 1.0), ("GPipe", "n2m4", seconds))
@@ -27,7 +27,7 @@ def published(seconds: float) -> list[Result]:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand where there are sides of a grid of rows: `b` is twice as fast with m=4, and `c` is incomplete."""
+    """Change into a folder with three records of a grid of rows: `b` is twice as fast at m=4, `c` is incomplete."""
     monkeypatch.chdir(tmp_path)
 
     def grid(fast: float, ns: tuple[int, ...] = (2, 10)) -> list[Result]:
@@ -107,7 +107,7 @@ UNDECIDED = "no row could be decided, so nothing shows that there is no regressi
     ],
 )
 def test_the_gate(sides: str, complaint: str | None, shown: str, command: Any) -> None:
-    """The table is printed either way."""
+    """The table is printed in both cases."""
     plain, _ = command("compare", *sides.split())
     out, err = command("compare", *sides.split(), "--fail-on-regression", code=int(complaint is not None))
     assert out == plain and shown in plain and err == (f"reproduce: {complaint}\n" if complaint else "")

@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C counts wherever it strikes, and nothing is left changed."""
+"""Interrupts: Ctrl-C works wherever it arrives, and handlers are restored."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from reproduce.cli.interrupt import interruptible
 
 
 class Dying:
-    """An object whose destructor, where Python swallows exceptions, does something."""
+    """An object whose destructor calls a function. Python swallows exceptions there."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
 
     def __del__(self) -> None:
         self.act()
-        sum(range(1000))  # a signal is noticed here
+        sum(range(1000))  # Python handles the signal here
 
 
 def press() -> None:
@@ -35,7 +35,7 @@ def test_strikes_where_the_program_is_and_leaves_everything_as_it_was() -> None:
 
 
 def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other exceptions there are still shown."""
+    """Other exceptions in destructors are still shown."""
     shown: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))
     with interruptible() as check:

@@ -1,4 +1,4 @@
-"""Command line: its help and its list, and what is told before the program can run at all."""
+"""Command line: help, list, and errors that prevent the program from starting."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ def test_help_fits_a_screen_and_ends_with_two_examples(
     for example in examples:
         program, name, *options = example.strip().removeprefix("python -m ").split()
         assert program == "reproduce" and name in (arguments or commands)
-        commands[name].make_context(name, options)  # raises where there is no such option or value
+        commands[name].make_context(name, options)  # raises if there is no such option or value
 
 
 @pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cuda", 8), Devices("meta", 8)], ids=str)
@@ -94,7 +94,7 @@ def test_the_list_says_how_long_a_run_has_taken_here(
 @pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cpu", 8, 16)], ids=str)
 def test_the_list_has_every_row(devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
-    monkeypatch.setattr("reproduce.cli.list.why_not", lambda *_: None)  # whatever memory is free
+    monkeypatch.setattr("reproduce.cli.list.why_not", lambda *_: None)  # independent of free memory
     lines = command("list", *EXPERIMENTS)[0].splitlines()
     assert max(map(len, lines)) <= WIDTH
     scales = [scale for experiment in EXPERIMENTS.values() for scale in experiment.scales]
@@ -159,7 +159,7 @@ def test_a_version_of_pytorch(version: str, old: bool, monkeypatch: pytest.Monke
 
 
 def test_ctrl_c_while_pytorch_is_imported(start: Callable[..., Any], broken_modules: Callable[..., Path]) -> None:
-    """An import that swallows the interrupt, as PyTorch's does, must not keep the program going."""
+    """Ctrl-C must end the program even during an import that swallows the interrupt, as PyTorch's does."""
     swallow = "import os\ntry:\n    os.kill(os.getpid(), 2)\n    [0] * 9\nexcept BaseException:\n    pass"
     process = start("-m", "reproduce", "list", first=broken_modules(torch=swallow))
     out, err = process.communicate(timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""plan and predict: what they print."""
+"""plan and predict: their output."""
 
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def half() -> tuple[nn.Module, torch.Tensor]:
     ],
 )
 def test_numbers_change_a_plan(function: str, option: list[str], faster: bool, command: Any) -> None:
-    """Its seconds; and PyTorch is left as it was."""
+    """Precision options change the predicted seconds, and PyTorch's settings are restored."""
     before = torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda")
     texts = []
     for options in ([], option):
@@ -89,7 +89,7 @@ def test_numbers_change_a_plan(function: str, option: list[str], faster: bool, c
 
 @pytest.mark.parametrize(("hardware", "how"), [("p40x8", "description p40x8"), ("here", "times on this machine")])
 def test_a_run_is_predicted_row_by_row(hardware: str, how: str, tmp_path: Path, command: Any) -> None:
-    """Of a model that takes little time, in the published balances."""
+    """The run is of a small model, in the published balances."""
     balances = {row.name: row.balance for row in EXPERIMENTS["unet-speed"].scale("paper").rows if row.published}
     rows = ran("unet-speed", "small", lambda row: [20.0] * 3 if row.published else None, emulated=True)
     small = {"C": 4, "input_shape": [3, 64, 64]}

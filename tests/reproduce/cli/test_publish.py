@@ -1,4 +1,4 @@
-"""publish: a finished run of committed source goes into results/measured under its fixed name; no other does."""
+"""publish: only a finished run of committed source code is copied to results/measured, under a fixed name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ GIT = Git("0123456789abcdef", dirty=False)
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in an empty folder, with one for published runs."""
+    """Change into an empty folder, with a subfolder for published runs."""
     for folder in ("runs", "measured"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -33,7 +33,7 @@ Keep = Callable[..., tuple[Record, Run]]
 
 @pytest.fixture
 def keep(measured: Path) -> Keep:
-    """Keep a run in runs/, which differs from one that can be published as told."""
+    """Return a function that saves a publishable run in runs/, with the given changes."""
 
     def make(**changes: Any) -> tuple[Record, Run]:
         record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))

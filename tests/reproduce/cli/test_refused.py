@@ -1,4 +1,4 @@
-"""Whatever is wrong with a command is told in one line, with an exit code, before anything is run or written."""
+"""Errors of commands: one line and an exit code, before anything is run or written."""
 
 import shlex
 import shutil
@@ -22,9 +22,9 @@ N_AND_M = [(n, m) for n in (2, 10) for m in (1, 4)]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in a folder with a published table, a record of a grid, and files that are none."""
+    """Change into a folder with a published table, a record of a grid, and files that are not records."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("reproduce.cli.run.Session", None)  # what is wrong is told before anything is measured
+    monkeypatch.setattr("reproduce.cli.run.Session", None)  # errors come before anything is measured
     for folder in ("results/paper", "empty", "broken/paper"):
         Path(folder).mkdir(parents=True)
     shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "results/paper")

@@ -1,4 +1,4 @@
-"""regression: its exit codes and tables with made-up samples, and once for real on a repository made of this tree."""
+"""regression: exit codes and tables for made-up samples, and one real run in a repository made from this tree."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ CASE = "U-Net GPipe"
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Replace copies, job and search: cases slower by a factor, or that a side cannot run; an error after a restart."""
+    """Replace trees, job and bisection: cases are slower by a factor, fail on a side, or the job ends with an error."""
 
     def make(slower: dict[str, float] | None = None, ends: BaseException | None = None, **unable: list[str]) -> None:
         @contextlib.contextmanager
@@ -69,7 +69,7 @@ def test_an_unchanged_tree_passes(made_up: Callable[..., None], command: Any) ->
     assert max(map(len, out.splitlines())) <= 80
 
 
-# What is made up, what is asked, the exit code, the verdict on a case, and what is said.
+# The made-up samples, the options, the exit code, the verdict on a case, the message.
 ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     ({"slower": {CASE: 1.1}}, "--base v1", 1, "worse", f"slower than v1: {CASE}"),
     ({"slower": {CASE: 1.015}}, "--base v1", 0, "~", ""),
@@ -105,7 +105,7 @@ def test_exit_code_and_verdict(
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
 def test_formats(style: str, made_up: Callable[..., None], tmp_path: Path, command: Any) -> None:
-    """Each says that a delay was planted; and `--markdown` writes its file also where something is slower."""
+    """Each format says that a delay was planted. `--markdown` writes its file even if a case is slower."""
     made_up(dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
     file = tmp_path / "table.md"
     options = ["--slow-down", "0.1", "--format", style, "--markdown", str(file)]
@@ -125,7 +125,7 @@ def test_formats(style: str, made_up: Callable[..., None], tmp_path: Path, comma
 
 
 def test_defaults_stand_in_one_place() -> None:
-    """The command's are written out, as to import the others takes seconds that `--help` has no use for."""
+    """The command repeats the defaults: importing them would take seconds, also for `--help`."""
     offered = {option.name: option.default for option in regression.params}
     settings = Settings([])
     for name in ("restarts", "rounds", "clock", "slow_down"):
@@ -145,7 +145,7 @@ def test_defaults_stand_in_one_place() -> None:
 def test_for_real(
     asked: str, ends: signal.Signals | None, code: int, said: str, start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """In a repository of this tree, with two commits and an edit; however it ends, it leaves nothing."""
+    """In a repository of this tree, with two commits and an edit. However it ends, it leaves no files or processes."""
     root, copies = tmp_path / "repository", tmp_path / "tmp"
     copies.mkdir()
     for package in ("reproduce", "torchgpipe"):
@@ -155,13 +155,13 @@ def test_for_real(
             file.write("# changed\n")
         if tag:
             commit(root, tag)
-    # No difference is larger than this threshold, so that the machine's noise is no part of the test.
+    # No difference exceeds this threshold, so noise of the machine cannot fail the test.
     options = ["--case", "machinery never", "--threshold", "1000", *asked.split()]
     process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
     if ends is not None:
         assert process.stderr.readline(), "a restart is done"
         process.send_signal(ends)
-    out, err = process.communicate()  # waits for all that write there, also those that it started
+    out, err = process.communicate()  # waits for all processes that write there, also children
     assert process.returncode == code and "Traceback" not in err, err
     assert (said not in err and "B: the working tree (" in out) if ends is None else (err.endswith(said) and not out)
     assert not list(copies.glob("regression-*"))

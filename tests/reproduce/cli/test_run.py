@@ -1,4 +1,4 @@
-"""run: a record and tables of what was measured, whatever ends the run."""
+"""run: it writes a record and tables of its measurements, however it ends."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ PATIENCE = 300  # seconds; only a hang takes as long
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in an empty folder."""
+    """Change into an empty folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_a_failed_row_is_told_at_the_end(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_finished(start: Any, broken_modules: Callable[..., Path], tmp_path: Path) -> None:
-    """And only torch, click, msgspec, tabulate and tqdm are needed."""
+    """A run needs only torch, click, msgspec, tabulate and tqdm."""
     others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
     folder = broken_modules(**{name: f"raise ImportError('{name} is not needed')" for name in others})
     command = ["run", "tiny-speed", *SMALL, "--steps", "999", "--out", str(tmp_path / "out")]

@@ -1,4 +1,4 @@
-"""Experiments: the published rows to the digit, our own as committed runs had them, and the scale that fits."""
+"""Experiments: rows equal the published ones and those of committed runs, and the scale that fits is chosen."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,7 @@ ALL = list(EXPERIMENTS.values())
 WITH_A_TABLE = [experiment for experiment in ALL if experiment.table]
 RUNS = sorted(map(load, MEASURED.glob("*.json")), key=lambda record: record.run.started if record.run else "")
 
-# What a published configuration says that a speed row does not: what it measured in, and what is known from the rest.
+# Fields of published configurations that speed rows lack: units of measurement, and what follows from other fields.
 NOT_OURS = {
     "n", "m", "parameters_exact", "layers", "dataset_size", "last_batch_size", "bytes_per_parameter", "steps",
     "utilization_sampling_interval_s", "devices_in_code", "cli_name", "gpus_source", "outcome",
@@ -45,7 +45,7 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
 
 @pytest.mark.parametrize("experiment", ALL, ids=lambda value: value.name)
 def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Experiment) -> None:
-    """Of those that ran every row; what is found on the machine, balances and links, is its own."""
+    """Only runs of all rows are compared, without balances and links, which depend on the machine."""
     scale = experiment.scale("small")
     rows = {row.name: row for row in scale.rows}
     runs = [(run.run.settings, [each for each in run.results if each.experiment == experiment.name])
@@ -53,7 +53,7 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
     settings, results = [(how, run) for how, run in runs if [*dict.fromkeys(each.row for each in run)] == [*rows]][-1]
     assert settings[experiment.name] == scale.settings()
     for each in results:
-        if each.scale != scale.name:  # the published sizes, counted
+        if each.scale != scale.name:  # models of the published sizes, which are only counted
             continue
         row = rows[each.row]
         link, found = f"{experiment.table}/{row.published}", ["link", *["balance"] * (row.balance is None)]
@@ -68,7 +68,7 @@ SAME: Any = dict.fromkeys(("model", "size", "input_shape", "batch_size", "chunks
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
 def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
-    """But for sizes, and m, which is at most 32 or 8."""
+    """They are equal except for sizes, and for m, which is at most 32 or 8."""
     paper, small = ([row for row in scale.rows if row.equal] for scale in EXPERIMENTS[name].scales)
     assert [replace(row, **SAME) for row in paper] == [replace(row, **SAME) for row in small]
     assert [row.name.replace("m32", "m8") for row in paper] == [row.name for row in small]
@@ -82,7 +82,7 @@ def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
 @pytest.mark.parametrize(
     ("batch_size", "rates"),
     [
-        (256, {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001}),  # nothing to warm up to
+        (256, {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001}),  # no warm-up, since the peak equals `base_lr`
         (128, {5: 0.1}),  # "at least 1"
         (1024, {0: 0.1, 1: 0.175, 4: 0.4}),
         (4096, {2: 0.85, 89.9: 0.0016}),

@@ -1,4 +1,4 @@
-"""The machine, and what is checked out: what a record says of them is true, and what is not there is one line."""
+"""The description of machine and checkout in records is true; missing devices or revisions are one-line errors."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_this_machine() -> None:
 
 
 def told(answer: object) -> Callable[..., object]:
-    """Make a function of a driver, which tells everything of the first GPU, and of the second only where it is."""
+    """Make a driver function that reports everything about the first GPU, and only the handle of the second."""
 
     def ask(gpu: str = "", which: object = None) -> object:
         if gpu == "two":
@@ -110,7 +110,7 @@ def test_devices_that_are_found(
     [
         (Devices("cpu", 1, 1), "1 CPU device of 1 thread", ["cpu", "cpu"]),
         (Devices("cpu", 2, 4), "2 CPU devices of 4 threads each", ["cpu", "cpu"]),
-        (Devices("cuda", 1), "1 CUDA device", ["cuda:0", "cuda:0"]),  # the first plays all
+        (Devices("cuda", 1), "1 CUDA device", ["cuda:0", "cuda:0"]),  # the first one stands for all
         (Devices("cuda", 8), "8 CUDA devices", ["cuda:0", "cuda:1"]),
         (Devices("meta", 3), "3 devices that hold no data (meta)", ["meta", "meta"]),
     ],
@@ -173,7 +173,7 @@ def test_starts_over_once(given: dict[str, str], starts: int, found: dict[str, s
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Make a repository of two revisions, `old` and HEAD, in a folder; `shallow` beside it is a clone of HEAD alone."""
+    """Make a repository with two revisions, `old` and HEAD, and beside it `shallow`, a clone of HEAD only."""
     root = tmp_path / "root"
     root.mkdir()
     for tag in ("old", "new"):

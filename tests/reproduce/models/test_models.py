@@ -1,4 +1,4 @@
-"""Every model: as large as published, to the parameter; what it computes; that it trains; what it refuses to be."""
+"""Every model: its exact number of parameters as published, its outputs, that it trains, and which sizes it refuses."""
 
 from collections.abc import Callable
 
@@ -19,8 +19,8 @@ PUBLISHED = [  # model, size, parameters, layers
     ("ResNet-101", (), 44_549_160, 370),
 ]
 
-# How to build a small one, the shapes of a batch and of what comes of it, and a number that was made of that when each
-# operation of each model was checked by itself.
+# A small model, the shapes of its input and output, and a checksum of the output, recorded when each operation of
+# each model had been checked separately.
 SMALL: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], tuple[int, ...], float]] = {
     "AmoebaNet-D": (lambda: amoebanetd(3, 8, num_classes=10), (2, 3, 224, 224), (2, 10), 3.398336042),
     "U-Net": (lambda: unet(3, num_convs=2, base_channels=4), (2, 3, 33, 47), (2, 1, 33, 47), 352.271286651),
@@ -70,7 +70,7 @@ def test_sizes_are_the_published_ones(name: str, size: tuple[int, ...], paramete
 def test_what_it_computes(
     build: Callable[[], nn.Sequential], images: tuple[int, ...], outputs: tuple[int, ...], number: float
 ) -> None:
-    """All parameters and pixels differ, and so does the number with whatever else is computed of them."""
+    """All parameters and pixels differ, so that any other computation would change the checksum."""
     model = build().double().eval()
     with torch.no_grad():
         for k, parameter in enumerate(model.parameters()):
@@ -84,7 +84,7 @@ def waves(*shape: int, start: float = 0) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).add(start).sin().view(shape)
 
 
-# In a channel that stands alone, a gradient may be zero by chance.
+# In a single channel, a gradient may be zero by chance.
 WIDER = {name: each[:2] for name, each in SMALL.items()} | {
     "AmoebaNet-D": (lambda: amoebanetd(3, 32, num_classes=10), (2, 3, 224, 224))
 }

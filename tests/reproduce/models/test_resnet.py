@@ -1,4 +1,4 @@
-"""Models of torchvision, cut into layers: what they compute, to the bit; plain words where torchvision is not there."""
+"""Models of torchvision, split into layers: outputs are bitwise equal; a missing torchvision is a clear error."""
 
 import sys
 from collections.abc import Callable
@@ -19,7 +19,7 @@ theirs = pytest.importorskip("torchvision.models", exc_type=Exception)  # type: 
 
 @pytest.fixture(scope="module")
 def original() -> Any:
-    """A torchvision ResNet-101 that no buffer is left at its default in."""
+    """Return a torchvision ResNet-101 in which no buffer has its default value."""
     torch.manual_seed(0)
     model = theirs.resnet101()
     for module in model.modules():
@@ -33,7 +33,7 @@ def original() -> Any:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_torchvision_weights_load_into_the_flat_model(original: Any, pipelined: bool) -> None:
-    """As a user loads a downloaded file: every key fits, and the outputs are equal to the bit."""
+    """As when a user loads a downloaded file: every key fits, and outputs are bitwise equal."""
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     flat: Any = resnet101()
     if pipelined:
@@ -77,7 +77,7 @@ def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(nam
 
 
 def test_torchvision_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As one does that was made for another PyTorch."""
+    """A torchvision that was built for another PyTorch raises like this."""
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:

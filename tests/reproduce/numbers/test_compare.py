@@ -1,4 +1,4 @@
-"""Compare: what is fair to compare is, what is not becomes ratios, and what is missing is named."""
+"""Compare: absolute numbers if that is fair, else ratios; missing rows are named."""
 
 from typing import Any
 
@@ -47,13 +47,13 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
 
 
 def emulated_too(x: float, **more: Any) -> Record:
-    """Make a side of which y is four times as fast as x, and twice as fast emulated, where x is always the same."""
+    """Make a side in which y is four times as fast as x when measured, and twice as fast when emulated."""
     rows = [row("x", x, over="x"), row("y", x / 4, over="x")]
     return record(*rows, emulated(row("x", 2.0, over="x")), emulated(row("y", 1.0, over="x")), **more)
 
 
 def drifting(*factors: float) -> list[Record]:
-    """Make sides of which y is so many times as fast as x, while a drift slows whole rounds down."""
+    """Make sides in which y is faster than x by these factors, while whole rounds slow down."""
     drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     return [record(row("x", drift, over="x"), row("y", [each / factor for each in drift], over="x"))
             for factor in factors]  # fmt: skip
@@ -63,7 +63,7 @@ def holding(unit: str, **values: object) -> Record:
     return Record("r", "T", "measured", {"size": unit}, [row("x", values=values)])
 
 
-# The second machine is twice as fast, and `y` lags behind on it: 3 times as fast as x, then 2 times.
+# The second machine is twice as fast, but there `y` is only 2 times as fast as `x`, not 3 times.
 TWO_MACHINES = [
     record(row("x", 3.0, over="x"), row("y", 1.0, over="x")),
     record(row("x", 1.5, over="x"), row("y", 0.75, over="x"), cpu="another CPU"),
@@ -72,7 +72,7 @@ LACKING = row("z", status="needs devices", reason="needs 8 devices")
 PEAKS = [record(row("x", values={"peak_allocated": peak}), cpu=cpu) for cpu, peak in (("a", [1, 3]), ("b", [4, 4]))]
 OVER_X = "each side's throughput is divided by its own x"
 OTHER = [OVER_X, "absolute numbers are not compared: the sides ran on different machines"]
-# What the second side's run has of its own, whether that makes its machine another, and what follows.
+# What differs in the second side's run, whether it counts as another machine, and the notes.
 MACHINES: list[tuple[dict[str, Any], bool, Any, list[str]]] = [
     ({"cpu": "another CPU"}, True, None, OTHER),
     ({"device": "cuda"}, True, None, OTHER),
@@ -82,7 +82,7 @@ MACHINES: list[tuple[dict[str, Any], bool, Any, list[str]]] = [
     ({"devices": 8, "seed": 4}, False, (1.0, "~"), []),
     ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False, (1.0, "~"), []),
 ]
-# The sides, options, each row's ratio and verdict, whether ratios are compared, and the notes.
+# The sides, the options, ratio and verdict of each row, whether ratios are compared, the notes.
 COMPARED: dict[str, tuple[list[Record], dict[str, Any], dict[str, Any], bool, list[str]]] = {
     "less time is better": ([record(row("x", 1.0)), record(row("x", 0.5))], {"metric": "time"}, {"x": (0.5, "better")},
                             False, []),

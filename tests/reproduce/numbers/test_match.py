@@ -1,4 +1,4 @@
-"""Match: rows of the same configuration stand on one line, whatever order, name or record they come in."""
+"""Match: rows with the same configuration share a line, in whatever order, name or record they come."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) 
 
 
 def reproducing(name: str, **changes: Any) -> Record:
-    """Make a record of a row that reproduces a published one, in its configuration but for what is changed."""
+    """Make a record of a row that reproduces a published one, with its configuration and the given changes."""
     return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config={**CONFIG, **changes}))
 
 
@@ -42,7 +42,7 @@ PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
         ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
         ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
         ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # chosen by the run
-        ({"L": 6}, {"L": 6, "components": []}, True),  # an older record does not know a field
+        ({"L": 6}, {"L": 6, "components": []}, True),  # an older record lacks a field
         ({"checkpoint": None}, {"checkpoint": "always"}, False),
         ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
     ],
@@ -54,7 +54,7 @@ def test_by_configuration(ours: dict[str, Any], theirs: dict[str, Any], matched:
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
-    """A label tells apart what only scale and device tell apart."""
+    """If rows differ only in scale or device, the label names these."""
     both = [row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")]
     found = lines([record(*both)], [record(*reversed(both))])
     assert [(line.label, {entry.result.scale for entry in line.entries.values()}) for line in found] == [
@@ -64,7 +64,7 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 
 
 def predicted(name: str, in_row: bool) -> Record:
-    """Make a prediction for a machine that the row names, or its record for all."""
+    """Make a prediction whose hardware is named in the row, or in the record for all rows."""
     result = row("x", status="predicted", hardware=name if in_row else None)
     return Record(f"x-{name}", "T", "predicted", {}, [result], hardware=None if in_row else {"name": name})
 
@@ -73,7 +73,7 @@ X, Y, Z = (row(name, 1.0) for name in "xyz")
 N2 = row("x", 1.0, published=N2M4, experiment="amoebanet-speed")
 BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
-# The sides, and which rows are on which line. One side may have run a published row as it is, another a smaller one.
+# The sides, and the rows on each line. One side may have run a published row, another side a smaller one like it.
 PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] = {
     "in any order, and sides may lack rows": (
         [[record(X, Y)], [record(Z, Y, X)], [], [record(Z)]],

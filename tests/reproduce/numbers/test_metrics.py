@@ -1,4 +1,4 @@
-"""Each metric is one function of a row's samples; real differences are seen, noise and trifles are not."""
+"""Metrics are functions of a row's samples. Real differences are detected; noise and tiny differences are not."""
 
 import math
 import random
@@ -40,7 +40,7 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
-    """Divide by what was measured: on devices like these, whatever link the steps are emulated behind."""
+    """Divide emulated by measured throughput. Only the emulation of this machine's devices counts, without a link."""
     behind = timed([99.0, 99.0], [0, 1])
     return over_measured(replace(behind, samples={**behind.samples, "here_time": here}), theirs)
 
@@ -48,11 +48,11 @@ def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
 @pytest.mark.parametrize(
     ("ratio", "ours", "base", "ratios"),
     [
-        # The machine slows down fourfold from round to round: the ratio within rounds does not notice.
+        # The machine slows down fourfold from round to round: ratios within rounds do not change.
         (speed_up, timed([1, 4, 16], [0, 1, 2]), timed([2, 8, 32], [0, 1, 2]), [2, 2, 2]),
-        # Only rounds that both have count.
+        # Only rounds of both rows count.
         (speed_up, timed([9, 1, 1], [0, 1, 2]), timed([3, 3], [1, 2]), [3, 3]),
-        # Equal batch sizes are not taken for granted: it is samples per second that are compared.
+        # Batch sizes may differ: samples per second are compared.
         (speed_up, timed([1], [0], batch_size=16), timed([1], [0], batch_size=8), [2]),
         # Rows that share no round: the medians are compared, and there are no quartiles.
         (speed_up, timed([1, 2, 3]), timed([4, 4], [0, 1]), 2),
@@ -76,7 +76,7 @@ def test_ratios(ratio: Any, ours: Any, base: Any, ratios: float | list[float] | 
 
 @pytest.mark.parametrize(("other", "paired"), [("2020", True), ("2021", False)])
 def test_rounds_of_different_runs_are_not_paired(other: str, paired: bool) -> None:
-    """A round is a moment of one run: the first rounds of two runs have nothing in common."""
+    """Rounds belong to a run: the first rounds of two runs are not the same round."""
     runs = [record(timed([1.0, 2.0], [0, 1]), started=started) for started in ("2020", other)]
     x, y = (read(Entry(run, run.results[0]), "throughput") for run in runs)
     assert x is not None and y is not None and bool(over(y, x).rounds) == paired
@@ -134,8 +134,8 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     [
         (EIGHT, times(1.2), False, "higher"),
         (EIGHT, times(0.8), False, "lower"),
-        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, and smaller than the threshold
-        (POWERS, times(1.2, POWERS), False, "~"),  # large, and not significant
+        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but below the threshold
+        (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
         (POWERS, times(1.2, POWERS), True, "higher"),
         ([5.0] * 8, [5.0] * 8, False, "~"),
         ([5.0] * 8, [5.0] * 8, True, "~"),
@@ -152,7 +152,7 @@ def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: s
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("count", [20, 100_000])  # very many are decided soon, too
+@pytest.mark.parametrize("count", [20, 100_000])  # very many samples do not take long
 def test_a_planted_slowdown_is_seen_where_it_passes_the_threshold(paired: bool, count: int) -> None:
     draw = random.Random(7)
     for slowdown in (1.0, 1.2, 1.5):

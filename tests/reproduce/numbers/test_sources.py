@@ -1,4 +1,4 @@
-"""Records come from files, folders, pytest-benchmark and git revisions; the newest that were run as published count."""
+"""Records come from files, folders, pytest-benchmark and git revisions; of several results, the newest counts."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ FOREIGN = Path(__file__).parents[1] / "records" / "data" / "pytest-benchmark.jso
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a git checkout with an old and a new run in results/measured, of which a revision has the old one."""
+    """Make a git checkout with two runs in results/measured. Only the old one is committed."""
     monkeypatch.chdir(tmp_path)
     measured = tmp_path / "results" / "measured"
     measured.mkdir(parents=True)
@@ -81,7 +81,7 @@ GPUS = Machine("Linux", "a CPU", 4, 8, None, [Gpu("a GPU", 2**30)] * 4)
 
 
 def result(name: str = "n2m1", **changes: Any) -> Result:
-    """Make a row as published, of three steps, but for what is changed."""
+    """Make a result like a published row, of three steps, with the given changes."""
     link, config = f"tg-amoebanetd-speed/{name}", {"configuration": "as published", "batch_size": 96}
     made = row(name, [1.0, 2.0, 30.0], experiment="amoebanet-speed", scale="paper", published=link, config=config)
     return replace(made, **changes)

@@ -1,4 +1,4 @@
-"""Predictions: as committed, and about as far from the publication as said; the largest model that fits is found."""
+"""Predictions equal the committed ones, with errors as documented; the largest model that fits is found."""
 
 from statistics import median
 
@@ -30,7 +30,7 @@ SLOW = [("amoebanet-speed", "n4m32"), ("amoebanet-memory", "pipeline-1"), ("unet
     ("experiment", "rows"),
     [
         *((experiment, "all") for experiment in ("unet-speed", "unet-ablation", "resnet101-speed")),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),  # a row each of the tables that take long
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),  # one row of each table that takes long
     ],
 )
 def test_rows_are_not_stale(experiment: str, rows: str) -> None:

@@ -1,4 +1,4 @@
-"""Records come back as they were, of any version, are replaced whole or not at all, and say where they are broken."""
+"""Records can be saved and loaded in every version; writes are atomic; errors say where a record is broken."""
 
 import functools
 import json
@@ -123,7 +123,7 @@ TASK = {"ph": "X", "cat": "forward", "name": "", "pid": 0, "tid": 0, "ts": 0, "d
 
 
 def changed(file: str, *place: Any, to: object) -> Any:
-    """Return what is in a file of `data`, with something else at a place."""
+    """Return the contents of a file in `data`, with one place changed."""
     data: Any = json.loads((DATA / file).read_text())
     *outer, last = place
     functools.reduce(operator.getitem, outer, data)[last] = to

@@ -1,4 +1,4 @@
-"""The job: one way at a time, all warm, anew at each restart; what a way cannot run; how it ends."""
+"""The job: one way at a time, all warmed up, restarted processes; ways that cannot run a case; how it ends."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Let the measuring program be a script of ours, which finds what it is to do in `job`."""
+    """Replace the measuring program by a script, in which `job` is its input."""
 
     def be(script: str) -> None:
         package = tmp_path / "reproduce" / "regression"
@@ -40,7 +40,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
 @pytest.mark.parametrize("cases", [["a", "b"], ["b"]])
 def test_a_new_parent_for_every_few_restarts(cases: list[str], stand_in: Callable[[str], None]) -> None:
-    """What a side cannot run is told once, and not asked for again."""
+    """A case that a side cannot run is reported once, and not run again."""
     stand_in("""
 for case in list(job["cases"]):
     if case == "b":
@@ -84,11 +84,11 @@ time.sleep(1000)
 TWO: Cases = {case: {"base": (0, (case,)), "head": (1, (case,))} for case in ("a", "b")}
 THREE: Cases = {"a": {**TWO["a"], "third": (0, ("c",))}}
 GONE = "ImportError: gone"
-Texts = dict[tuple[int, str, int], str]  # what stands in place of a side's k-th answer to what it was asked
+Texts = dict[tuple[int, str, int], str]  # (side, arguments, k) -> text instead of the k-th answer
 
 
 class Fake:
-    """A side that notes what it is asked; it answers with None, and from then on with its number."""
+    """A side that logs its requests. It answers the first request with None, later ones with its number."""
 
     def __init__(self, number: int, log: list[str], texts: Texts) -> None:
         self.number, self.log, self.texts = number, log, texts
@@ -122,7 +122,7 @@ def run(log: list[str], texts: Texts | None = None, cases: Cases = TWO, **how: i
 
 @pytest.mark.parametrize("cases", [TWO, THREE], ids=["two", "three"])
 def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases) -> None:
-    """In what order is for `turns`."""
+    """The order within rounds is tested with `turns`."""
     log: list[str] = []
     lines = list(run(log, cases=cases, restarts=2, first=5))
     assert lines == [
@@ -167,7 +167,7 @@ def test_what_cannot_run_is_told_once_and_left_out(cases: Cases, side: int, aske
     ids=["a sample", "the warm-up of a later restart", "the first restart of a later process"],
 )
 def test_what_ran_before_and_no_longer_does_is_an_error(answer: int, first: int, finished: list[str]) -> None:
-    """It may be memory or processes that ran short; to leave the case out would hide it."""
+    """The reason may be too little memory. Leaving the case out would hide that."""
     log: list[str] = []
     lines = run(log, {(1, "a", answer): "MemoryError"}, restarts=3, first=first)
     assert [next(lines)["case"] for _ in finished] == finished
@@ -177,7 +177,7 @@ def test_what_ran_before_and_no_longer_does_is_an_error(answer: int, first: int,
 
 
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
-    """As it is here, where it is imported already."""
+    """Here another one is imported already."""
     with fork(tmp_path, "reproduce.regression.cases:Timed") as side:
         side.send(("machinery never", "cpu", 0.0))
         assert side.recv().startswith("AssertionError: ") and not side.poll()
@@ -195,7 +195,7 @@ def test_a_process_that_ended_by_itself(ask: Callable[[Connection], object], tmp
         process.kill()
         process.join()
         ask(side)
-    assert buffers() <= before, caught  # which may be kept for long: what could not be sent is not in its frames
+    assert buffers() <= before, caught  # the error may live long; its frames must not hold what was not sent
 
 
 def test_cpu_time_is_taken_on_one_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Revisions: torchgpipe in a folder of its own, which is gone afterwards; the first slower commit is named."""
+"""Revisions are copied into temporary folders, which are removed; the first slower commit is found."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ def test_what_cannot_be_had(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_signal_is_an_end_unless_it_is_ignored(number: signal.Signals, before: signal.Handlers, root: Path) -> None:
-    own = signal.signal(number, before)  # the suite itself may run under nohup
+    own = signal.signal(number, before)  # the test suite may run under nohup
     ended = pytest.raises(SystemExit) if before is signal.SIG_DFL else contextlib.nullcontext()
     try:
         with ended as exit, trees("old", "new", root) as (base, head):
@@ -83,7 +83,7 @@ SETTINGS = Settings(["a", "b"])
 
 
 class History:
-    """A repository whose commits hold the numbers 0, 1, ... as their version; from `culprit` on, cases are slower."""
+    """A repository with commits of versions 0, 1, ...; from commit `culprit` on, cases are slower."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, commits: int, culprit: int, slower: list[str]):
         self.root, self.culprit, self.slower = root, culprit, slower

@@ -1,4 +1,4 @@
-"""Samples: what is timed, by which clock; restarts are the evidence; a difference is real if significant and large."""
+"""Samples: what is timed, with which clock; tests compare restarts; real differences are significant and large."""
 
 import random
 import threading
@@ -54,7 +54,7 @@ def test_the_clocks(
 
 @pytest.mark.parametrize("slow_down", [0.0, 0.1, 0.5])
 def test_a_planted_delay_is_a_share_of_the_usual_step(slow_down: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes only in steps, the first of which are slow, and a little whenever it is read."""
+    """Steps advance the clock, the first ones more; reading it advances it a little."""
     now, steps = 0.0, 0
 
     def clock() -> float:
@@ -81,7 +81,7 @@ DEFAULT = Settings([])
 def made(
     ratio: Ratio, noise: float, restarts: int = DEFAULT.restarts, rounds: int = DEFAULT.rounds, seed: int = 0
 ) -> Samples:
-    """Make samples: each restart has its ratio, each pair a level that both share, and each sample noise of its own."""
+    """Make samples: a ratio per restart, a common level per pair, and noise per sample."""
     draw = random.Random(seed)
     samples = Samples()
     for i in range(restarts):
@@ -122,7 +122,7 @@ def test_what_is_called_real(name: str) -> None:
 
 
 def test_all_pairs_of_one_restart_are_one_piece_of_evidence() -> None:
-    """Hundreds of pairs of two processes, of which one happens to be slower, prove nothing."""
+    """Hundreds of pairs from one restart, in which one process happens to be slower, are no evidence."""
     (decision,) = judge({"a": made(SLOWER, 0.001, restarts=1, rounds=500)}, Rule()).decisions.values()
     assert (decision.outcome, decision.needed) == ("too few", least_restarts(Rule(), 1))
 

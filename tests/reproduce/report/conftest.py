@@ -17,7 +17,7 @@ RUN = Run("finished", ["python", "-m", "reproduce"], 0, "2020-04-21T10:02:05Z", 
 
 
 def on_gpus(record: Record) -> Record:
-    """Pretend that a run was on GPUs; each reserved twice what it allocated."""
+    """Turn a run into one on GPUs, with twice as much reserved as allocated memory."""
     results = [
         replace(each, device="cuda", values=each.values | {"peak_reserved": [2 * peak for peak in peaks]})
         if (peaks := each.values.get("peak_allocated"))
@@ -29,7 +29,7 @@ def on_gpus(record: Record) -> Record:
 
 @pytest.fixture(scope="session")
 def records() -> list[Record]:
-    """Give what is committed, one prediction for a machine of another name, and the first run as if it was on GPUs."""
+    """Return the committed records, a prediction for another machine, and the first run as if it was on GPUs."""
     known = [load(path) for name in FOLDERS for path in sorted((RESULTS / name).glob("*.json"))]
     i = [each.name for each in known].index("amoebanet-speed-p40x8")
     known[i] = replace(known[i], hardware={**(known[i].hardware or {}), "name": "a<b"})

@@ -1,6 +1,6 @@
-"""Browser: the page opens in a real one, on a desk and on a phone, in light and in dark, and nothing is amiss.
+"""Browser: the page works in a real browser, on desktop and phone screens, in light and dark mode.
 
-Skipped where there is no Chromium with its driver: `apt-get install chromium chromium-driver`.
+Skipped if there is no Chromium with its driver: `apt-get install chromium chromium-driver`.
 """
 
 import shutil
@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
     for option in OPTIONS:
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    for left in (2, 1, 0):  # tries: on a busy machine a browser may take longer to start than its driver waits
+    for left in (2, 1, 0):  # retries: on a busy machine a browser may start later than its driver waits
         try:
             driver = webdriver.Chrome(options=options, service=Service(DRIVER))
             break
@@ -49,7 +49,7 @@ def browser() -> Iterator[Any]:
 def run(
     request: pytest.FixtureRequest, browser: Any, text: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Any]:
-    """Open the page on a screen, in a colour scheme, and return what runs JavaScript in it."""
+    """Open the page on a screen, in a colour scheme; return a function that runs JavaScript in it."""
     screen, scheme = request.param
     page = tmp_path_factory.mktemp("report") / "report.html"
     page.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Page: one file that needs nothing else, in which every experiment is found, with all that records say of it."""
+"""Page: one self-contained file with every experiment and all results in the records."""
 
 import html
 import re
@@ -66,7 +66,7 @@ def test_it_is_made_the_same_each_time(records: list[Record]) -> None:
     assert page(some) == page(some)
 
 
-# What has to be in each section, its rows' cells and its figures' descriptions in one line.
+# Texts that must be in a section: cells of rows, and descriptions of figures in one line.
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
         "| row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) | emulated (small, CUDA) | meas",
@@ -162,7 +162,7 @@ LINK = "tg-amoebanetd-speed/n2m4"
 
 
 def run(started: str, *steps: int, **changes: Any) -> Record:
-    """Make a run of rows with so many steps each."""
+    """Make a run of rows with these numbers of steps."""
     results = [
         row(f"x{i}", [1.0] * count, **{"status": "measured" if count else "failed", "published": LINK, **changes})
         for i, count in enumerate(steps)

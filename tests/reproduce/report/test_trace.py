@@ -1,4 +1,4 @@
-"""Trace: a timeline is written as a picture, and read back from Perfetto's; a file that is none is refused."""
+"""Trace: a timeline is drawn, and read back from a Perfetto file; other files are refused."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_what_perfetto_shows_is_read_back(steps: int, titles: list[str], tmp_pat
 
 def test_pictures_say_the_bubble() -> None:
     picture = gantt(TIMELINE, "a title", "svg").decode()
-    # Text is drawn as paths; matplotlib writes what it says into comments.
+    # Text is drawn as paths; matplotlib writes the text itself into comments.
     for text in ("a title", "bubble 56% of 2 x 1 s; the whole step took 1.5 s", "recomputation", "copy", "device 1"):
         assert text in picture
     assert gantt(Timeline([], 1.0, 1), "nothing", "png").startswith(b"\x89PNG")

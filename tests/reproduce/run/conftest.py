@@ -1,4 +1,4 @@
-"""Run tiny experiments by the command, also with fakes for their trainings."""
+"""Run tiny experiments with the command `run`, also with fake trainings."""
 
 import contextlib
 import io
@@ -18,9 +18,9 @@ from .fakes import Emulated, Fake, fake_peak
 
 
 class Runner:
-    """Run an experiment on two CPU devices, its small scale changed, and return what the new record keeps, by row.
+    """Run an experiment on two CPU devices, with a changed small scale, and return the recorded results by row.
 
-    `NAME emulated` are those that were, `NAME ENGINE` those on another engine, and `NAME paper` the published models.
+    Emulated rows are called `NAME emulated`, those of other engines `NAME ENGINE`, the published models `NAME paper`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Runner:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    """Train nothing."""
+    """Replace trainings and emulations by fakes."""
     for module in ("peak", "speed"):
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)

@@ -1,4 +1,4 @@
-"""Trainings that train nothing: each row is told what to raise, and when."""
+"""Fake trainings, which raise given errors at given steps."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +16,12 @@ SECONDS = 2.0  # of an emulated step
 
 
 class Fake:
-    """Stand in for a training: each row is told what to raise, by how many of its steps are over."""
+    """A fake training. `raises`: for each row, a function from the number of steps done to an error, or no error."""
 
     raises: ClassVar[dict[str, Callable[[int], object]]] = {}
     alive: ClassVar[set[str]] = set()
     order: ClassVar[list[str]] = []
-    """Of all steps, the names of their rows."""
+    """The row names of all steps, in order."""
     kind = ""
 
     def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int) -> None:
@@ -45,7 +45,7 @@ class Fake:
 
 
 class Emulated(Fake, Emulation):
-    """Stand in for an emulation; its rows are told what to raise under names that end in ` emulated`."""
+    """A fake emulation. In `raises`, its rows have names that end in ` emulated`."""
 
     kind = " emulated"
 

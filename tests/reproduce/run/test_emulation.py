@@ -1,4 +1,4 @@
-"""Emulation: every task is run by the library, and a step takes what its schedule makes of their times and copies."""
+"""Emulation: the library runs every task, and a step is the replay of the schedule with their times and copies."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,13 +39,13 @@ def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
     return Emulation(row, devices, FakeData([shortened(row)], 0), Balancer(devices), 0, link)
 
 
-def again(row: Row, m: int) -> int:
+def recomputed(row: Row, m: int) -> int:
     """Count the micro-batches that are recomputed."""
     return {"always": m, "except_last": m - 1}.get(row.checkpoint or "", 0)
 
 
 class Clocks:
-    """Each mark is later than the last one, by ever more; other programs take two thirds of the time."""
+    """Clocks with growing intervals between marks. Wall time is three times CPU time."""
 
     marks = 0
 
@@ -78,8 +78,8 @@ def test_every_task_is_run_once_and_timed(row: Row, updated: int, monkeypatch: p
     m = row.chunks or 1
     counts = Counter((task.kind, task.partition) for task in run.tasks)
     for j in range(row.devices):
-        assert [counts[kind, j] for kind in KINDS] == [m, again(row, m), m]
-    # A mark when the step starts, one of each partition, two of each task, and one before and after each update.
+        assert [counts[kind, j] for kind in KINDS] == [m, recomputed(row, m), m]
+    # Marks: one when the step starts, one per partition, two per task, one before and after each update.
     taken = [float(end**2 - start**2) for start, end in pairwise(range(1, 1000))]
     first, last = 1 + row.devices, 1 + row.devices + 2 * len(run.tasks)
     assert list(run.tasks.values()) == taken[first:last:2]
@@ -89,25 +89,25 @@ def test_every_task_is_run_once_and_timed(row: Row, updated: int, monkeypatch: p
 
 
 def cost(task: Task) -> float:
-    """Give each task a time of its own."""
+    """Return a different time for each task."""
     return {"forward": 1.0, "recompute": 1.5, "backward": 2.0}[task.kind] * (1 + task.partition) + task.micro_batch / 64
 
 
 def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
-    """Write down what a row's tasks take: those of the k-th micro-batch as much as those of the `like[k]`-th do."""
+    """Return the costs of a row. Micro-batch k takes as long as micro-batch `like[k]`."""
 
     def table(kind: Kind, count: int) -> list[list[float]]:
         return [[cost(Task(kind, i, j)) * (k < count) for j in range(row.devices)] for k, i in enumerate(like)]
 
     m = len(like)
-    recompute = table("recompute", again(row, m))
+    recompute = table("recompute", recomputed(row, m))
     return replace(Costs(table("forward", m), table("backward", m), recompute, loss=LOSS), **changes)
 
 
 def ran(row: Row) -> Executed:
-    """Make up what the tasks have taken that are run for a row."""
+    """Make up the times of the tasks that are run for a row."""
     m = shortened(row).micro_batches or 1
-    counts: dict[Kind, int] = {"forward": m, "recompute": again(row, m), "backward": m}
+    counts: dict[Kind, int] = {"forward": m, "recompute": recomputed(row, m), "backward": m}
     tasks = [Task(kind, i, j) for kind, count in counts.items() for i in range(count) for j in range(row.devices)]
     return Executed({task: cost(task) for task in tasks}, LOSS, UPDATES[: row.devices], work=9.0, wall=9.0, value=1.0)
 
@@ -121,10 +121,10 @@ LONE = pipeline(3, m=1, checkpoint="always")
         (PLAIN, range(1), {}, False),
         *((pipeline(3, checkpoint=mode), range(4), {}, False) for mode in ("always", "except_last", "never")),
         (pipeline(3), range(4), {}, True),
-        (pipeline(3, m=16, batch_size=31), [0, 1, 2] * 5 + [3], {"loss": LOSS * 31 / 7}, False),  # few of 16 are run
-        (LONE, range(1), {"ahead": False}, False),  # what cannot overlap runs in one thread on a CPU
+        (pipeline(3, m=16, batch_size=31), [0, 1, 2] * 5 + [3], {"loss": LOSS * 31 / 7}, False),  # only 4 of 16 are run
+        (LONE, range(1), {"ahead": False}, False),  # without overlap, a CPU uses one thread
         (LONE, range(1), {}, True),
-        # Without the dependency, nothing asks for a recomputation before its gradient is there.
+        # Without the dependency, a recomputation starts only when its gradient has arrived.
         (pipeline(3, components=("streams", "portals")), range(4), {"ahead": False}, False),
         (pipeline(3, components=("portals",)), range(4), {"ahead": False, "blocking": True}, True),
     ],
@@ -133,7 +133,7 @@ def test_a_step_is_its_tasks_replayed(row: Row, like: Sequence[int], changes: di
     link = Link(HARDWARE, {"": row}) if linked else None
     emulated = emulation(row, link=link)
     if link is not None:
-        # What the first micro-batch takes in all partitions.
+        # The forward of the first micro-batch in all partitions.
         changes = dict(zip(("copy", "skips"), link.copies(row, 1.0 + 2.0 + 3.0), strict=True)) | changes
     emulated.runs = [ran(row)]
     found, timeline = emulated.step(), replay(costs(row, like, **changes))
@@ -147,7 +147,7 @@ def test_a_step_is_its_tasks_replayed(row: Row, like: Sequence[int], changes: di
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
-    """One that was disturbed decides nothing; a slow machine slows down all alike."""
+    """A disturbed run does not matter; on a slow machine all tasks are slower alike."""
     emulated = emulation(pipeline(m=1, checkpoint="never"))
     tasks = {Task(kind, 0, j): 1.0 + j for kind in KINDS if kind != "recompute" for j in range(2)}
 
@@ -191,7 +191,7 @@ def test_all_partitions_are_on_the_first_device_and_one_thread_issues_tasks(monk
 
 
 def test_copies_take_what_the_hardware_says_or_the_same_share_of_a_forward_as_in_the_published_model() -> None:
-    """The row's own paper row counts, or the first one; its published balance suited other devices."""
+    """The published row of the same name counts, else the first one, but not its balance: it was for other devices."""
     large, small = pipeline(4, batch_size=8, size=(1, 8)), pipeline(4)
     hardware, papers = (
         Link(HARDWARE, None),

@@ -1,4 +1,4 @@
-"""Engines: they train alike, where processes are used these end, and what an engine cannot run says why."""
+"""Engines: they compute the same, their processes end, and a row that an engine cannot run has a reason."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpo
     measured = MeasuredSteps(ROW, lambda: (1.0, threads.step() or 0.0))
     for _ in range(3):
         measured.run()
-        torch.rand(5)  # what another row draws
+        torch.rand(5)  # as if another row drew random numbers
         steps.append(processes.step())
     seconds, losses = zip(*steps, strict=True)
     assert losses == pytest.approx(measured.losses, rel=1e-5) and abs(losses[0] - losses[1]) > 1e-3

@@ -1,4 +1,4 @@
-"""Failures: one line, and a status that tells memory from all else."""
+"""Failures: one line, and a status that distinguishes out of memory from other errors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Live bytes: every storage once, from its first sight to its death, on the device it belongs to."""
+"""Live bytes: every storage counts once, from when it is first seen until it is freed, on its device."""
 
 import gc
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def gradient() -> object:
         pytest.param(
             lambda: (torch.zeros(50, requires_grad=True).exp() + 1).exp(), 150 * FLOAT, 200 * FLOAT, id="saved"
         ),
-        pytest.param(gradient, 100 * FLOAT, 102 * FLOAT, id="gradient"),  # and the sum and its gradient, for a while
+        pytest.param(gradient, 100 * FLOAT, 102 * FLOAT, id="gradient"),  # plus, at the peak, the sum and its gradient
     ],
 )  # fmt: skip
 def test_known_cases(make: Callable[[], object], live: int, peak: int) -> None:
@@ -83,11 +83,11 @@ def test_a_training_has_its_state_and_at_its_peak_its_gradients_and_what_layers_
         own = [0] * row.devices
         own[0] += training.input.nbytes
         own[-1] += training.target.nbytes
-        own[0] += sum(values["step"].nbytes for values in state.values())  # made from no tensor: the first device's
+        own[0] += sum(values["step"].nbytes for values in state.values())  # of no tensor: on the first device
         for j, partition in enumerate(training.partitions):
             parameters = [*partition.parameters()]
             kept = [*parameters, *partition.buffers(), *(state[each]["square_avg"] for each in parameters)]
             assert counter.live[j] == sum(tensor.nbytes for tensor in kept) + own[j]
-            # Parameters, gradients and state, and of layers at least 2 MiB, at most 40 MiB for each sample.
+            # Parameters, gradients and optimizer state, and 2 to 40 MiB of activations per sample.
             assert 2 * 2**20 < found[j] - 3 * sum(each.nbytes for each in parameters) < 4 * 40 * 2**20
     assert max(peaks["always"], peaks["except_last"]) < min(peaks["never"], peaks[None])

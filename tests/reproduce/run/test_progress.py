@@ -1,4 +1,4 @@
-"""Progress: a bar that fits the terminal, or a line now and then, and a time left that follows what was done."""
+"""Progress: a bar that fits the terminal, or occasional lines; the time left is estimated from steps done."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Session: whatever becomes of a row, measured or emulated, it ends in a result, and the others go on."""
+"""Session: each row, measured or emulated, gets a result even if it fails, and the others go on."""
 
 import contextlib
 import re
@@ -35,7 +35,7 @@ def test_every_row_ends_in_a_result(
     fake: type[Fake], run: Any, most: int, own: str | None, link: list[str], links: list[str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """What there are devices for is measured, and what may be is emulated; a published balance is only emulated."""
+    """Rows are measured if there are enough devices, and emulated up to --emulate; published balances only emulated."""
     monkeypatch.setattr("reproduce.run.session.own_links", lambda devices: own)
     found = run("tiny-speed", *([f"--emulate={most}"] if most else ["--no-emulate"]), *link, "--steps=3")
     emulated = {f"{row.name} emulated" for row in ROWS if row.devices <= most}
@@ -113,7 +113,7 @@ def test_an_interruption_keeps_every_step(
 def test_rows_appear_before_all_is_done(
     fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A speed table after its first round, and a line for each row on memory; neither is on standard output."""
+    """A speed table after the first round, and a line for each memory row. Neither is written to stdout."""
     monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
     run("tiny-speed", "--steps=2")
     early, late = (re.findall(r"(\d) steps?\s+per\s+row", text) for text in (capsys.readouterr().err, run.out))
@@ -139,7 +139,7 @@ def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None
 def test_an_ablation_has_speed_utilization_and_memory(
     run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, partitions: int
 ) -> None:
-    """Its peaks are those of either kind of row: they do not depend on the clock."""
+    """Measured and emulated rows get the same peaks, which do not depend on time."""
 
     def peak(*arguments: Any, **options: Any) -> dict[str, list[int]]:
         if error is not None:
@@ -172,14 +172,14 @@ ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
         ([], LONG, 1, "not measured: a step would take about 2 s; --steps K measures it nevertheless"),
         (["--steps=1"], LONG, 1, None),
         ([], {**LONG, "seconds": 3000.0}, 1, None),
-        ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least
+        ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least number of steps
         (["--steps=6"], ENDED, 6, None),
     ],
 )
 def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     fake: type[Fake], run: Any, steps: list[str], changes: dict[str, Any], timed: int, said: str | None
 ) -> None:
-    """What would take long to measure is emulated only."""
+    """Rows that would take too long to measure are only emulated."""
     found = run("tiny-speed", *steps, **changes)
     assert {found[name].reason for name in ("n2m4", "naive n2")} == {said}
     assert len(found["n2m4 emulated"].samples["step_time"]) == timed
@@ -187,7 +187,7 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
 
 
 def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(fake: type[Fake], run: Any) -> None:
-    """Measured and emulated ones take turns."""
+    """Measured and emulated rows run in turn."""
     rows = tuple(row for row in ROWS if row.equal)
     tasks = {*(row.name for row in rows if row.devices <= 2), *(f"{row.name} emulated" for row in rows)}
     orders = []
@@ -203,7 +203,7 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(fake: type[Fake
 
 @pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
 def test_a_large_row_is_timed_alone(fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
-    """It does not fit beside others. Trainings and data of the others, and of other groups, are gone by then."""
+    """It does not fit together with others. It runs again when the others' trainings and data have been freed."""
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []
 
@@ -214,7 +214,7 @@ def test_a_large_row_is_timed_alone(fake: type[Fake], run: Any, monkeypatch: pyt
             most.append(len(alive))
 
     monkeypatch.setattr("reproduce.run.speed.FakeData", Counted)
-    # A new error each time: one that is kept would keep the frames that it went through, and with them the data.
+    # A new error each time: a reused one would keep its frames alive, and with them the data.
     fake.raises[row] = lambda _: torch.OutOfMemoryError("no") if len(fake.alive) > 1 else None
     found = run("tiny-speed", "--steps=3")
     assert len(found[row].samples["step_time"]) == 3

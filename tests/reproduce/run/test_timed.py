@@ -1,4 +1,4 @@
-"""Timed steps: every task is in its place, and how busy a GPU is, the driver says or nobody."""
+"""Timed steps: every task is in the timeline at its time; GPU utilization comes from the driver."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def test_an_emulation_replays_tasks_in_the_order_of_a_real_run(row: Row) -> None
 
 
 def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host may be long past a task that the device has not begun."""
+    """The host may be far ahead of the device."""
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mock(elapsed_time=Mock(return_value=2500.0)))
     monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
     start, end = (Mark(GPUS[1]) for _ in range(2))
@@ -62,7 +62,7 @@ def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeyp
 
     def step() -> None:
         if not taken[0]:
-            ask.reset_mock()  # before, it is only asked whether it answers
+            ask.reset_mock()  # calls before only check that the driver answers
         taken[0] += 1
         assert_eventually(lambda: ask.call_count > 4 * len(GPUS), lambda: "asked again and again while a step runs")
         now[0] += seconds
@@ -78,7 +78,7 @@ def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeyp
     ("answer", "said"),
     [
         (ModuleNotFoundError("no\npynvml"), r"^utilization is not available \(no pynvml\); try 'pip install"),
-        ([1, 1], "the steps took less than 60"),  # it is asked once whether it answers
+        ([1, 1], "the steps took less than 60"),  # the first call only checks that the driver answers
     ],
 )
 def test_silence_is_told_not_guessed(answer: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Training: a row becomes what it says, and rows of one experiment see the same data."""
+"""Training: a row's settings are used, and rows of one experiment get the same data."""
 
 from dataclasses import replace
 from unittest.mock import Mock

@@ -1,4 +1,4 @@
-"""Works for processes, which make them by name."""
+"""`Work` for processes to train, from functions that other processes can import."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 class Split(nn.Linear):
-    """Both tensors take a gradient: PyTorch 2.12's own schedules refuse one between stages that does not."""
+    """Both outputs require grad: schedules of PyTorch 2.12 refuse others between stages."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         y = super().forward(x)
@@ -64,8 +64,8 @@ def ids(processes: Processes) -> list[int]:
     return [each.pid for each in processes._ranks.processes]
 
 
-if __name__ == "__main__":  # start processes, say so, and wait to be killed
-    from tests.reproduce.run import works  # what another process can import
+if __name__ == "__main__":  # start processes, print that, and wait to be killed
+    from tests.reproduce.run import works  # importable in another process
 
     with closing(Processes(2)) as processes:
         processes.make("ranks", works.work)

@@ -1,6 +1,6 @@
-"""Pages of records: what stands in their tables is worked out from records, and fits 80 columns.
+"""Pages of records: their tables are computed from the records, and fit in 80 columns.
 
-What pages in results show is left out: test_render.py finds it there.
+Pages of committed results are tested in test_render.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +32,14 @@ def record(*results: Result, **run: Any) -> Record:
 
 
 def observed(name: str, scale: str, steps: Sequence[float] = (100.0, 50.0), **values: Any) -> Record:
-    """Make a record of steps of every row, with utilization and memory."""
+    """Make a record with the same steps for every row, and with utilization and memory."""
     values = {"utilization": lambda row: [1.0] * row.devices, "bubble": 0.5,
               "peak_allocated": lambda row: [GiB] * row.devices, **values}  # fmt: skip
     return record(*ran(name, scale, lambda row: steps, **values))
 
 
 def memory(scale: str, device: str, peak: Callable[[int], list[int]], **values: Any) -> Record:
-    """Make a record of peaks, given those for a number of devices, and of what was counted."""
+    """Make a record of counted models and of peaks; `peak` is a function of the number of devices."""
     exact: dict[str, Any] = {"parameters": 1_844_858_344, "model_bytes": 12 * 1_844_858_344}
     peaks = {**exact, "peak_allocated": lambda row: peak(row.devices), **values}
     counted = ran("amoebanet-memory", "paper", lambda row: [], "meta", **exact)
@@ -52,14 +52,14 @@ def gpipe_is_faster(row: Row) -> Sequence[float] | str:
 
 
 def emulated_faster_still(row: Row) -> Sequence[float]:
-    """Give GPipe of n partitions 12 n samples/s beside naive's 16; as published and as profiled, 10 n."""
+    """Return 12 n samples/s for GPipe of n partitions, 16 for naive, 10 n for rows like the published ones."""
     own = {"naive": 16.0, "checkpoint-only": 12.8, "GPipe": 12.0 * row.devices}
     speed = own.get(row.configuration, (10.0 if row.published else 5.0) * row.devices)
     return [speed, speed / 2, speed / 4]
 
 
 def both(name: str, scale: str, **options: Any) -> list[Result]:
-    """Make every row measured where there are devices for it, and emulated."""
+    """Make an emulated result of every row, and a measured one if there are enough devices."""
     measured = ran(name, scale, lambda row: None if row.partitions == 8 else gpipe_is_faster(row))
     return [*measured, *ran(name, scale, emulated_faster_still, emulated=True, **options)]
 
@@ -73,7 +73,7 @@ UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem=
 
 
 def lacking(status: str) -> Record:
-    """Make a record of which the rows of four devices ended so: of speed, and of memory."""
+    """Make a record of speed and memory in which the rows of four devices have this status."""
     slow = ran("amoebanet-speed", "paper", lambda row: status if row.partitions == 4 else [1.0])
     small = [each for each in LIVE.results if each.scale == "small"]
     return record(*slow, *(replace(each, status=status, values={}) if each.row == "pipeline-4" else each
@@ -89,7 +89,7 @@ def changed(row: str, emulated: bool = True, **changes: Any) -> Record:
 
 
 def trained(scale: str, given: Mapping[str, Sequence[float]], epochs: int = 90, **ended: Any) -> Record:
-    """Make a record of trainings: each seed's error after so many epochs, or all. Other rows need devices."""
+    """Make a record of trainings: errors of each seed after `epochs` (default: all). Other rows lack devices."""
     results = []
     for each in ran("resnet101-accuracy", scale, lambda row: [] if row.name in given else "needs devices"):
         last, count = given.get(each.row, []), min(epochs, each.config["epochs"])
@@ -101,7 +101,7 @@ def trained(scale: str, given: Mapping[str, Sequence[float]], epochs: int = 90, 
 
 
 def by(engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False) -> list[Result]:
-    """Make rows of an engine."""
+    """Make results of rows with an engine."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 
@@ -177,7 +177,7 @@ NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablat
         (record(*by("ranks", {"GPipe n2m4": [2.0]})), ["| row | ranks |", "| GPipe n2m4 | 2.00 |", "NOT over threads"]),
         (record(*THREADS), ["NOT of each engine"]),
         (record(*by("ranks", {"GPipe n8m4": "needs devices"})), ["NOT of each engine"]),
-        # no words, but the widest
+        # the widest numbers, and no words
         *((observed(*each), []) for each in NAMES),
         *((record(*both(*each, utilization=lambda row: [1.0] * row.devices, bubble=0.5)), []) for each in NAMES),
         (record(*ran("amoebanet-speed", "paper", lambda row: [132.413, 199.9, 100.1])), []),
@@ -186,7 +186,7 @@ NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablat
     ],
 )  # fmt: skip
 def test_what_a_page_says(made: Record, said: list[str]) -> None:
-    """In Markdown, spaces squeezed; and on a terminal each table fits."""
+    """In Markdown, without repeated spaces; on a terminal each table fits."""
     page = " ".join(document(made).split())
     assert [words for words in said if (words.removeprefix("NOT ") in page) == words.startswith("NOT ")] == []
     assert document(made).count("\n## ") == len(tables(made))

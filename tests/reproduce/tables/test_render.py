@@ -1,4 +1,4 @@
-"""Rendering: what is committed is what the records say, and a block is replaced by the newest finished run's tables."""
+"""Rendering: committed pages equal those made from records; a block shows the newest finished run's tables."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Data sets: an epoch is the same whenever it is asked for, and a folder that is none is told in one line."""
+"""Data sets: an epoch is always the same, and a wrong folder is a one-line error."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Pat
 
 
 def test_a_broken_image_is_named(tmp_path: Path) -> None:
-    """Also by a worker process, whose errors are tracebacks."""
+    """Also from a worker process, whose errors are tracebacks."""
     data = ImageNet(fill(tmp_path, "train/a/1", "val/a/1"), classes=1, workers=1)
     (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")
     with pytest.raises(Error, match=r"^/.*/1.JPEG cannot be read as an image: put the file there anew$"):

@@ -1,4 +1,4 @@
-"""Accuracy runs: every epoch is kept, and whatever ends a run, the next one goes on to the same results."""
+"""Accuracy runs: every epoch is saved; after any interruption, the next run resumes and gets the same results."""
 
 import io
 import re
@@ -20,7 +20,7 @@ from ...tiny import TINY
 
 pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
 NAME, GPIPE = "tiny-accuracy", "GPipe n8m4"
-STEPS, EPOCHS = 2, 2  # of its trainings: two rows from two seeds each
+STEPS, EPOCHS = 2, 2  # of each training; there are two rows, with two seeds each
 ROW: Any = TINY[NAME].scale("small").rows[0]
 CPU = Devices("cpu", 2, threads=1)
 
@@ -32,7 +32,7 @@ def uninterrupted(runner: Any, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
-    """Return all that does not depend on the clock, or on how often the run was stopped."""
+    """Return the results that depend neither on the clock nor on interruptions."""
     return {row: (result.status, {**result.samples, "epoch_time": None}) for row, result in results.items()}
 
 
@@ -49,7 +49,7 @@ def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Res
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int, where: str = "step", row: str = "") -> None:
-    """Let training steps from the one numbered `at` on raise, of a row if given; or other calls, when they are done."""
+    """Make training steps raise from number `at` on, of one row if given; or make other calls raise at their end."""
     owner: Any = AccuracyTraining if where == "step" else run_module
     call, calls = getattr(owner, where), iter(range(10**6))
 
@@ -135,7 +135,7 @@ def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() -> None:
-    """A state goes through a file, as a checkpoint does; random numbers drawn in between do not matter."""
+    """The state is saved to a file like a checkpoint. Random numbers drawn in between do not matter."""
     recipe = replace(ROW.recipe, base_lr=0.1, base_batch_size=4, warmup_epochs=1, lr_decay_epochs=(2,), lr_decay=0.5)
     first, second = (AccuracyTraining(replace(ROW, recipe=recipe), CPU, seed, STEPS) for seed in (3, 99))
     images, labels = torch.rand(16, 3, 32, 32), torch.arange(16) % 8
