@@ -90,7 +90,7 @@ def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
 )
 def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int, rates: dict[float, float]) -> None:
     assert {epoch: TRAINING.recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(rates)
-    assert replace(TRAINING.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == TRAINING.recipe.peak(batch_size)
+    assert replace(TRAINING.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == TRAINING.recipe.peak_lr(batch_size)
 
 
 @pytest.mark.parametrize(
