@@ -1,4 +1,4 @@
-"""Predicted bytes are the live bytes of a real pipeline on `meta`, to the byte, in a table of models and setups."""
+"""Predicted bytes equal the live bytes of a real pipeline on `meta`, for a table of models and setups."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -27,10 +27,10 @@ from ...behaviours.parts.layers import KINDS, WIDTH, Do, freeze, linear
 
 
 class OnMeta(LiveBytes):
-    """Count what is on `meta`: an optimizer's counters of steps are on the host."""
+    """Count only tensors on `meta`: an optimizer's step counters are on the host."""
 
     last = 0
-    """The device of the latest tensor."""
+    """The device of the latest tensor, for tensors made from no known one."""
 
     def add(self, tensors: Iterable[Tensor], device: int) -> None:
         super().add([x for x in tensors if x.is_meta], device)
@@ -42,7 +42,7 @@ class OnMeta(LiveBytes):
 
 
 class Copies(LiveBytesMode):
-    """A copy belongs to the device that it goes to."""
+    """Count a copy on its target device."""
 
     counter: OnMeta
 
@@ -64,22 +64,22 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
 def real_peaks(
     model: nn.Sequential, x: Tensor, balance: Any, chunks: int, checkpoint: Any, make: Any = SGD, zeroed: bool = False
 ) -> list[int]:
-    """Return each device's peak in the second of two steps, the optimizer's included.
+    """Return each device's peak in the second of two steps, with the optimizer's update.
 
-    The mini-batch is on the first device, and stays there; the output stays until parameters are updated.
+    The mini-batch stays alive on the first device; the output is alive until parameters are updated.
     """
     with pytest.MonkeyPatch.context() as patch:
         cloned = lambda change, x: mapped(change, x) if change is torch.clone else x  # noqa: E731
         patch.setattr(torchgpipe.partitioned, "mapped", cloned)
         devices = [f"meta:{j}" for j in range(len(balance))]
         pipeline = GPipe(model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
-        # All are on one device, `meta`; groups are updated apart, as devices are.
+        # All partitions are on `meta`. Separate parameter groups are updated separately, like devices.
         trained = [[p for p in partition.parameters() if p.requires_grad] for partition in pipeline.partitions]
         optimizer = make([{"params": parameters} for parameters in trained if parameters])
         live = OnMeta(len(balance))
         for j, partition in enumerate(pipeline.partitions):
             live.add([*partition.parameters(), *partition.buffers()], j)
-            for parameter in partition.parameters():  # some optimizers begin with their state
+            for parameter in partition.parameters():  # some optimizers have their state from the start
                 live.add(filter(torch.is_tensor, optimizer.state.get(parameter, {}).values()), j)
         x = x.to("meta")
         live.add([x], 0)
@@ -111,7 +111,7 @@ def mixed() -> nn.Sequential:
 
 
 def wide() -> nn.Sequential:
-    """Parameters of many sizes, the largest after a small one, in the middle, and before a large one."""
+    """Parameters of many sizes: the largest comes after a small one, in the middle, and before a large one."""
     return nn.Sequential(nn.Linear(8, 200, bias=False), nn.Linear(200, 100), nn.ReLU(), nn.Linear(100, 300, bias=False),
                          nn.Linear(300, 100, bias=False), nn.BatchNorm1d(100), nn.Linear(100, 4))  # fmt: skip
 
@@ -122,17 +122,17 @@ def in_place() -> nn.Sequential:
 
 
 def pairs() -> nn.Sequential:
-    """Two tensors go from layer to layer."""
+    """Pairs of tensors are passed from layer to layer."""
     kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
     return nn.Sequential(*(KINDS[kind](None) for kind in kinds))
 
 
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Sequential]:
-    """Have a function of a layer's parameter and the input, whose gradients depend on who holds them."""
+    """Make a layer of a parameter and a function. Whether its gradients are copied depends on what refers to them."""
     return lambda: nn.Sequential(nn.Linear(8, 8), Do(function, w=nn.Parameter(torch.empty(8))), nn.Linear(8, 8))
 
 
-# A model, the shape of its input, and balances. With few samples the optimizer's step is the fullest moment.
+# A model, the shape of its input, and balances. With few samples, the peak is in the optimizer's step.
 CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]] = [
     (plain, (24, 8), [[4], [1, 1, 1, 1]]),
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
@@ -181,7 +181,7 @@ def test_any_sequence_of_layers(data: st.DataObject) -> None:
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:
-    """The user and the graph hold one storage, which is told apart only where tasks have graphs of their own."""
+    """User and graph share the output's storage. The prediction counts it twice, as if tasks had separate graphs."""
     model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.empty(12, 6)
     (predicted,) = setup_memory(count(model, x), Setup(12, (2,), 1, "never", MOMENTUM))
     (real,) = real_peaks(model, x, [2], 1, "never")
@@ -202,7 +202,7 @@ def test_the_parts_add_up() -> None:
 
 @pytest.mark.parametrize(
     ("name", "state"),
-    [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)],  # the copy is twice as large as the parameter
+    [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)],  # the float32 copy: twice as large
 )
 def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: float) -> None:
     held = optimizer_named(name, foreach=True, master_weights=True)
@@ -213,7 +213,7 @@ def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: flo
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
-    """On a CPU, whose attention is fused."""
+    """On a CPU, with its fused attention."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4)))
     x = torch.randn(8, 64, 64)
     (device,) = setup_memory(count(model, x, device="cpu", autocast=autocast), Setup(8, (4,), 1, "never"))

@@ -1,4 +1,4 @@
-"""Plans: within the memory, described, and clear where there is none."""
+"""Plans fit in memory and are described; if there is none, the error is clear."""
 
 from dataclasses import replace
 from itertools import pairwise

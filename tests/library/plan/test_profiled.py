@@ -1,4 +1,4 @@
-"""Profiles: layers' seconds become lines, and plans are made of them. Time passes only where a layer says so."""
+"""Profiles: layers' seconds are fitted by lines, from which plans are made. Only layers advance the clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
-    """Take seconds for each sample, and some besides; backward takes twice as long."""
+    """A layer that takes `fixed` seconds and `each` seconds per sample; backward takes twice as long."""
 
     def __init__(self, fixed: float, each: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
         return clock.now
 
     monkeypatch.setattr(here, "perf_counter", copied)
-    # All threads have one clock here, so that work beside other work would take as long as both.
+    # All threads share one clock here, so parallel work would seem to take the sum of its times.
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 
@@ -51,10 +51,10 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
     ("seconds", "at"),
     [
         ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
-        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # nothing fixed
-        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # nothing but fixed
-        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: never faster for more samples
-        ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),  # never below nothing, nor worse than in proportion
+        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # no fixed part
+        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # only a fixed part
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: more samples are never faster
+        ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),  # never negative, never more than proportional
         ([2.0, 3.0, 7.0, 8.0], {1: 1.5, 2: 2.0, 3: 2.5, 4: 3.0, 6: 5.0, 8: 7.0, 12: 7.5, 16: 8.0, 32: 10.0}),
         ([2.0, 4.0, 3.0, 8.0], {1: 1.25, 4: 3.5, 8: 3.5, 16: 8.0, 32: 16.0}),
         ([9.0, 8.0, 1.0, 6.0], {1: 6.0, 2: 6.0, 8: 6.0, 16: 6.0, 32: 6.0}),
@@ -77,7 +77,7 @@ def test_layers_are_timed_for_the_sample_and_by_halves(samples: int, sizes: tupl
 
 
 class Wide(Layer):
-    """Have no memory for more than one layer at once."""
+    """A layer of which only one copy fits in memory."""
 
     alive = 0
 
@@ -98,12 +98,12 @@ class Wide(Layer):
     [(Layer, "1GiB", "in whole steps"), (Layer, "1.5KiB", "each alone"), (Wide, "1GiB", "each alone")],
 )
 def test_a_model_that_does_not_fit_is_timed_layer_by_layer(layer: type[Layer], memory: str, how: str) -> None:
-    """By what is predicted for a step, or because there is no memory after all."""
+    """Because a whole step is predicted not to fit, or because it runs out of memory."""
     model, sample = nn.Sequential(*(layer(0, 1) for _ in range(4))), torch.rand(8, 4)
     found = plan(model, sample, batch_size=8, devices=4, memory=memory, chunks=4, checkpoint="always")
     assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
     assert found.balance == [1, 1, 1, 1]
-    # A micro-batch of two takes a partition 2 s, and again, and 4 s backward; three recomputations hide.
+    # Per micro-batch of two: 2 s forward, 2 s recomputation, 4 s backward. Three recomputations are hidden.
     assert found.seconds == pytest.approx((2 + 2 + 4) * (4 + 4 - 1) - 3 * 2, rel=1e-3)
 
 
@@ -122,13 +122,13 @@ def test_a_plan_from_a_profile() -> None:
     found = plan(layers, x, batch_size=64, devices=2, memory="1GiB", chunks=[4], checkpoint=["never"])
     assert torch.equal(torch.get_rng_state(), random)
     assert found.balance == [4, 2]
-    # Two equal partitions, four micro-batches of 16; the rest is gradients added up, and the optimizer.
+    # Two equal partitions, four micro-batches of 16. Adding up gradients and the optimizer are the small rest.
     assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
     assert "layers profiled on this machine's CPU" in str(found).replace("\n" + " " * 12, " ")
     assert "hardware description" not in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
     assert found.gpipe(devices=["cpu", "cpu"]).balance == [4, 2]
-    # Validation predicts by the same: `predictor_here`.
+    # `predictor_here`, which validation uses, predicts the same.
     predictor = predictor_here(layers, x, count(layers, x), devices=2, memory=2**30)
     assert predictor.step(found.candidates[0].setup).seconds == found.seconds
 

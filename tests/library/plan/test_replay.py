@@ -1,4 +1,4 @@
-"""The replay against its rules, and what a prediction takes from the hardware that it is for."""
+"""The replay follows its rules; predictions depend on the kind of hardware."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +31,7 @@ def any_costs(draw: st.DrawFn) -> Costs:
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
-    """List all copies of a micro-batch in forward: source, target, seconds; a partition's next one goes first."""
+    """List the forward copies of a micro-batch: source, target, seconds. Copies to the next partition come first."""
     n = len(costs.forward[0])
     copies = [costs.copy] * (n - 1) if isinstance(costs.copy, float) else costs.copy
     return [*((j, j + 1, x) for j, x in enumerate(copies)), *((a, b, x) for (a, b), x in costs.skips.items())]
@@ -49,7 +49,7 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
 
     for e in timeline.events:
         i, j = e.micro_batch, e.partition
-        if e.kind != "forward" and not backward:  # all begins again, once the loss is there
+        if e.kind != "forward" and not backward:  # all devices start again when the loss is computed
             backward = True
             begin = (max(free) if costs.blocking else free[-1]) + costs.loss
             free, there = [begin] * n, dict.fromkeys(there, begin)
@@ -64,7 +64,7 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
             if source != j:
                 continue
             arrival = e.end + seconds
-            if costs.blocking and seconds:  # both sides are busy until it is done
+            if costs.blocking and seconds:  # both devices are busy until the copy is done
                 arrival = max(free[source], free[target]) + seconds
                 free[source] = free[target] = arrival
             there[i, target] = max(there[i, target], arrival)
@@ -78,7 +78,7 @@ def test_time_is_stretched_where_several_devices_work() -> None:
     def tasks(*times: tuple[float, float]) -> list[Event]:
         return [Event("forward", 0, j, start, end) for j, (start, end) in enumerate(times)]
 
-    # One works from 0 to 1, two until 2, three until 3, one until 4; then copies.
+    # Devices at work: one from 0 to 1, two until 2, three until 3, one until 4; then copies.
     given = Timeline(tasks((0, 2), (1, 4), (2, 3), (2, 3)), 5.0, 4)
     assert shared(given, 0.5) == Timeline(tasks((0, 2.5), (1, 5.5), (2.5, 4.5), (2.5, 4.5)), 6.5, 4)
 
@@ -95,7 +95,7 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("balance", [(4,), (2, 2), (1, 1, 2)])
 def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(balance: tuple[int, ...], chunks: int) -> None:
-    """In one thread, recomputation belongs to its task's backward; with several, it need not wait for the gradient."""
+    """In one thread, recomputation comes right before its backward; with several threads, it may come earlier."""
     ran: list[Task] = []
     gpipe = GPipe(model(), list(balance), devices=["cpu"] * len(balance), chunks=chunks, checkpoint="always")
     gpipe.observer = lambda task: nullcontext(ran.append(task))  # type: ignore[func-returns-value]
@@ -127,7 +127,7 @@ def test_on_a_cpu_one_thread_updates_the_parameters_of_all_partitions() -> None:
 
 
 def test_gradients_that_are_set_to_zero_are_added_to_by_every_micro_batch() -> None:
-    """Adding reads both and writes the sum; setting to zero only writes."""
+    """Adding reads two tensors and writes one; setting to zero only writes."""
     counts, node = count(model(), X), replace(GPU, launch=0.0)
     plain = Setup(len(X), (4,), 2, "never", optimizer_named("sgd", foreach=False))
     dropped, zeroed = (Predictor(counts, node).step(setup) for setup in (plain, replace(plain, zeroed=True)))

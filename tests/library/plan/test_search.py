@@ -1,4 +1,4 @@
-"""The search against every balance of small models: none beats the bound, and what is found is near the best."""
+"""The search against all setups of small models: none is below the bound, and the result is near the best."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ def features() -> tuple[nn.Sequential, torch.Tensor]:
 
 
 def images() -> tuple[nn.Sequential, torch.Tensor]:
-    """A skip across several layers, and tensors that shrink."""
+    """Return layers with a skip over several others, and with shrinking tensors."""
     layers = (nn.Conv2d(3, 16, 3, padding=1), Stash(), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1),
               Pop(), nn.MaxPool2d(2), nn.Conv2d(16, 64, 3))  # fmt: skip
     return nn.Sequential(*layers), torch.empty(2, 3, 32, 32)
@@ -46,7 +46,7 @@ def every(predictor: Predictor, name: str) -> Iterator[Candidate]:
 
 
 def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
-    """Return the balance that evens out the seconds of forward and backward."""
+    """Return the balance with the smallest heaviest partition, by seconds of forward and backward."""
     seconds = predictor.layers(setup.sizes[0])
     costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
     return tuple(minimise_heaviest(costs, len(setup.balance)))
@@ -59,7 +59,7 @@ def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
 def test_against_every_setup(
     build: Callable[[], tuple[nn.Sequential, torch.Tensor]], hardware: str, device: str, optimizer: str
 ) -> None:
-    """With memory for all of them, for half, and for so few that moving single layers seldom leads to another."""
+    """With memory for all setups, for half, and for so few that moving one layer seldom gives another that fits."""
     predictor = Predictor(count(*build(), device=device), load_hardware(hardware))
     setups = list(every(predictor, optimizer))
     for x in setups:
@@ -79,6 +79,6 @@ def test_against_every_setup(
         fastest = min(x.seconds for x in setups if x.peak <= memory)
         least = min(each.limit for each in found.values())
         assert fastest <= least <= fastest * near
-        for x in setups:  # it is never slower than a balance that evens out seconds, with any m and mode
+        for x in setups:  # it is never slower than the time-balanced setups, with any m and mode
             plain = evened.setdefault((len(x.setup.balance), x.setup.chunks), even(predictor, x.setup))
             assert x.peak > memory or x.setup.balance != plain or least <= x.seconds * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Skips over partitions, as tables: which crossings there are, and which models are refused."""
+"""Skips over partitions: which boundaries they cross, and which models are refused."""
 
 from collections import OrderedDict
 
@@ -19,7 +19,7 @@ def layer(word: str) -> nn.Module:
     return made
 
 
-# Each partition is a string of layers. Then the crossings, with portals and without: the skip, from where, to where.
+# Partitions, as strings of layers; the copies with portals, and without: name of the skip, source, target.
 CASES = [
     ("no skip", [". .", "."], [], []),
     ("inside a partition", ["+a -a", "."], [], []),
@@ -40,7 +40,7 @@ def test_crossings(text: list[str], straight: list[str], through: list[str], por
     assert sorted(found) == sorted(straight if portals else through)
 
 
-# The layers of a model, which are named by number, and its faults.
+# The layers of a model, named by their index, and the faults reported.
 FAULTS = {
     "+a .": ["layer '0' stashes 'a', which no later layer pops"],
     ". -a": ["layer '1' pops 'a', which no earlier layer stashes"],

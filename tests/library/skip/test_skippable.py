@@ -1,6 +1,6 @@
-"""`@skippable`, `stash`, `pop`, `isolate`: what they say of a layer, and what is refused.
+"""`@skippable`, `stash`, `pop`, `isolate`: the declared skips of a layer, and what is refused.
 
-That skips reach their layers, in partitions and in a plain sequence, is in tests/behaviours.
+Whether skips reach their layers, in partitions and in a plain sequence, is tested in tests/behaviours.
 """
 
 import pickle
@@ -44,7 +44,7 @@ def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    """A copy of a layer finds the skips of another's copy."""
+    """A copied layer still has the same skips as the original."""
     one, other, layer = Namespace(), Namespace(), Several()
     assert layer.isolate(one, only=["b"]).isolate(other, only=["c"]) is layer  # type: ignore[operator]
     for same in (layer, pickle.loads(pickle.dumps(layer))):
@@ -61,7 +61,7 @@ def test_a_scope_holds_a_tensor_from_stash_to_pop_only() -> None:
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
-    """Return what runs a layer that declares names and yields something."""
+    """Return a function that runs a layer which declares these names and yields these objects."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         yield from steps
@@ -76,7 +76,7 @@ def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object
 
 A = {"stash": ["a"]}
 
-# What is done, the error, and what it says.
+# The call, the error's type, its message.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "stash undeclared": (
         yielding(A, stash("z", X)), RuntimeError, r"tried to stash 'z'.*declared to stash \['a'\]"),

@@ -1,4 +1,4 @@
-"""Deferred batch normalization: from micro-batches, the statistics that `nn.BatchNorm` has of the whole mini-batch."""
+"""Deferred batch norm: running statistics over micro-batches equal those of `nn.BatchNorm` over the mini-batch."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ LAYERS: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = [
 def test_statistics_of_the_mini_batch(
     kind: Any, shape: tuple[int, ...], options: dict[str, Any], device: str, splits: list[list[int]], mean: float
 ) -> None:
-    """Sums of squares near 1e8, of which a variance is the difference, would be off by more than the tolerance."""
+    """A variance computed as a difference of sums of squares near 1e8 would exceed the tolerance."""
     plain = kind(3, dtype=torch.double, device=device, **options)
     for p in plain.parameters():
         nn.init.normal_(p)
@@ -52,7 +52,7 @@ def test_statistics_of_the_mini_batch(
         x = batch(sum(sizes), 3, *shape, mean=mean, seed=seed, dtype=torch.double).to(device)
         before = statistics(deferred)
         for part in x.split(sizes):
-            # A micro-batch is normalized by its own statistics, and nothing moves before the last.
+            # A micro-batch is normalized by its own statistics. Running statistics do not change before `commit`.
             torch.testing.assert_close(deferred(part), fresh(part))
             with recomputing():
                 torch.testing.assert_close(deferred(part), fresh(part))
@@ -63,12 +63,12 @@ def test_statistics_of_the_mini_batch(
     torch.testing.assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# Of layers that end a mini-batch together: momentum, type, whether they count batches, and the sizes of micro-batches.
+# Layers that commit together: momentum, dtype, whether they count mini-batches, and the sizes of micro-batches.
 TOGETHER = [*product([0.1, None, 0.7], [torch.float, torch.double], [True, False], [(4, 4), (3, 2, 5), (9, 9), ()])]
 
 
 def test_layers_commit_together() -> None:
-    """A layer in double precision keeps it, whatever stands beside it. Those that share statistics take turns."""
+    """A layer keeps its precision, whatever the others have. Layers that share statistics are updated in turn."""
     plain = [nn.BatchNorm1d(1 + k % 2, momentum=m, dtype=dtype) for k, (m, dtype, *_) in enumerate(TOGETHER)]
     for layer, (*_, counts, _) in zip(plain, TOGETHER, strict=True):
         layer.num_batches_tracked = layer.num_batches_tracked if counts else None
@@ -100,7 +100,7 @@ def tracking(layer: Any, on: bool) -> Any:
     return layer
 
 
-# What happens to a layer after its first micro-batch, up to its last, and how exact its statistics are in the end.
+# What happens to a layer between its first and last micro-batch, and the tolerance for its statistics.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (lambda layer: rest(rest(layer.eval()).train()), 1e-6),
     "tracking switched off": (lambda layer: rest(tracking(rest(tracking(layer, False)), True)), 1e-6),
@@ -131,21 +131,21 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
     plain = nn.BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])
-    deferred(torch.empty(0, 3))  # an empty micro-batch is none
-    deferred.commit()  # of nothing
+    deferred(torch.empty(0, 3))  # an empty micro-batch does not count
+    deferred.commit()  # of no micro-batch
     assert_same_statistics(deferred, plain)
     for seed in range(3):
         x = batch(14, 3, seed=seed)
         run(deferred, x.chunk(2 if chunks == 2 else 8))
         plain(x)
         for again in range(3):
-            if again or chunks not in (2, 7):  # else it has ended by itself
+            if again or chunks not in (2, 7):  # else the last chunk has committed already
                 deferred.commit()
             assert_same_statistics(deferred, plain)
 
 
 class Launches(TorchDispatchMode):
-    """Count the operators that are given to the device: all but those that only make views."""
+    """Count operators that launch kernels: all but those that only make views."""
 
     count = 0
 
@@ -157,7 +157,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
 @pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"dtype": torch.half}])
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(arguments: dict[str, Any], device: str) -> None:
-    """A tensor on `meta` has no value that could be read, and CUDA raises at what would wait for it."""
+    """On `meta`, reading a value would raise; on CUDA, the sync debug mode raises if the host waits."""
     counts = []
     for number in (1, 10, 100):
         layers = [DeferredBatchNorm(3 + k % 2, chunks=None, device=device, **arguments) for k in range(number)]
@@ -175,7 +175,7 @@ def test_commit_launches_as_much_for_many_layers_and_waits_for_none(arguments: d
 
 
 def test_conversion_shares_everything_with_the_original() -> None:
-    """Also hooks and the mode, but not the dictionaries that hold the tensors. A layer that occurs twice stays one."""
+    """Also hooks and the mode, but not the dicts of tensors. A layer that occurs twice is converted to one layer."""
     seen: list[type] = []
     first, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)
     first.weight.requires_grad_(False)
@@ -228,7 +228,7 @@ class Activated(nn.BatchNorm1d):
 
 PAIR = nn.Sequential(nn.BatchNorm1d(3), Activated(3))
 
-# What is done, the error, and what its one line says.
+# The call, the error's type, its one-line message.
 MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
     (lambda: convert(nn.LazyBatchNorm1d()), ValueError, "cannot defer LazyBatchNorm1d before its first input"),

@@ -1,4 +1,4 @@
-"""Randomness: generators of tasks, and their seeds. What layers see of it is in tests/behaviours."""
+"""Randomness: generators of tasks, and their seeds. What layers draw is tested in tests/behaviours."""
 
 import threading
 import time
@@ -63,10 +63,10 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
     def note(name: str) -> None:
         results[name] = several(name)
 
-    names = ("several", "poisson")  # both take the default generator
+    names = ("several", "poisson")  # both use the default generator
     expected, results = {name: several(name) for name in names}, dict[str, Tensor]()
     before, set_state = torch.get_rng_state(), torch.set_rng_state
-    # Threads take turns while the default generator is in another state.
+    # Make threads switch while the default generator has another state.
     monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_state(state), time.sleep(1e-3)))  # type: ignore[func-returns-value]
     threads = [threading.Thread(target=note, args=(name,)) for name in names]
     for thread in threads:
@@ -78,7 +78,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
-    """As those of a pipeline among the layers of another."""
+    """As the workers of a pipeline within a layer of another pipeline do."""
     randomness, drawn = Randomness([torch.default_generator]), list[Tensor]()
     with randomness.first():
         pass
@@ -97,7 +97,7 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
 
 
 def numbers(meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False) -> list[list[float]]:
-    """Return what the tasks of a mini-batch draw, on two partitions of which the first draws."""
+    """Return the numbers that the tasks of a mini-batch draw. Of two partitions, only the first draws."""
     seeds, drawn = Seeds(2, recomputed=True, grad=True, alone=alone), []
     stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(2)]
     assert all(stage.look() for stage in stages)
@@ -124,9 +124,9 @@ def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
 
 
 def test_within_an_outer_pipelines_task() -> None:
-    """The seed of an inner mini-batch is one of the outer task's numbers, so that its second pass has the same.
+    """The seed of an inner mini-batch is drawn by the outer task, so its recomputation has the same seed.
 
-    Nothing else that is drawn within is the outer task's.
+    No other inner number comes from the outer task's generator.
     """
     found, before = [], torch.get_rng_state()
     for _ in range(2):

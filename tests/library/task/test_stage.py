@@ -1,4 +1,4 @@
-"""Stages and what tasks meet on them, where layers would not tell. What they see of it is in tests/behaviours."""
+"""Stages: locks, in-place layers, stand-in parameters and modes. What layers see is tested in tests/behaviours."""
 
 import gc
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), n
 BOTH = nn.Sequential(LAYER, OTHER, nn.Linear(2, 2))
 PIPELINE = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
 
-# The layers of two partitions, and whether one has to wait while the other runs.
+# The layers of two partitions, and whether they must run one at a time.
 TOGETHER: dict[str, tuple[list[nn.Module], list[nn.Module], bool]] = {
     "nothing in common": ([nn.Linear(2, 2)], [nn.Linear(2, 2)], False),
     "a layer in common": ([LAYER], [nn.ReLU(), nn.Sequential(LAYER)], True),
@@ -32,7 +32,7 @@ TOGETHER: dict[str, tuple[list[nn.Module], list[nn.Module], bool]] = {
 
 @pytest.mark.parametrize("ours, theirs, waits", TOGETHER.values(), ids=TOGETHER)
 def test_which_partitions_run_one_at_a_time(ours: list[nn.Module], theirs: list[nn.Module], waits: bool) -> None:
-    # Some of these layers are in another partition already, which has a lock of its own.
+    # Some of these layers are also in an earlier partition, which has its own lock.
     stages = [Stage(0, nn.Sequential(*layers), DEVICES[0]) for layers in ([LAYER], [OTHER], [THIRD], ours, theirs)]
     assert all(stage.look() for stage in stages)
 
@@ -41,7 +41,7 @@ def test_which_partitions_run_one_at_a_time(ours: list[nn.Module], theirs: list[
 
     *_, one, other = stages
     assert bool(locks(one) & locks(other)) == waits
-    # Locks that are several are taken in one order by all.
+    # If a stage has several locks, all stages take them in the same order.
     assert not any(hasattr(lock, "_locks") for stage in (one, other) for lock in locks(stage))
     with one.lock, one.lock, other.lock:
         pass
@@ -62,7 +62,7 @@ def test_whether_a_partition_begins_in_place(partition: nn.Module, expected: boo
 
 
 class Place(dict[str, Any]):
-    """A module's attributes, that are interrupted when they are set for the `count`-th time from now."""
+    """A module's attributes. The `count`-th assignment from now raises KeyboardInterrupt."""
 
     count = 0
 
@@ -88,13 +88,13 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
     before = {**layer._parameters}
     with StandInParameters([layer]).in_place():
         inner = {**layer._parameters}
-        with StandInParameters([layer]).in_place():  # as in a pipeline that is called within its own layers
+        with StandInParameters([layer]).in_place():  # as when a pipeline is called within its own layers
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner and layer.weight is not before["weight"]
     assert layer._parameters == before
 
 
-DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # looked at, not used
+DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # only inspected, not used
 
 
 @pytest.mark.parametrize("outer", [checkpointing, recomputing])

@@ -1,6 +1,6 @@
-"""What the library uses of PyTorch without a promise that it stays. A failure here names what has moved.
+"""The private API of PyTorch that the library uses. A failure here names what has changed.
 
-This file imports from torchgpipe within tests only, so that it says so even where torchgpipe cannot be imported.
+This file imports torchgpipe only within tests, so that it works even if torchgpipe cannot be imported.
 """
 
 import ast
@@ -12,7 +12,7 @@ import torch
 
 LIBRARY = Path(__file__).parents[3] / "torchgpipe"
 
-# Name, and where the library uses it.
+# The name, and the file that uses it.
 PRIVATE = [
     ("torch.autograd.Variable._execution_engine", "tensors/_autograd.py"),
     ("torch._C._autograd._get_current_graph_task_keep_graph", "tensors/_autograd.py"),
@@ -44,7 +44,7 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/remembered.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "task/seeded.py"),
 ]
-# Names that the library reaches through objects.
+# Attributes that the library accesses on objects.
 OF_OBJECTS = [
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.get_gradient_edge",
@@ -68,7 +68,7 @@ def test_still_there(name: str) -> None:
 
 
 def private_names(source: str) -> set[str]:
-    """Return the dotted names of torch, with a part that begins with one underscore, in a module's source."""
+    """Return the private names of torch (with a part that begins with one underscore) in a source text."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []

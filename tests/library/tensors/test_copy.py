@@ -1,7 +1,7 @@
-"""Copies between devices: what waits for what, in both directions. In whole steps: test_simulated.py.
+"""Copies between devices: which stream waits for which, in both directions. For whole steps, see test_simulated.py.
 
-There may be no CUDA device here, so streams are stand-ins that write down what is asked of them (simulated.py), and two
-names of the CPU are the two devices. tests/test_cuda.py runs the real ones.
+Streams are stand-ins that log their calls (simulated.py), and the devices are `cpu:0` and `cpu:1`, so no GPU is
+needed. tests/test_cuda.py runs on real GPUs.
 """
 
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
 
 class Passage:
-    """What goes from one task to another, without the tasks."""
+    """A copy between two tasks, without the tasks."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.path = CopyPath(CopyStreams([SOURCE, TARGET], enabled=enabled), 0, 1)
@@ -41,7 +41,7 @@ class Passage:
         self.departure.arrive((x.grad,))
 
 
-# With copy streams of their own, and without: forward, backward.
+# With copy streams, and without: the log of forward, the log of backward.
 WAITS = {
     True: [
         [
@@ -74,7 +74,7 @@ def test_waits(streams: Any, enabled: bool) -> None:
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
-    """By one node, so that in backward no stream waits for one gradient before the other is on its way."""
+    """They share one node, so that in backward all gradients are sent before a stream waits for one."""
     tensors = torch.rand(3, requires_grad=True), torch.rand(3), None, torch.arange(3), torch.rand(2, requires_grad=True)
     with torch.set_grad_enabled(grad):
         copies = Passage().forward(*tensors)
@@ -100,7 +100,7 @@ def test_nothing_is_copied_nor_waited_for_where_there_is_no_gradient(streams: An
 
 
 def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
-    # A task on CUDA may well give out a tensor that is on the host.
+    # A task on CUDA may return a tensor on the host.
     fence, tensors = StreamFence(SOURCE), (torch.rand(3), None, torch.rand(3, device="meta"))
     stream = streams.new(SOURCE)
     fence.leave()
@@ -127,7 +127,7 @@ def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_on
 
 @pytest.mark.parametrize("options", [{}, {"copy_streams": False}, {"dependency": False}])
 def test_steps_are_those_of_plain_layers(streams: Any, checkpoint: str, options: dict[str, bool]) -> None:
-    """Every gradient finds its way back, by whatever nodes it passes: also those of skips."""
+    """All gradients are right, also those of skips."""
     row = Row("skips between devices", partial(paired, PATTERN), balance=(2, 2, 3), use=steps, options=options)
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []
     assert any("waits" in entry for entry in streams.log) == options.get("copy_streams", True)

@@ -1,4 +1,4 @@
-"""Micro-batches: what may go in and come out, and which are checkpointed. How they are split is in tests/behaviours."""
+"""Micro-batches: allowed inputs and outputs, and which are checkpointed. Splitting is tested in tests/behaviours."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,7 @@ checking: Callable[[object], object] = partial(check, what="output of layer 3")
 splitting: Callable[[TensorOrTensors], object] = partial(scatter, chunks=2)
 LOSS = "returned a scalar; move a loss that reduces the batch out of the pipeline"
 
-# What is done with what, the error, and what it says.
+# The function, its argument, the error's type, its message.
 REFUSED: list[tuple[Callable[..., object], object, type[Exception], str]] = [
     (checking, 42, TypeError, "output of layer 3 must be a tensor or a tuple of tensors, but got int"),
     (checking, [ONE], TypeError, "must be a tensor or a tuple of tensors, but got list"),

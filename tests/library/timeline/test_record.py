@@ -1,4 +1,4 @@
-"""Recording: mini-batches are told apart, clocks agree, the bubble is the schedule's, and Perfetto can show it."""
+"""Recording: mini-batches are separated, clocks are synchronized, bubbles are right, and Perfetto files are valid."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def pipeline(n: int) -> Any:
 
 
 def test_the_bubble_of_tasks_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock takes a second. So the 8 tasks take one each, and there is one between any two."""
+    """Reading the clock takes a second. So each of the 8 tasks takes a second, with a second between tasks."""
     model, ticks = pipeline(2), count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     with record(model) as recording:
@@ -37,7 +37,7 @@ def test_the_bubble_of_tasks_one_after_another(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 4), (4, 8)])
 def test_the_bubble_of_equal_tasks(n: int, m: int) -> None:
-    """Time between mini-batches counts nowhere."""
+    """Time between mini-batches does not count."""
     ones = [[1.0] * n] * m
     events = replay(Costs(ones, ones, [[0.0] * n] * m)).events
     later = [event._replace(start=event.start + 1000, end=event.end + 1000) for event in events]
@@ -71,7 +71,7 @@ def test_refuses_before_anything_is_trained(file: str, observer: Any, error: Any
     assert entered == (error is None) == (tmp_path / file).exists() and model.observer is observer
 
 
-# How far rank 1's clock is ahead; of each round when ranks 0 and 1 send, and the seconds that either message takes.
+# Seconds that rank 1's clock is ahead; for each round the times when ranks 0 and 1 send, and the delays; the error.
 @pytest.mark.parametrize(
     ("ahead", "rounds", "error"),
     [
@@ -148,7 +148,7 @@ def test_arrows_lead_to_the_task_that_needs_the_result() -> None:
     arrows: dict[int, dict[str, str]] = {}
     for k, event in enumerate(events):
         if event["ph"] in "sf":
-            span = next(e for e in reversed(events[:k]) if e["ph"] == "X")  # the latest event in its row at this time
+            span = next(e for e in reversed(events[:k]) if e["ph"] == "X")  # the event at its place
             assert (span["tid"], span["ts"], span["cat"]) == (event["tid"], event["ts"], event["cat"])
             arrows.setdefault(event["id"], {})[event["ph"]] = f"{span['name']} of {span['args']['mini-batch']}"
     pairs = [("forward (0, 0)", "forward (0, 1)"), ("backward (0, 1)", "backward (0, 0)")]

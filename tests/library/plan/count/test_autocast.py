@@ -1,4 +1,4 @@
-"""What is counted under autocast: operators in the types that autocast gives them, with their casts."""
+"""Counts under autocast: operators have the dtypes that autocast chooses, and casts are counted."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torchgpipe.plan.count.autocast import FULL, LOWER
 from torchgpipe.plan.count.count import count
 
 attention: Any = F.scaled_dot_product_attention
-# An operator of a type of numbers, and what a GPU does it in under autocast to float16.
+# An operator on tensors of a dtype, and the dtype in which a GPU runs it under autocast to float16.
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
     "linear": (lambda x: F.linear(x, x), torch.float32, torch.float16),
     "matmul": (lambda x: x @ x, torch.float32, torch.float16),
@@ -32,7 +32,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """On a CPU they are those of a real run."""
+    """On a CPU the counted operators are those of a real run."""
     x = torch.ones(8, 8, dtype=given)
     with torch.autocast("cpu", torch.bfloat16):
         real = run(x)
@@ -46,7 +46,7 @@ LIST = r"^        self\.(\w+) = \[\n(.*?)^        \]"
 
 
 def test_lists_are_those_of_pytorch() -> None:
-    """PyTorch's own tests have the lists; they are read, since what they import is not everywhere."""
+    """PyTorch's own tests have the lists. They are parsed, not imported: their imports are not always installed."""
     file = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
     cuda, cpu = (
         {name: {*re.findall(r'^ +\("(\w+)"', rows, re.M)} for name, rows in re.findall(LIST, part, re.M | re.S)}

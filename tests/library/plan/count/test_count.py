@@ -1,4 +1,4 @@
-"""Counts against what is known by hand and against a third size, and what cannot be counted: named, in one line."""
+"""Counts against real steps and against another batch size; layers that cannot be counted are named in one line."""
 
 import warnings
 import weakref
@@ -37,7 +37,7 @@ def of(*kinds: str) -> Callable[[], nn.Sequential]:
     [
         (resnet101, (3, 64, 64), 0),
         (lambda: unet(3, 2, 8), (3, 32, 32), 0),
-        # A layer is counted as if all that it puts out were used, and the classifier does not use the second state.
+        # A layer is counted as if all its outputs were used, but the classifier does not use the second state.
         (lambda: amoebanetd(3, 32, 10), (3, 224, 224), 1),
         (of("and its input", "swap", "sum", "and a view", "sum", "identity"), (4,), 0),
         (of("checkpointed, reentrant"), (4,), 0),
@@ -48,7 +48,7 @@ def of(*kinds: str) -> Callable[[], nn.Sequential]:
 def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
     build: Callable[[], nn.Sequential], shape: tuple[int, ...], more: int
 ) -> None:
-    """In backward the order may differ: autograd adds the gradients of a tensor that is used twice when it likes."""
+    """Backward may have another order: when autograd adds up the gradients of a reused tensor is not specified."""
     with torch.device("meta"):
         model, x = build(), torch.empty(2, *shape)
     layers = count(model, x, memory=False).at(2)
@@ -122,7 +122,7 @@ def test_refused(layer: Callable[[], nn.Module], message: str) -> None:
     assert freed() is None or message == COMPILED, "what the error's frames hold waits for the garbage collector"
 
 
-MIX = Lambda(lambda x: torch.softmax(x @ x.T, dim=1) @ x)  # attend from every sample to every other
+MIX = Lambda(lambda x: torch.softmax(x @ x.T, dim=1) @ x)  # samples attend to each other
 DISTANCES = Lambda(lambda x: x * (x[:, None] - x[None]).abs().sum(1))
 
 

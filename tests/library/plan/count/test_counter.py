@@ -1,4 +1,4 @@
-"""What operators are counted as, against what is known by hand."""
+"""Counts of single operators, against counts made by hand."""
 
 import math
 from collections.abc import Callable
@@ -34,9 +34,9 @@ def backward(y: Tensor) -> None:
 IMAGES, TABLE = meta(2, 3, 8, 8), meta(1000, 8)
 LAST, ROWS = meta(4, 6, grad=True).softmax(1), meta(3, dtype=torch.int64)
 LOOKED_UP = 2 * 4 * 3 * 8 + 8 * 3
-"""Three rows of the table are read and written, and three numbers of rows read."""
+"""Three rows of the table are read and written, and three row indices are read."""
 
-# What runs, and each operator's class, operations and bytes.
+# A call, and the kind, flops and bytes of each of its operators.
 OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
     (lambda: F.linear(meta(5, 8), meta(16, 8), meta(16)), [("matmul", 2 * 5 * 8 * 16, 4 * (40 + 128 + 16 + 80))]),
     (lambda: F.batch_norm(IMAGES, None, None, training=True), [("norm", 0, 4 * (3 * 384 + 2 * 3))]),
@@ -47,7 +47,7 @@ OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
     (lambda: meta(2, 3).relu(), [("elementwise", 0, 4 * 2 * 6)]),
     (lambda: meta(4, 6).view(24).unsqueeze(0).t().detach(), []),
     (lambda: meta(4, 6) + meta(6), [("elementwise", 0, 4 * (24 + 6 + 24))]),
-    (lambda: F.dropout(meta(4, 6), 0.1), [("elementwise", 0, 4 * 24 + 4 * 24 + 24)]),  # and a mask of bytes
+    (lambda: F.dropout(meta(4, 6), 0.1), [("elementwise", 0, 4 * 24 + 4 * 24 + 24)]),  # plus a byte mask
     (lambda: F.embedding(ROWS, TABLE), [("elementwise", 0, LOOKED_UP)]),
     (lambda: TABLE.index_select(0, ROWS), [("elementwise", 0, LOOKED_UP)]),
     (lambda: TABLE[ROWS], [("elementwise", 0, LOOKED_UP)]),
@@ -88,7 +88,7 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
     ],
 )
 def test_attention(device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None) -> None:
-    """It is the fused kernel of the device, whose products are as many as it computes scores."""
+    """The device's fused kernel is counted. Its flops are those of the scores that it computes."""
     x = meta(2, 4, 64, 32, dtype=dtype, grad=True)  # samples, heads, tokens, channels
     results: list[Tensor] = []
     operators = counted(lambda: results.append(F.scaled_dot_product_attention(x, x, x, **options)), device)
@@ -102,8 +102,8 @@ def test_attention(device: str, dtype: torch.dtype, options: dict[str, Any], ker
     assert [o.flops for o in found] == ([2 * products, 5 * products] if kernel else [])
     assert {o.dtype for o in found} <= {str(dtype).removeprefix("torch.")}
     if kernel == FLASH:
-        moved = [4 * x.nbytes + 4 * 2 * 4 * 64, 8 * x.nbytes + 4 * 2 * 4 * 64]  # with sums of each row
-        assert [o.bytes for o in found] == pytest.approx(moved, abs=64)  # and the state of random numbers
+        moved = [4 * x.nbytes + 4 * 2 * 4 * 64, 8 * x.nbytes + 4 * 2 * 4 * 64]  # plus a log-sum-exp per row
+        assert [o.bytes for o in found] == pytest.approx(moved, abs=64)  # plus the RNG state
 
 
 def test_inside_of_a_function_that_asks_modes_first() -> None:
@@ -135,7 +135,7 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
 
 N, C, K = 2, 8, 16
 
-# A convolution of images of a size, whether it has a Winograd form, and whether it is one product of matrices.
+# A convolution, the size of its images, whether Winograd applies, and whether it is a single matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (nn.Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
     (nn.Conv2d, 6, {"kernel_size": 3}, True, True),
@@ -153,7 +153,7 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
 @pytest.mark.parametrize("needs", [False, True])
 @pytest.mark.parametrize("kind, size, options, winograd, plain", OPTIONS)
 def test_convolutions(kind: Any, size: int, options: dict[str, Any], winograd: bool, plain: bool, needs: bool) -> None:
-    """Each gradient is as much work as the forward: it multiplies as often, in a grid of its own."""
+    """Each of the two gradients has as many flops as the forward, with its own grid."""
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)
     with Counter() as counter:

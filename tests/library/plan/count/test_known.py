@@ -1,4 +1,4 @@
-"""What is known is not run again: layers that behave alike, and operators on tensors that look alike."""
+"""Caches: layers that behave alike, and operators on tensors of the same layout, run only once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ X = torch.empty(4, 6)
 
 
 class Pair(nn.Module):
-    """Two parameters of one shape, cut from storages of 12 numbers, or from one."""
+    """Two parameters of one shape, views of two storages of 12 numbers, or of one."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_layers_that_behave_alike_are_copied_once(
     monkeypatch.setattr(Copied, "copies", 0)
     model = nn.Sequential(*(Copied(a, b) for a, b in pairwise(widths)))
     assert len(count(model, torch.empty(1, 8), memory=False)) == 40
-    assert Copied.copies == 2 * (different + 1)  # for two sizes; to the model's input goes no gradient
+    assert Copied.copies == 2 * (different + 1)  # for two sizes; the first layer is a kind of its own
 
 
 class Ran(TorchDispatchMode):
@@ -113,8 +113,8 @@ SCALED: list[Callable[[], object]] = [
         ([lambda: meta(2, 3).view(6)] * 2, "view", 2),
         ([lambda: torch.max(meta(2, 3), 1)] * 2, "max", 1),
         ([lambda: torch.cat([meta(2, 3), meta(1, 3)])] * 2, "cat", 1),
-        ([lambda: torch.ones(3) + 1] * 2, "add", 2),  # on no device of which all is known
-        (SCALED, "mul", 4),  # element by element any shape is known: the second has the type of the first
+        ([lambda: torch.ones(3) + 1] * 2, "add", 2),  # not on meta, so never cached
+        (SCALED, "mul", 4),  # elementwise, the shape does not matter: the second call is known from the first
         ([lambda: meta(2, 3) + 1, lambda: meta(2, 1) + 1], "add", 2),
         ([lambda: meta(2, 3) + 1, lambda: meta(2, 3).t() + 1], "add", 2),
         ([lambda: meta(2, 3) + 1, lambda: meta(2, 3) + 1.5], "add", 2),
@@ -134,7 +134,7 @@ def no_answer(_: Remembered, func: Any, __: Any, args: Any = (), kwargs: Any = N
     return func(*args, **(kwargs or {}))
 
 
-# What is left out: answers for operators and for layers, and one backward in place of four.
+# What to disable: the caches of operators and of layers, and one backward instead of four.
 SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
     (Remembered, "__torch_dispatch__", no_answer),
     (Alike, "behaviour", lambda *_: None),
@@ -165,7 +165,7 @@ def test_counts_are_the_same_without(
         fast = count(model, meta(1, *shape))
         monkeypatch.setattr(owner, name, replacement)
         again = count(model, meta(1, *shape))
-    assert owner is Alike or again == fast  # or storages have other numbers
+    assert owner is Alike or again == fast  # else storages are numbered differently
     assert again.at(3) == fast.at(3)
     setup = Setup(6, (3, len(model) - 3), 2, "except_last", Optimizer(state=1))
     assert setup_memory(again, setup) == setup_memory(fast, setup)

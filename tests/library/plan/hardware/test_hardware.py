@@ -1,4 +1,4 @@
-"""Descriptions are whole and have sources; the P40's efficiencies are what others' measurements need."""
+"""Hardware descriptions are complete and have sources; the P40's efficiencies fit published measurements."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_every_figure_has_a_source(name: str) -> None:
 P40, A100 = map(load_hardware, ("p40x8", "a100x8"))
 CONV, FASTER = (P40.compute_efficiency[kind] for kind in ("conv", WINOGRAD))
 COPY, KERNEL = P40.memory_efficiency["conv"], P40.memory_efficiency["elementwise"]
-CORE = replace(P40, launch_overlaps=False)  # which issues, computes and moves bytes one after another
+CORE = replace(P40, launch_overlaps=False)  # it launches, computes and moves bytes one after another
 SLOW = Operator("winograd", "float32", 12e12 * FASTER / CONV / 1.1, 0)
 FAST = Operator("winograd", "float32", 6e11, 0)
 READ = Operator("winograd", "float32", 0, 346e8)
@@ -49,13 +49,13 @@ def conv(other: tuple[Operator, ...] = (), grid: Grid | None = None) -> Operator
         (P40, conv((), Grid(3, 128 * 300)), 32 / 3 / CONV),
         (CORE, Operator("elementwise", "float32", 0, 346e9), 1 / KERNEL + 1e-5),
         (CORE, Operator("conv", "float32", 12e12, 346e9), 1 / CONV + 1 / COPY + 1e-5),
-        # By its type of numbers.
+        # Depends on the dtype.
         (A100, Operator("conv", "tf32", 156e12, 0), 1 / A100.compute_efficiency["conv.tf32"]),
         (A100, Operator("conv", "bfloat16", 312e12, 0), 1 / A100.compute_efficiency["conv"]),
         (A100, Operator("attention", "float16", 312e12, 0), 1 / A100.compute_efficiency["attention"]),
         (P40, Operator("conv", "tf32", 12e12, 0), 1 / CONV),
         (P40, Operator("attention", "float32", 12e12, 0), 1 / P40.compute_efficiency["matmul"]),
-        # The faster way counts, where there is one.
+        # The faster algorithm counts, if there is one.
         (P40, conv((SLOW,)), 1 / 1.1 / CONV),
         (P40, conv((FAST, READ)), 0.05 / FASTER + 0.1 / COPY),
         (P40, conv((SLOW, SLOW)), 1 / CONV),
@@ -75,11 +75,11 @@ def test_seconds(node: Hardware, operator: Operator, seconds: float) -> None:
         (Grid(128, 128 * 30), 30, 1),
         (Grid(64, 128 * 30), 30, 1),  # in tiles of 64 x 128
         (Grid(128, 128), 4, 1),  # in four tiles of 32 x 128
-        (Grid(32, 128), 30, 30),  # one processor works, the others wait
+        (Grid(32, 128), 30, 30),  # one multiprocessor works, the others wait
         (Grid(32, 128, divisible=True), 30, 1),
         (Grid(32, 128, 30), 30, 1),
-        (Grid(3, 128 * 30), 30, 32 / 3),  # 29 of 32 rows stick out
-        (Grid(128, 32 * 31), 30, 60 / 31),  # 31 of the smallest tiles: a second round for one
+        (Grid(3, 128 * 30), 30, 32 / 3),  # 29 of 32 rows are padding
+        (Grid(128, 32 * 31), 30, 60 / 31),  # 31 of the smallest tiles: a second wave for one
     ],
 )
 def test_products_are_in_whole_tiles_on_whole_rounds_of_processors(grid: Grid, processors: int, times: float) -> None:

@@ -1,4 +1,4 @@
-"""What this machine offers: the cores and memory of this process, not all there are, and how long layers take."""
+"""The description of this machine: the cores and memory of this process (not all), and the times of layers."""
 
 import contextlib
 import math
@@ -74,7 +74,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 def pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, torch.ones(1)  # which takes no gradient
+    return x, torch.ones(1)  # does not require grad
 
 
 def in_place(forward: float, backward: float) -> Spend:
@@ -87,7 +87,7 @@ def frozen(forward: float, backward: float) -> Spend:
 
 STASH, POP = nn.Sequential(Stash(), Spend(1, 2)), nn.Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
-# Layers, the seconds of their forwards, and of their backwards where the sample takes no gradient.
+# Layers, the seconds of their forwards, and those of their backwards if the sample does not require grad.
 CASES: dict[str, tuple[list[nn.Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
@@ -106,7 +106,7 @@ def test_each_layer_has_its_own_seconds(
     layers: list[nn.Module], forward: list[float], backward: list[float], needs_grad: bool
 ) -> None:
     model, x = nn.Sequential(*layers), torch.ones(3, 2, requires_grad=needs_grad)
-    if needs_grad:  # then the frozen ones go backward, too
+    if needs_grad:  # then frozen layers have a backward, too
         backward = [layer.seconds[1] for layer in model.modules() if isinstance(layer, Spend)]
     for found in (time_step(model, x, CPU), *time_alone(model, x, CPU, runs=2)):
         assert found == (forward, forward, backward)
@@ -116,7 +116,7 @@ def test_each_layer_has_its_own_seconds(
 
 
 class Cold(Spend):
-    """Take other seconds in a copy's first run."""
+    """The first run of each copy takes other seconds."""
 
     def forward(self, x: Tensor) -> Tensor:
         seconds, self.seconds = self.seconds, (1, 2)
@@ -130,7 +130,7 @@ def test_the_first_run_of_a_copy_does_not_count() -> None:
 
 
 def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that hands on what it was given has its gradient when the one before has, or just after."""
+    """A layer that returns its input gets its gradient at the same time as the layer before, or just after."""
 
     def ticking() -> float:
         CLOCK.now += 1 / 1024
