@@ -45,8 +45,7 @@ def speed_experiment(
     """List a speed experiment: the published rows and controls of `base`, or the like of the `small` model.
 
     The controls have micro-batches of `micro_batch`, in the published balances. Of the small scale the rows have
-    `batch_sizes`, and `seconds` in all: with extra rows each group has the less of them, but no fewer than the least
-    number of rounds.
+    `batch_sizes`, and `seconds` in all; extra rows have as many more as their share of the work asks for.
     """
     balances = {len(row.balance): row.balance for row in theirs if row.balance}
     balances[1] = (sum(balances[PARTITIONS[0]]),)

@@ -109,15 +109,14 @@ def _groups(session: Session) -> list[Group]:
             tasks.extend(PlannedTask(row, emulated=False, engine=engine) for engine in engines)
         if row.devices <= session.emulate:
             tasks.append(PlannedTask(row, emulated=True))
-    # A group's share of the scale's time is its share of the work. Where rows are emulated, only these count, because
-    # some of them would take too long to measure.
+    # A group's share of the scale's time is its share of the work; extra rows have theirs on top. Where rows are
+    # emulated, only these count, because some of them would take too long to measure.
     kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()}
     works = {name: sum(task.work for task in tasks) for name, tasks in kinds.items()}
-    seconds = session.scale.seconds if session.steps is None else None
-    return [
-        Group(name, tasks, None if seconds is None or not tasks else seconds * works[name] / sum(works.values()))
-        for name, tasks in groups.items()
-    ]
+    usual = sum(works[name] for name, tasks in kinds.items() if not any(task.row.extra for task in tasks))
+    seconds = None if session.steps is not None else session.scale.seconds
+    limits = {name: seconds and seconds * work / (usual or sum(works.values())) for name, work in works.items()}
+    return [Group(name, tasks, limits[name] or None) for name, tasks in groups.items()]
 
 
 def _warmup(session: Session, task: PlannedTask) -> int:

@@ -192,7 +192,7 @@ def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
         def trace(frame: FrameType, event: str, _: object) -> Any:
             nonlocal lines
             lines += event == "line"
-            # A signal never strikes between the end of a block and the exit of its `with`, but a tracer is called there.
+            # No signal strikes between the end of a block and the exit of its `with`, but a tracer is called there.
             exits = getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
             if lines >= at and not exits and all(each.f_code.co_name != "__del__" for each, _ in walk_stack(frame)):
                 raise KeyboardInterrupt
