@@ -14,8 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from torchgpipe.distributed.liveness import idle
-
 from .ranks import Ranks, current, is_rank
 
 settings.register_profile(
@@ -91,15 +89,6 @@ def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
 
 
 STARTED = pytest.StashKey[Ranks]()
-
-
-@pytest.fixture
-def without_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a hang whatever ranks of other tests do: their threads of gloo wake up a hundred times a second."""
-    ranks = request.config.stash.get(STARTED, None)
-    others = {str(each.pid) for each in (ranks.launched.processes if ranks else ())}
-    children = idle._children
-    monkeypatch.setattr(idle, "_children", lambda process: [each for each in children(process) if each not in others])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
