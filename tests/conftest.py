@@ -1,10 +1,12 @@
 """What all tests take for granted: `--slow`, `ranks`, pairs of parameters, generated cases, and a Ctrl-C."""
 
+import gc
 import importlib
 import os
 import signal
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .library.ledger import assert_no_thread_more
 from .ranks import Ranks, current, is_rank
 
 settings.register_profile(
@@ -121,6 +124,18 @@ def alike() -> None:
     """Begin with one seed, and keep the operators of tiny layers from waiting for threads of their own."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def only_what_the_tests_make() -> Iterator[None]:
+    """Set aside what is there already, so that a collection takes milliseconds; of all that is made no thread stays."""
+    threads = {*threading.enumerate()}
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    assert_no_thread_more(threads)
 
 
 @pytest.hookimpl(wrapper=True)
