@@ -4,7 +4,6 @@ There may be no GPU here, so streams are stand-ins (../simulated.py), and so are
 GPUs are `cpu:0`, `cpu:1`, …. tests/test_cuda.py runs real ones.
 """
 
-import gc
 import threading
 import weakref
 from typing import Any
@@ -26,7 +25,7 @@ from torchgpipe.engine.relay import Stopped
 
 from ...parts import Fails
 from ..layers import partitions
-from ..ledger import assert_eventually
+from ..ledger import assert_gone
 from .test_wire import PLACED
 from .threads import GPUS, Pair, play
 
@@ -104,14 +103,10 @@ def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: 
         train(model, *batch)  # it works again
         model.close()
 
-    def gone() -> bool:
-        gc.collect()
-        return not any(wires() for wires in lost)
-
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
     # No error is kept: its frames would hold a loss, whose graph holds all that was sent and expected.
-    assert_eventually(gone, lambda: lost)
+    assert_gone(lost)
 
 
 X = torch.arange(12.0)
