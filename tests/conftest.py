@@ -1,10 +1,12 @@
 """What all tests take for granted: `--slow`, `ranks`, pairs of parameters, generated cases, and a Ctrl-C."""
 
+import gc
 import importlib
 import os
 import signal
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -14,8 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from torchgpipe.distributed.liveness import idle
-
+from .library.ledger import assert_no_thread_more
 from .ranks import Ranks, current, is_rank
 
 settings.register_profile(
@@ -93,15 +94,6 @@ def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
 STARTED = pytest.StashKey[Ranks]()
 
 
-@pytest.fixture
-def without_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a hang whatever ranks of other tests do: their threads of gloo wake up a hundred times a second."""
-    ranks = request.config.stash.get(STARTED, None)
-    others = {str(each.pid) for each in (ranks.launched.processes if ranks else ())}
-    children = idle._children
-    monkeypatch.setattr(idle, "_children", lambda process: [each for each in children(process) if each not in others])
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("ranks") for item in session.items) and not session.config.option.collectonly:
         session.config.stash[STARTED] = Ranks(session.config, session.items)
@@ -132,6 +124,18 @@ def alike() -> None:
     """Begin with one seed, and keep the operators of tiny layers from waiting for threads of their own."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def only_what_the_tests_make() -> Iterator[None]:
+    """Set aside what is there already, so that a collection takes milliseconds; of all that is made no thread stays."""
+    threads = {*threading.enumerate()}
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    assert_no_thread_more(threads)
 
 
 @pytest.hookimpl(wrapper=True)

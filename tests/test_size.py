@@ -25,7 +25,7 @@ LIMITS = {
     "torchgpipe/timeline": 380,
     "reproduce": 10_000,
     "benchmarks": 2_300,
-    "tests": 19_300,
+    "tests": 18_900,
     "examples": 300,
 }
 

@@ -44,9 +44,8 @@ def speed_experiment(
 ) -> Experiment:  # fmt: skip
     """Return a speed experiment. Scale paper: the published rows and controls of `base`; scale small: of `small`.
 
-    At scale paper, controls have the published balances, and those at equal micro-batch size have `micro_batch` samples
-    in each. At scale small, the published rows get `batch_sizes`, and all groups share a time limit of `seconds`; every
-    group runs its least number of rounds even if that takes longer.
+    At scale paper, controls have the published balances, and `micro_batch` samples at equal micro-batch size. At scale
+    small, the published rows get `batch_sizes`. Groups share `seconds`; groups of extra rows have more time on top.
     """
     balances = {len(row.balance): row.balance for row in theirs if row.balance}
     balances[1] = (sum(balances[PARTITIONS[0]]),)

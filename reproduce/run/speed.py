@@ -109,15 +109,14 @@ def _groups(session: Session) -> list[Group]:
             tasks.extend(PlannedTask(row, emulated=False, engine=engine) for engine in engines)
         if row.devices <= session.emulate:
             tasks.append(PlannedTask(row, emulated=True))
-    # Groups share the scale's time in proportion to their work. If rows are emulated, only the emulated ones count,
-    # because some rows would take too long to measure.
+    # Groups share the scale's time in proportion to their work; extra rows have more time on top. If rows are emulated,
+    # only the emulated ones count, because some rows would take too long to measure.
     kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()}
     works = {name: sum(task.work for task in tasks) for name, tasks in kinds.items()}
-    seconds = session.scale.seconds if session.steps is None else None
-    return [
-        Group(name, tasks, None if seconds is None or not tasks else seconds * works[name] / sum(works.values()))
-        for name, tasks in groups.items()
-    ]
+    usual = sum(works[name] for name, tasks in kinds.items() if not any(task.row.extra for task in tasks))
+    seconds = None if session.steps is not None else session.scale.seconds
+    limits = {name: seconds and seconds * work / (usual or sum(works.values())) for name, work in works.items()}
+    return [Group(name, tasks, limits[name] or None) for name, tasks in groups.items()]
 
 
 def _warmup(session: Session, task: PlannedTask) -> int:

@@ -4,12 +4,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from benchmarks.any_model import check_model, main, table
 from benchmarks.any_model_lists import LISTS, Case, torchvision_models
 from reproduce.records.record import load
+
+from ..library.traced import Net, rows
 
 
 # A residual network, auxiliary outputs, a class token, windows with masks, a dictionary of outputs, concatenation.
@@ -27,12 +28,8 @@ def test_torchvision(name: str) -> None:
     assert check_model("torchvision", name, torchvision_models()[name]()).status == "measured"
 
 
-class Pairwise(nn.Module):
+class Pairwise(Net):
     """Whose outputs depend on the other samples of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x) - x.mean())
@@ -50,7 +47,7 @@ def test_a_list_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest
 
     def build(kind: type[nn.Module]) -> Case:
         built.append(kind.__name__)
-        return Case(kind(), torch.randn(5, 3))
+        return Case(kind(), rows())
 
     models = {kind.__name__: partial(build, kind) for kind in (Pairwise, Branching)}
     monkeypatch.setitem(LISTS, "torchvision", lambda: models)

@@ -1,9 +1,13 @@
 """`Ledger`, an observer that counts live bytes made by tasks, and assertions that wait for a moment."""
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
+
+import torch
 
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe.tensors.observe import Task
@@ -43,3 +47,15 @@ def assert_eventually(condition: Callable[[], bool], message: Callable[[], objec
 
 def assert_no_thread_more(threads: set[threading.Thread]) -> None:
     assert_eventually(lambda: {*threading.enumerate()} <= threads, lambda: {*threading.enumerate()} - threads)
+
+
+def assert_gone(refs: Sequence[ref[Any]]) -> None:
+    """Wait until nothing of this is left that the garbage collector can free."""
+    # After an exception PyTorch's own queue keeps nodes that have not run, until the thread's next backward.
+    torch.ones((), requires_grad=True).mul(2).backward()
+
+    def gone() -> bool:
+        gc.collect()
+        return all(each() is None for each in refs)
+
+    assert_eventually(gone, lambda: [each() for each in refs])

@@ -6,7 +6,7 @@ Peaks within a step are compared with predictions in plan/test_memory.py; memory
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,27 +20,14 @@ from torchgpipe.tensors.checkpoint import checkpointed
 
 from ..plain import piped
 from .layers import Pop, Stash
-from .ledger import Ledger, assert_eventually, assert_no_thread_more
+from .ledger import Ledger, assert_eventually, assert_gone, assert_no_thread_more
 
+pytestmark = pytest.mark.usefixtures("only_what_the_tests_make")
 WIDTH, CHUNKS = 8, 4
 linear = partial(nn.Linear, WIDTH, WIDTH)
 BATCH = 16 * CHUNKS
 # Bytes of a tensor with the samples of a micro-batch and WIDTH features.
 UNIT = BATCH // CHUNKS * WIDTH * torch.float32.itemsize
-
-
-@pytest.fixture(scope="module", autouse=True)
-def only_what_the_tests_make() -> Iterator[None]:
-    """Freeze existing objects, so that a garbage collection takes milliseconds."""
-    # Modules that PyTorch imports at first use.
-    model = pipeline()
-    model.observer = Ledger()
-    model(batch()).sum().backward()
-    del model
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def pipeline(**options: Any) -> GPipe:
@@ -144,14 +131,9 @@ def test_dropping_a_pipeline_frees_all_of_it(use: Callable[[GPipe], object], way
     model.zero_grad()
     del model
 
-    # After an exception, PyTorch's ready queue keeps nodes that have not run until the thread's next backward.
-    torch.ones((), requires_grad=True).mul(2).backward()
-
-    def gone() -> bool:
-        gc.collect()
-        return not any(ref() for ref in refs) and all(s.expired() for s in storages) and ledger.alive == 0
-
-    assert_eventually(gone, lambda: [ref() for ref in refs])
+    assert_gone(refs)
+    ledger.assert_comes_to(0)
+    assert_eventually(lambda: all(s.expired() for s in storages), lambda: "memory of parameters is kept")
     assert_no_thread_more(threads)
 
 

@@ -18,11 +18,6 @@ CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), [torch.device("cuda
 X = torch.ones(1)
 
 
-def one_layer_twice() -> nn.Sequential:
-    layer = nn.Linear(1, 1)
-    return nn.Sequential(OrderedDict(first=layer, between=nn.ReLU(), again=layer))
-
-
 def changed(change: Callable[[Any], object]) -> Callable[[], object]:
     """Return a function that changes a sequence of layers, and then checks it."""
 
@@ -34,6 +29,8 @@ def changed(change: Callable[[Any], object]) -> Callable[[], object]:
     return check
 
 
+LAYER = nn.Linear(1, 1)
+ONE_TWICE = nn.Sequential(OrderedDict(first=LAYER, between=nn.ReLU(), again=LAYER))
 RESIDUAL: Any = type("Residual", (nn.Sequential,), {"forward": torch.sin})()
 chosen: Any = choose_devices
 parts: Any = split
@@ -46,7 +43,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (changed(lambda m: m.register_parameter("p", nn.Parameter(X))), TypeError, "it has parameters of its own"),
     (changed(lambda m: m.register_full_backward_hook(print)), TypeError, "it has hooks of its own, which would"),
     (changed(lambda m: (m.register_buffer("b", X), m.register_forward_hook(print))), TypeError, "it has buffers and h"),
-    (lambda: check_module(one_layer_twice()), ValueError, "layers 'first' and 'again' are the same module; a layer "),
+    (lambda: check_module(ONE_TWICE), ValueError, "layers 'first' and 'again' are the same module; a layer "),
     (lambda: chosen(["cpu"], 2), IndexError, "2 partitions, but 1 devices; give a balance of at most 1 parti"),
     (lambda: chosen("cuda:0", 2), TypeError, "a list of devices, one per partition, but got 'cuda:0'"),
     (lambda: chosen(0, 2), TypeError, "a list of devices, one per partition, but got 0"),

@@ -169,16 +169,13 @@ class Counting(Net):
         return self.b(self.norm(self.a(x)))
 
 
-def drop(module: Any, x: Tensor) -> Tensor:
-    return F.dropout(module.linear(x), 0.5, module.training)
-
-
 class Dropping(Net):
     """One part reads `training`; another returns its input in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop, self.plain = Do(drop, linear=nn.Linear(WIDTH, WIDTH)), nn.Dropout(0.5)
+        self.drop = Do(lambda self, x: F.dropout(self.linear(x), 0.5, self.training), linear=nn.Linear(WIDTH, WIDTH))
+        self.plain = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)

@@ -4,7 +4,6 @@ Streams (../simulated.py), NCCL and processes (threads.py) are stand-ins, so no 
 `cpu:1`, …. tests/test_cuda.py runs on real GPUs.
 """
 
-import gc
 import threading
 import weakref
 from typing import Any
@@ -26,7 +25,7 @@ from torchgpipe.engine.relay import Stopped
 
 from ...parts import Fails
 from ..layers import partitions
-from ..ledger import assert_eventually
+from ..ledger import assert_gone
 from .test_wire import PLACED
 from .threads import GPUS, Pair, simulate_ranks
 
@@ -104,14 +103,10 @@ def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: 
         train(model, *batch)  # it works again
         model.close()
 
-    def gone() -> bool:
-        gc.collect()
-        return not any(wires() for wires in lost)
-
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
     # Keep no error: its frames hold a loss, and the loss's graph holds all sent and expected tensors.
-    assert_eventually(gone, lambda: lost)
+    assert_gone(lost)
 
 
 X = torch.arange(12.0)

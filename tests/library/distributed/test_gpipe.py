@@ -4,8 +4,6 @@ What other ranks see when one fails is tested in test_cuda.py and in failures.
 """
 
 import gc
-import os
-import warnings
 import weakref
 from collections import Counter
 from itertools import product
@@ -15,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
@@ -26,6 +23,7 @@ from torchgpipe.distributed.wires.wire import Sender
 from ...parts import Fails
 from ..layers import Lambda, Pop, Stash
 from ..ledger import assert_eventually
+from ..state.test_saved_files import forked
 from .test_calls import WORLD, loss_of, small
 from .training import adam, assert_same, trained
 
@@ -110,14 +108,6 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent[1] - sent[0] == expected[dist.get_rank()], sent
 
 
-def test_one_rank_is_enough() -> None:
-    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "pp"))
-    for checkpoint in CHECKPOINTS:
-        ours = DistributedGPipe(layers(), [10], mesh=mesh["pp"], chunks=2, checkpoint=checkpoint)
-        alone = GPipe(layers(), [10], devices=["cpu"], chunks=2, checkpoint=checkpoint, engine="workers")
-        assert_same(seen(ours, 6), seen(alone, 6))
-
-
 def test_the_last_ranks_end_first() -> None:
     """The last ranks need nothing from earlier ones, which go on. Closed connections leave nothing behind."""
     rank = dist.get_rank()
@@ -142,11 +132,11 @@ def test_a_process_forks_after_connections_were_closed() -> None:
     for _ in range(2):
         loss_of(model).backward()
         model.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: this process has none that matter
-        child = os.fork()
-    if not child:
-        del model
+    pipelines = [model]
+    del model
+
+    def drop() -> None:
+        pipelines.clear()
         gc.collect()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+
+    assert forked(drop) == 0

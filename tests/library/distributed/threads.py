@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -121,7 +122,7 @@ class Pair:
         self.kind, source, target = self.name.split("/")[-1].rsplit(" ", 2)
         self.source, self.target = int(source), int(target)
 
-    def send(self, tensors: list[Tensor], *_: int) -> Waited:
+    def send(self, tensors: list[Tensor], *_: int) -> Mock:
         self._check()
         world, stream = self.world, self.world.streams.current[-1]
         if self.latest is not None:
@@ -130,9 +131,9 @@ class Pair:
         with world.changed:
             world.box(self.name).append(self.latest)
             world.changed.notify_all()
-        return Waited()
+        return Mock()  # the current stream waits, and its clock says so already
 
-    def recv(self, tensors: list[Tensor], *_: int) -> Waited:
+    def recv(self, tensors: list[Tensor], *_: int) -> Mock:
         self._check()
         world, stream, box = self.world, self.world.streams.current[-1], self.world.box(self.name)
         with world.changed:
@@ -146,7 +147,7 @@ class Pair:
         with world.changed:
             move.taken = True
             world.changed.notify_all()
-        return Waited()
+        return Mock()
 
     def abort(self) -> None:
         with self.world.changed:
@@ -157,11 +158,6 @@ class Pair:
     def _check(self) -> None:
         if self.aborted:
             raise RuntimeError("NCCL communicator was aborted")
-
-
-class Waited:
-    def wait(self) -> None:
-        """Make the current stream wait. Its clock includes that already."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
@@ -18,10 +18,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.tensors.checkpoint import recomputing
 
-from ..batches import assert_same_statistics, batch, convert, run, statistics
-
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
+
+
+def batch(*shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw a mini-batch whose samples drift, so that micro-batches differ in mean and variance."""
+    generator = torch.Generator().manual_seed(seed)
+    drift = torch.linspace(0.5, 2, shape[0], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * drift + mean * drift).to(dtype)
+
+
+def statistics(layer: nn.Module) -> list[Tensor]:
+    return [x.double() for x in layer.buffers()]
+
+
+def assert_same_statistics(deferred: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
+    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(statistics(deferred), statistics(plain), **tolerance)
+
+
+def run(layer: nn.Module, parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([layer(part) for part in parts])
+
 
 # A layer, and the shape of a sample.
 LAYERS: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = [

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,20 +61,13 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
         with private():
             return torch.stack([DRAWS[name](X) for _ in range(10)])
 
-    def note(name: str) -> None:
-        results[name] = several(name)
-
     names = ("several", "poisson")  # both use the default generator
-    expected, results = {name: several(name) for name in names}, dict[str, Tensor]()
+    expected = [*map(several, names)]
     before, set_state = torch.get_rng_state(), torch.set_rng_state
     # Make threads switch while the default generator has another state.
     monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_state(state), time.sleep(1e-3)))  # type: ignore[func-returns-value]
-    threads = [threading.Thread(target=note, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert all(torch.equal(results[name], expected[name]) for name in names)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(map(torch.equal, pool.map(several, names), expected))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -12,6 +12,7 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
 
+from ...library.traced import Masked, rows
 from ..made import ran, record
 
 HERE = "tests.reproduce.cli.test_plan"
@@ -21,23 +22,9 @@ def own() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
-def own_with_sample() -> tuple[nn.Module, torch.Tensor]:
-    return own(), torch.rand(2, 8)
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = own()
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layers(x * mask) + x
-        return y
-
-
 def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The mask has no batch dimension."""
-    return Masked(), {"mask": torch.rand(8), "x": torch.rand(2, 8)}
+    return Masked(), {"mask": torch.rand(6), "x": rows()}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +33,6 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         ("unet", "--size 1 8 --memory 1GiB --batch-size 8", "U-Net (1, 8), batch size 8, sgd"),
         ("unet", "--size 1 4 --hardware here --batch-size 6 --profile 6", "micro-batches of 3 and 6"),
         (f"{HERE}:own", "--input 8", f"{HERE}:own, batch size 128, sgd"),
-        (f"{HERE}:own_with_sample", "--hardware here", f"{HERE}:own_with_sample, batch size 128, sgd"),
         (f"{HERE}:own_by_keyword", "--hardware here", "layers profiled on "),
         pytest.param("unet", "--size 1 8 --largest width --memory 300MiB --batch-size 8", "pipelined U-Net (1, ",
                      marks=pytest.mark.slow),

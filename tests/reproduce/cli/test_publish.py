@@ -1,6 +1,5 @@
 """publish: only a finished run of committed source code is copied to results/measured, under a fixed name."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,19 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "measured"
 
 
-Keep = Callable[..., tuple[Record, Run]]
-
-
-@pytest.fixture
-def keep(measured: Path) -> Keep:
-    """Return a function that saves a publishable run in runs/, with the given changes."""
-
-    def make(**changes: Any) -> tuple[Record, Run]:
-        record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
-        assert record.run is not None
-        machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", []))
-        run = replace(record.run, **{"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes})
-        record = replace(record, run=run)
-        save(record, Path("runs/mine.json"))
-        return record, run
-
-    return make
+def keep(**changes: Any) -> tuple[Record, Run]:
+    """Save a publishable run in runs/, with the given changes."""
+    record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
+    assert record.run is not None
+    machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", []))
+    run = replace(record.run, **{"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes})
+    record = replace(record, run=run)
+    save(record, Path("runs/mine.json"))
+    return record, run
 
 
 @pytest.mark.parametrize("named", ["mine", "mine.json", "runs/mine.json"])
-def test_a_run_is_published_and_found_by_its_new_name(named: str, keep: Keep, measured: Path, command: Any) -> None:
+def test_a_run_is_published_and_found_by_its_new_name(named: str, measured: Path, command: Any) -> None:
     """Folders of the machine that ran it stay private."""
     made, run = keep(command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
     command("publish", named)
@@ -69,7 +60,7 @@ def test_a_run_is_published_and_found_by_its_new_name(named: str, keep: Keep, me
         ({"started": "2020-04-21T10:02:59Z"}, f"{NAME}.json is there already"),
     ],
 )
-def test_refused_unless_forced(changes: dict[str, Any], said: str, keep: Keep, measured: Path, command: Any) -> None:
+def test_refused_unless_forced(changes: dict[str, Any], said: str, measured: Path, command: Any) -> None:
     keep()
     if "started" in changes:
         command("publish", "mine")
@@ -82,7 +73,8 @@ def test_refused_unless_forced(changes: dict[str, Any], said: str, keep: Keep, m
     command("publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force", code=2)  # it was not measured
 
 
-def test_the_name_says_which_devices(keep: Keep) -> None:
+@pytest.mark.usefixtures("measured")
+def test_the_name_says_which_devices() -> None:
     for device, count, name in (("cuda", 4, "4xnvidia-h100-80gb-hbm3"), ("meta", 8, "8xmeta")):
         made = keep(device=device, devices=count, gpus=[Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8)
         assert published_name(*made) == f"resnet101-speed-small-{name}-20200421T1002"

@@ -25,39 +25,38 @@ NAMES = [case.name for case in CASES]
 CASE = "U-Net GPipe"
 
 
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+def made_up(
+    monkeypatch: pytest.MonkeyPatch, slower: dict[str, float] | None = None, ends: BaseException | None = None,
+    **unable: list[str],
+) -> None:  # fmt: skip
     """Replace trees, job and bisection: cases are slower by a factor, fail on a side, or the job ends with an error."""
 
-    def make(slower: dict[str, float] | None = None, ends: BaseException | None = None, **unable: list[str]) -> None:
-        @contextlib.contextmanager
-        def trees(base: str, head: str | None) -> Iterator[tuple[Tree, Tree]]:
-            yield Tree(tmp_path, base, "0" * 40), Tree(tmp_path, head or "the working tree", "1" * 40, dirty=True)
+    @contextlib.contextmanager
+    def trees(base: str, head: str | None) -> Iterator[tuple[Tree, Tree]]:
+        yield Tree(ROOT, base, "0" * 40), Tree(ROOT, head or "the working tree", "1" * 40, dirty=True)
 
-        def interleaved(base: Tree, head: Tree, settings: Settings) -> Iterator[dict[str, object]]:
-            for case in settings.cases:
-                sides = {side: "ImportError: gone" for side, cases in unable.items() if case in cases}
-                if sides:
-                    yield {"case": case, "unable": sides}
-                    continue
-                factor = (slower or {}).get(case, 1.0)
-                for i in range(settings.restarts):
-                    steady = [0.01 * (1 + k / 1000) for k in range(settings.rounds)]
-                    noise = 1 + (-1) ** i * (i + 1) / 2000
-                    samples = {"base": steady, "head": [factor * noise * x for x in steady]}
-                    yield {"case": case, "restart": i, "samples": samples}
-                    if ends is not None:
-                        raise ends
+    def interleaved(base: Tree, head: Tree, settings: Settings) -> Iterator[dict[str, object]]:
+        for case in settings.cases:
+            sides = {side: "ImportError: gone" for side, cases in unable.items() if case in cases}
+            if sides:
+                yield {"case": case, "unable": sides}
+                continue
+            factor = (slower or {}).get(case, 1.0)
+            for i in range(settings.restarts):
+                steady = [0.01 * (1 + k / 1000) for k in range(settings.rounds)]
+                noise = 1 + (-1) ** i * (i + 1) / 2000
+                samples = {"base": steady, "head": [factor * noise * x for x in steady]}
+                yield {"case": case, "restart": i, "samples": samples}
+                if ends is not None:
+                    raise ends
 
-        monkeypatch.setattr(asked, "trees", trees)
-        monkeypatch.setattr(asked, "interleaved", interleaved)
-        monkeypatch.setattr(bisect, "bisected", lambda *asked: "12ab it")
-
-    return make
+    monkeypatch.setattr(asked, "trees", trees)
+    monkeypatch.setattr(asked, "interleaved", interleaved)
+    monkeypatch.setattr(bisect, "bisected", lambda *asked: "12ab it")
 
 
-def test_an_unchanged_tree_passes(made_up: Callable[..., None], command: Any) -> None:
-    made_up()
+def test_an_unchanged_tree_passes(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    made_up(monkeypatch)
     out, err = command("regression", "--base", "v1")
     said = " ".join(out.split())
     assert err == "restart 1 of 20 done\n" and out.startswith("regression: time in ms; lower is better\n")
@@ -94,9 +93,9 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
 
 @pytest.mark.parametrize(("made", "options", "code", "verdict", "said"), ASKED)
 def test_exit_code_and_verdict(
-    made: dict[str, Any], options: str, code: int, verdict: str | None, said: str, made_up: Any, command: Any
+    made: dict[str, Any], options: str, code: int, verdict: str | None, said: str, monkeypatch: Any, command: Any
 ) -> None:
-    made_up(**made)
+    made_up(monkeypatch, **made)
     out, err = command("regression", *options.split(), code=code)
     complaints = [line for line in err.splitlines() if line.startswith("reproduce: ")]
     assert len(complaints) == (code != 0) and said in "".join(complaints or [out])
@@ -104,9 +103,9 @@ def test_exit_code_and_verdict(
 
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
-def test_formats(style: str, made_up: Callable[..., None], tmp_path: Path, command: Any) -> None:
+def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
     """Each format says that a delay was planted. `--markdown` writes its file even if a case is slower."""
-    made_up(dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
+    made_up(monkeypatch, dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
     file = tmp_path / "table.md"
     options = ["--slow-down", "0.1", "--format", style, "--markdown", str(file)]
     out, err = command("regression", "--base", "v1", *options, code=1)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from reproduce.models import MODELS, amoebanetd, resnet101, unet
 from reproduce.models.resnet import resnet
 
+from ...behaviours.row import tensors
+
 PUBLISHED = [  # model, size, parameters, layers
     ("AmoebaNet-D", (18, 208), 81_505_540, 24),
     ("AmoebaNet-D", (36, 544), 1_055_832_376, 42),
@@ -52,10 +54,6 @@ MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
     (lambda: resnet((1, 1, 1, 1), width=0), ValueError, "width must be at least 1"),
     (lambda: resnet((1, 1, 1, 1), expansion=0), ValueError, "expansion must be at least 1"),
 ]  # fmt: skip
-
-
-def tensors(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 @pytest.mark.parametrize(("name", "size", "parameters", "layers"), PUBLISHED)

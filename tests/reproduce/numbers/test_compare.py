@@ -39,7 +39,6 @@ def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
         ("higher", "memory", "worse"),
         ("lower", "top1_error", "better"),
         ("higher", "parameters", "differs"),
-        ("untested", "time", "untested"),
     ],
 )
 def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None:

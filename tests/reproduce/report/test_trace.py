@@ -11,35 +11,27 @@ from reproduce.report.trace import Tracer, read_trace
 from torchgpipe.plan.replay import Event, Timeline
 from torchgpipe.timeline.perfetto import perfetto
 
-TIMELINE = Timeline(
-    [
-        Event("forward", 0, 0, 0.25, 0.5),
-        Event("copy", 0, 0, 0.5, 0.625),
-        Event("forward", 0, 1, 0.625, 0.75),
-        Event("recompute", 0, 1, 0.75, 0.875),
-        Event("backward", 0, 1, 0.875, 1.25),
-    ],
-    seconds=1.5,
-    partitions=2,
-)
+from ...library.timeline.test_record import STEP
+
 TITLE = "unet-speed: pipeline-2"
 
 
 @pytest.mark.parametrize(("steps", "titles"), [(1, [TITLE]), (2, [f"{TITLE}, mini-batch {k}" for k in range(2)])])
 def test_what_perfetto_shows_is_read_back(steps: int, titles: list[str], tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_bytes(perfetto([TIMELINE] * steps, TITLE, "device"))
-    assert read_trace(path) == [(title, TIMELINE) for title in titles]
+    path.write_bytes(perfetto([STEP] * steps, TITLE, "device"))
+    assert read_trace(path) == [(title, STEP) for title in titles]
 
 
 def test_pictures_say_the_bubble() -> None:
-    picture = gantt(TIMELINE, "a title", "svg").decode()
+    picture = gantt(STEP, "a title", "svg").decode()
     # Text is drawn as paths; matplotlib writes the text itself into comments.
-    for text in ("a title", "bubble 56% of 2 x 1 s; the whole step took 1.5 s", "recomputation", "copy", "device 1"):
+    said = "bubble 55% of 2 x 1.25 s; the whole step took 1.75 s"
+    for text in ("a title", said, "recomputation", "copy", "device 1"):
         assert text in picture
     assert gantt(Timeline([], 1.0, 1), "nothing", "png").startswith(b"\x89PNG")
-    ((svg, caption),) = trace_figures([(TITLE, TIMELINE)])
-    assert caption == f"{TITLE}; the devices wait 56% of 1 s."
+    ((svg, caption),) = trace_figures([(TITLE, STEP)])
+    assert caption == f"{TITLE}; the devices wait 55% of 1.25 s."
     assert TITLE in svg and "recomputation" in svg
 
 
@@ -65,16 +57,16 @@ def test_numbers_stand_only_in_tasks_that_have_room(tasks: int, numbers: int) ->
 )
 def test_files(file: str, options: dict[str, Any], written: list[str], tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / file, **{"several": False, **options})
-    tracer("unet-speed", "GPipe n2m4/mb", TIMELINE)
+    tracer("unet-speed", "GPipe n2m4/mb", STEP)
     assert [path.name for path in tracer.written] == sorted(path.name for path in tmp_path.iterdir()) == written
 
 
 def test_what_cannot_be_written_or_drawn_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.json").mkdir()
     tracer = Tracer(tmp_path / "t", several=False)
-    tracer("e", "r", TIMELINE)
+    tracer("e", "r", STEP)
     monkeypatch.setattr("reproduce.report.gantt.gantt", lambda *_: 1 / 0)
-    tracer("e", "r", TIMELINE)
+    tracer("e", "r", STEP)
     assert [path.name for path in tracer.written] == ["t.svg"]
     first, _, last = tracer.problems
     assert "t.json: cannot be written (" in first and "t.svg: cannot be drawn (ZeroDivisionError" in last

@@ -45,11 +45,6 @@ class Runner:
         }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def runner() -> type[Runner]:
-    return Runner
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Runner:
     return Runner(tmp_path)

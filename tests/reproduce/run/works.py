@@ -7,40 +7,25 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from reproduce.run.engines.engines import Work
 from reproduce.run.engines.processes import Processes
 from torchgpipe.tensors.checkpoint import Mode
 
+from ...behaviours.parts.layers import layer
 from ...parts import Fails
-
-
-def _sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), 0.5)
-
-
-class Split(nn.Linear):
-    """Both outputs require grad: schedules of PyTorch 2.12 refuse others between stages."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        y = super().forward(x)
-        return y, y.cos()
-
-
-class Joined(nn.Module):
-    """Its partition may have no parameters."""
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return (pair[0] * pair[1]).tanh()
 
 
 def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
     torch.manual_seed(0)
-    first = nn.Sequential(nn.Dropout(dropout), Split(4, 4))
+    # Both outputs require grad: schedules of PyTorch 2.12 refuse others between stages.
+    first = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 4), layer(lambda y: (y, y.cos())))
+    last = layer(lambda y, other: (y * other).tanh())  # a partition may have no parameters
     return Work(
-        layers=nn.Sequential(first, Joined()), balance=(1, 1), chunks=2, checkpoint=checkpoint,
-        input=torch.rand(6, 4), target=torch.rand(6, 4), loss=nn.functional.mse_loss, optimizer=_sgd,
+        layers=nn.Sequential(first, last), balance=(1, 1), chunks=2, checkpoint=checkpoint, input=torch.rand(6, 4),
+        target=torch.rand(6, 4), loss=nn.functional.mse_loss,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.5),
     )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gates.tally import tallied
 from reproduce.models import amoebanetd, resnet101, unet
 from torchgpipe.plan.count.alike import Alike
 from torchgpipe.plan.count.count import count
@@ -86,16 +86,6 @@ def test_layers_that_behave_alike_are_copied_once(
     assert Copied.copies == 2 * (different + 1)  # for two sizes; the first layer is a kind of its own
 
 
-class Ran(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func).split(".")[1])
-        return func(*args, **(kwargs or {}))
-
-
 SCALED: list[Callable[[], object]] = [
     lambda: meta(2, 3) * 2.5,
     lambda: meta(4, 5) * 2.5,
@@ -121,9 +111,9 @@ SCALED: list[Callable[[], object]] = [
     ],
 )
 def test_operators_run_once(works: list[Callable[[], object]], operator: str, runs: int) -> None:
-    with Ran() as inner, Remembered():
+    with tallied() as tally, Remembered():
         found = [x for work in works for x in tensors_in(work())]
-    assert inner.names.count(operator) == runs
+    assert [name.split(".")[1] for name in tally.operators].count(operator) == runs
     plain = [x for work in works for x in tensors_in(work())]
     looks = [[(x.shape, x.stride(), x.dtype, x.device) for x in made] for made in (found, plain)]
     assert looks[0] == looks[1]

@@ -17,6 +17,7 @@ from reproduce.run.session import UNITS
 from reproduce.tables.layout import WIDTH
 
 from ...tiny import TINY
+from ..conftest import Runner
 
 pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
 NAME, GPIPE = "tiny-accuracy", "GPipe n8m4"
@@ -26,9 +27,8 @@ CPU = Devices("cpu", 2, threads=1)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(runner: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    found: dict[str, Result] = runner(tmp_path_factory.mktemp("run"))(NAME)
-    return found
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return Runner(tmp_path_factory.mktemp("run"))(NAME)
 
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
