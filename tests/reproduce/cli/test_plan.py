@@ -24,7 +24,7 @@ def own() -> nn.Module:
 
 def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The mask has no batch dimension."""
-    return Masked(), {"mask": torch.rand(6), "x": rows()}
+    return Masked(), {"mask": torch.rand(6) > 0.5, "x": rows()}
 
 
 @pytest.mark.parametrize(
