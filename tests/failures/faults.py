@@ -68,7 +68,7 @@ def fills_the_disk() -> None:
 
 
 def fills_memory() -> None:
-    """Take what there is, 64 MB more than now."""
+    """Allocate until memory runs out; the limit is 64 MB above what is in use now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
     filled = []
@@ -77,7 +77,7 @@ def fills_memory() -> None:
 
 
 def cuts_links(where: Path) -> None:
-    """Cut the links of this rank, and tell others in a file by which of its ports they know them."""
+    """Cut the links of this rank, and write the local ports of these links into a file for the others."""
     sockets = [*_sockets()]
     for each in sockets:
         _cut(each)
@@ -105,14 +105,14 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _cut(link: socket.socket) -> None:
-    """Let a socket hear nothing any more, not even that the other one has closed it: a filter keeps no byte."""
+    """Make a socket receive nothing, not even that its peer has closed: a filter drops every byte."""
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     so_attach_filter = 26
     link.setsockopt(socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(nothing)))
 
 
 class Keyboard:
-    """Press Ctrl-C in a task, which lasts for half a second, or for ever; it counts as often as `times` says.
+    """Press Ctrl-C in a task that lasts for half a second, or for ever. Only the first `times` signals count.
 
     It is pressed again and again, since what comes when a thread is just about to wait does not wake it.
     """

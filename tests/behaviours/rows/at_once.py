@@ -34,7 +34,7 @@ def pause(x: Tensor) -> Tensor:
 
 
 def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return what makes layers; threads may count mini-batches in any order, and not average them."""
+    """Return what makes layers. Momentum is 0, for threads count mini-batches in any order."""
     return made(linear, lambda: nn.BatchNorm1d(4, momentum=0.0), nn.ReLU, linear, nn.Tanh, *last)
 
 
@@ -67,7 +67,7 @@ def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> A
 
 
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
-    """One model draws, and one does not. An error says where threads came between that have one generator."""
+    """One model draws, one does not. Threads that share a generator may disturb each other; then an error says so."""
     try:
         in_threads(run, x, lambda run: copy.deepcopy(run).eval())
     except RuntimeError as error:
@@ -76,7 +76,7 @@ def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
 
 
 def the_same_twice(run: nn.Module, x: Tensor) -> None:
-    """Of one seed come the same numbers in whatever order threads run, for the caller, too."""
+    """One seed gives the same numbers in any order of threads, also to the caller."""
     found = []
     for _ in range(2):
         torch.manual_seed(7)
@@ -85,7 +85,7 @@ def the_same_twice(run: nn.Module, x: Tensor) -> None:
 
 
 def hooks_draw(run: Any, x: Tensor) -> bool:
-    """Where no layer draws, a recomputation sets no generator back: the caller's thread keeps its numbers."""
+    """If no layer draws, a recomputation restores no generator: the caller's thread keeps its numbers."""
     drawn: list[float] = []
     for layer in (run[1], run[2]):
         layer.register_full_backward_hook(lambda *_: drawn.append(torch.rand(()).item()))

@@ -62,7 +62,7 @@ class Loss(Tensor):
 
 
 def watching() -> nn.Module:
-    """Behave otherwise where functions are hidden."""
+    """Behave differently under `DisableTorchFunctionSubclass`."""
     return Do(lambda _, x: x * (2 if torch._C._is_torch_function_enabled() else 3))
 
 

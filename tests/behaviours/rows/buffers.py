@@ -108,12 +108,12 @@ def reads_statistics() -> nn.Sequential:
 
 
 def weighted() -> nn.Module:
-    """Change the input in place, by a parameter: a copy of an input may take a gradient where the input takes none."""
+    """Change the input in place, by a parameter: the copy may require grad although the input does not."""
     return Do(lambda self, x: x.mul_(self.weight), weight=nn.Parameter(torch.ones(WIDTH)))
 
 
 def add_one(x: Tensor) -> Tensor:
-    """Work in place, and not say so."""
+    """Work in place without an attribute `inplace`."""
     return x.add_(1)
 
 

@@ -63,7 +63,7 @@ def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
 
 
 def to_be_differentiated(run: nn.Module, x: Tensor) -> None:
-    """Refused at no cost."""
+    """A refused `create_graph=True` leaves no gradients and keeps the graph."""
     loss = loss_of(run, x)
     try:
         loss.backward(create_graph=True)

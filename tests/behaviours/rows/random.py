@@ -70,7 +70,7 @@ def all_differ(run: nn.Module, x: Tensor) -> Any:
 
 
 def under_way(run: nn.Module, x: Tensor) -> Any:
-    """Mini-batches that are under way at once draw different numbers."""
+    """Two mini-batches whose backwards are pending draw different numbers."""
     outputs = [run(x), run(x)]
     for y in outputs:
         y.sum().backward()
@@ -99,7 +99,7 @@ def from_evaluation_and_back(run: nn.Module, x: Tensor) -> Any:
 
 
 def sizes(run: nn.Module, x: Tensor) -> Any:
-    """A single sample goes through another engine, with random numbers of its own."""
+    """A batch of one sample runs on another engine, which draws its own random numbers."""
     return [(step(run, x[:size]), [p.grad for p in run.parameters()]) for size in (1, 8, 1, 1, 8, 8, 3)]
 
 

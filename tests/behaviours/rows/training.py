@@ -81,7 +81,7 @@ def with_unused() -> nn.Sequential:
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:
-    """Be a criterion that raises if the target is zero."""
+    """A criterion that raises if the target is zero."""
     if not target.any():
         raise ValueError(do.ON_PURPOSE)
     return squares(output, target)

@@ -62,7 +62,7 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
 
 
 def dies_at(operation: int, folder: Path) -> None:
-    """Kill this process before the operation of that number on files in a folder."""
+    """Kill this process before the n-th file operation in a folder."""
     left = operation
 
     def count(name: str, *_: object) -> None:
@@ -88,7 +88,7 @@ def dies_at(operation: int, folder: Path) -> None:
 
 def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
     """Wherever the process dies while it saves, there is the state before or this one, each of them whole."""
-    os.fsync = lambda fd: None  # no machine dies here
+    os.fsync = lambda fd: None  # it is only needed where the machine crashes
     saved = [piped(k) for k in (1, 2)]
     optimizers = [*map(adam, saved)]
     for model, optimizer in zip(saved, optimizers, strict=True):

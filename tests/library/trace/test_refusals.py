@@ -44,7 +44,7 @@ def after(change: Callable[[nn.Module], object]) -> nn.Module:
     return module
 
 
-# A message names the line here, if it names one. What it says is below, since a line would quote what is beside it.
+# A message names the line here, if it names one. What it says is in SAID, for it may quote its whole source line.
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
     "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
