@@ -39,9 +39,9 @@ $(READY): setup.cfg pyproject.toml
 	$(INSTALL) --quiet --editable '.[test]' $(TORCH)
 	@touch $@
 
-# In as many processes as there are cores, but at most 4: tests over ranks have 4 processes each.
+# One process more than there are cores, since some tests wait, but at most 4: tests over ranks have 4 processes each.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal $(ARGS)
 
 # pip has no way to choose the oldest versions.
 OLDEST = $(VENV)-oldest/bin/python
