@@ -59,7 +59,7 @@ def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
 
     def happens() -> None:
         if row.engine == "ranks":
-            time.sleep(SILENCE / 3)  # in which others hear of the place
+            time.sleep(SILENCE / 2)  # in which others hear of the place, also on a busy machine
         said.send(("", time.monotonic()))
         if row.does is cuts_links:
             cuts_links(folder / "cut")
