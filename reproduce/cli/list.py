@@ -20,7 +20,7 @@ NOTES = (
     "scale: the largest that this machine holds now",
     "minutes: of the last run of all rows, in runs; in brackets: in results/measured, which may have been on another "
     "machine; <: together with other experiments; ?: no such run",
-    "python -m reproduce list NAME shows an experiment's rows, at every scale",
+    "python -m reproduce list NAME shows all rows; run --all runs all of them",
 )
 # A run with one of these options does not tell how long a usual run takes.
 PARTIAL = ("--row", "--all", "--steps", "--engine", "--emulate", "--no-emulate", "--seeds")

@@ -134,7 +134,7 @@ def _run_all(
         timing.add([task for task in tasks if task.emulated])  # first: their times tell how long the others will take
         timing.add([task for task in tasks if not task.emulated and timing.is_worth_measuring(task)])
         for done in timing.run():
-            if done == 1 and time.monotonic() - started > PREVIEW_AFTER:
+            if paired and done == 1 and time.monotonic() - started > PREVIEW_AFTER:
                 session.progress.say("after 1 round; this table comes again when all rounds are done:")
                 yield group.name, False
         timing.watch()
@@ -222,7 +222,7 @@ class _Timing:
         return False
 
     def run(self) -> Iterator[int]:
-        """Run rounds until their number or the group's time limit is reached; yield the number of rounds after each."""
+        """Run rounds, up to their number or the group's time limit. Before each further round, yield how many are done."""
         session, rounds = self.session, self.session.steps or self.session.scale.steps
         session.progress.begin(session.job(self.group.name))
         started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
@@ -230,9 +230,10 @@ class _Timing:
             for done, _ in enumerate(turns(steps, rounds, random.Random(session.seed)), 1):
                 session.rounds += 1
                 self.put_all()
-                yield done
                 if done >= session.scale.least_steps and time.monotonic() - started > (self.group.limit or math.inf):
                     break
+                if done < rounds:
+                    yield done
         finally:
             self.put_all()
             session.progress.stop()

@@ -118,6 +118,8 @@ def test_rows_appear_before_all_is_done(
     run("tiny-speed", "--steps=2")
     early, late = (re.findall(r"(\d) steps?\s+per\s+row", text) for text in (capsys.readouterr().err, run.out))
     assert (early, late, run.said.count("after 1 round; ")) == (["1", "1"], ["2", "2"], 3)
+    run("tiny-speed", "--steps=1")
+    assert "after 1 round; " not in run.said, "the table comes at once"
     run("tiny-memory")
     assert "pipeline-2: peaks of 0 MiB" in run.said
 
