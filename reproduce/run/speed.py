@@ -222,7 +222,7 @@ class _Timing:
         return False
 
     def run(self) -> Iterator[int]:
-        """Run rounds, up to their number or the group's time limit. Before each further one, yield how many are done."""
+        """Run rounds, up to their number or the group's time limit. Before each further one, yield the number done."""
         session, rounds = self.session, self.session.steps or self.session.scale.steps
         session.progress.begin(session.job(self.group.name))
         started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
