@@ -6,12 +6,12 @@ The tools are rows of this library's tests (`TOOLS`); the checks are in the reco
 from benchmarks import conformance
 from reproduce.records.record import Record
 from tests.behaviours.row import MODES, Row
-from tests.behaviours.rows import between, gradients, random, tools, unusual
+from tests.behaviours.rows import between, buffers, gradients, passed, random, tools, unusual
 
 ENGINES = ("graph", "workers")
 TOOLS = [
     *tools.ROWS,
-    *(row for row in (*gradients.ROWS, *between.ROWS, *random.ROWS, *unusual.ROWS) if row.note),
+    *(row for group in (passed, gradients, buffers, between, random, unusual) for row in group.ROWS if row.note),
     *tools.REPLICAS,
 ]
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.distributed.liveness.patience import waiting_for
+from torchgpipe.patience import waiting_for
 from torchgpipe.plan import plan
 from torchgpipe.state.saves import Saves
 from torchgpipe.timeline import record

@@ -138,8 +138,8 @@ class _Done:
 
     def __init__(self, model: Everywhere, own: Any, given: list[Tensor]) -> None:
         self._model, self._own, self._given = model, own, given
-        self.parameters = dict(model.named_parameters())
-        self._here = dict(model._pipeline.named_parameters())
+        self.parameters = _leaves(model)
+        self._here = _leaves(model._pipeline)
 
     def backward(self, grads: Flat, keep: bool) -> list[Tensor | None]:
         """Run the backward of each rank; return the gradients of the inputs, and of all parameters."""
@@ -159,7 +159,13 @@ class _Done:
 
         found = self._model.on_all(run)
         gradients = {name: grad for _, part in found for name, grad in part.items()}
-        return [*found[0][0], *(gradients[name] for name in self.parameters)]
+        return [*found[0][0], *(gradients.get(name) for name in self.parameters)]
+
+
+def _leaves(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a model's gradients may be of: its parameters, and buffers that take some."""
+    buffers = {name: x for name, x in model.named_buffers() if x.requires_grad and x.is_leaf}
+    return dict(model.named_parameters()) | buffers
 
 
 class _Shown(torch.autograd.Function):

@@ -27,7 +27,7 @@ from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.task.ambient import Modes
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.randomness import check_apart
-from torchgpipe.task.snapshot import begins_in_place
+from torchgpipe.task.snapshot import begins_in_place, equal
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import averages_gradients
 from torchgpipe.tensors.checkpoint import MODES, Mode
@@ -150,11 +150,14 @@ class Partitioned(nn.Module, ABC):
         """Call `run` for a whole mini-batch. Deferred batch norms commit it, or forget it if it fails."""
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = tuple([module._buffers.get(name) for module, name in self._shared_buffers])
+        # Kernels may write without counting a version. One micro-batch goes through one process in the layers' order.
+        several = self.chunks > 1 or len(self._stages) == 1
+        copies = [x.detach().clone() for x in shared if x is not None and several]
         before = versions(shared)
         modes = Modes()
         try:
             result = run()
-            if versions(shared) != before:
+            if versions(shared) != before or not all(map(equal, [x for x in shared if x is not None], copies)):
                 raise RuntimeError(
                     "two partitions have layers that change the same buffer (such as one batch norm in both), and not "
                     "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
@@ -169,11 +172,14 @@ class Partitioned(nn.Module, ABC):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm."""
-        with self._together("clip_grad_norm_") as exchange:
+        with self._together("clip_grad_norm_", max_norm, norm_type) as exchange:
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, exchange)
 
-    def _together(self, doing: str) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
-        """Return a context for what all ranks do together: a function by which each gives a tensor and gets all."""
+    def _together(self, doing: str, *alike: float) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
+        """Return a context for what all ranks do together: a function by which each gives a tensor and gets all.
+
+        What is `alike` has to be the same on all.
+        """
         return nullcontext(lambda own: [own])
 
     def train(self: P, mode: bool = True) -> P:

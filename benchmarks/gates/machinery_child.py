@@ -14,8 +14,26 @@ from benchmarks.pipelines import evenly, on_cpu
 from reproduce.models import amoebanetd
 from torchgpipe import GPipe
 
+
+class Buffered(nn.Linear):
+    """A layer with a buffer that stays, and one that changes in each pass."""
+
+    scale: Tensor
+    count: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("count", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return super().forward(x) * self.scale
+
+
 MODELS: dict[str, tuple[Callable[[int], nn.Sequential], tuple[int, ...]]] = {  # build(n), sample's shape
     "linear": (lambda n: nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), (8,)),
+    "buffers": (lambda n: nn.Sequential(*(Buffered(8, 8) for _ in range(n))), (8,)),
     "AmoebaNet-D": (lambda n: amoebanetd(3, 8, num_classes=10), (3, 224, 224)),
 }
 MODES = ("never", "except_last", "always")

@@ -62,6 +62,8 @@ def tallied() -> Iterator[Tally]:
 class _Operators(TorchDispatchMode):
     """Count the operators of one thread."""
 
+    only_watches = True
+
     def __init__(self, tally: Tally) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tally = tally

@@ -58,6 +58,8 @@ class LiveBytesMode(TorchDispatchMode):
     If two modes are active, the outer one adds a result first, on the device that the inner one has set.
     """
 
+    only_watches = True
+
     def __init__(self, counter: LiveBytes, device: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter

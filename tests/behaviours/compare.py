@@ -45,7 +45,7 @@ def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
 
 
 def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
-    """Return how `y` differs from `x`, or "". `y` may require grad although `x` does not."""
+    """Return how `y` differs from `x`, or ""."""
     if x is None or y is None:
         return "" if x is y else "missing" if y is None else "there, but not in the model"
     if isinstance(x, float) and isinstance(y, float):
@@ -54,8 +54,8 @@ def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
         return "" if type(x) is type(y) and x == y else f"is {y!r} for {x!r}"
     if (x.shape, x.dtype, x.device.type) != (y.shape, y.dtype, y.device.type):
         return f"shape {tuple(y.shape)} of {y.dtype} for {tuple(x.shape)} of {x.dtype}"
-    if x.requires_grad and not y.requires_grad:
-        return "takes no gradient"
+    if x.requires_grad != y.requires_grad:
+        return "takes no gradient" if x.requires_grad else "takes a gradient"
     x, y = (each.detach().to_dense().as_subclass(Tensor).to(x.device) for each in (x, y))
     if x.is_meta or torch.equal(x, y):
         return ""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchgpipe import sequential
 from torchgpipe.trace.parts import tensors_in
 
-from ..library.traced import CASES, Case, Unusual
+from ..library.traced import BATCHES, CASES, WIDTH, Case, Choosing, Unusual, rows
 from ..plain import piped
 from .compare import REORDERED, differences
 from .row import total
@@ -55,3 +55,20 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
         total(y).backward()
     assert differences((found, module), (joined, plain), REORDERED) == []
     assert dict(model.named_parameters()).keys() == dict(module.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
+    """Layers are right for a batch size, or refuse it; traced in training, they are used in evaluation."""
+    make, right, refused = BATCHES[name]
+    module = make()
+    layers = sequential(module, rows(), whole=[Choosing] if "contents" in name else [])
+    model = piped(layers, [1] * (len(layers) > 1) + [max(1, len(layers) - 1)], 2, **way).eval()
+    module.eval()
+    for size in (*right, *refused, *right):
+        x = torch.randn(2 * size, WIDTH)
+        if size in refused:
+            with pytest.raises((TypeError, RuntimeError), match=f"2, 3, 5, {size} samples it does something else"):
+                model(x)
+        else:
+            assert differences(model(x), torch.cat([*map(module, x.chunk(2))]), 0.0) == []

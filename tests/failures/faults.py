@@ -40,12 +40,45 @@ def dies() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def dies_before_its_child() -> None:
+    """Die, but leave a program that was started without Python's care for open files."""
+    os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
+    dies()
+
+
 def stops() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hangs() -> None:
     time.sleep(FOR_EVER)
+
+
+def is_told_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def strangers_write() -> None:
+    """Write what gloo does not know to each port of this process, as whoever mistakes it for another's."""
+    listening = [each for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+    assert listening
+    for each in listening:
+        with socket.create_connection(each.getsockname()[:2]) as stranger:
+            stranger.sendall(os.urandom(1000))
+
+
+def overflows() -> None:
+    """Let a gradient of this rank be infinite; all ranks have to skip the step."""
+
+
+def takes_another_pipeline() -> None:
+    """Go on, but call the other one of two pipelines of the same ranks."""
+
+
+def hangs_while_the_clock_is_set_back() -> None:
+    """It is set back all the time, as this process sees it."""
+    time.time = lambda: -time.monotonic()
+    hangs()
 
 
 def sleeps() -> None:
@@ -56,6 +89,9 @@ def computes() -> None:
     end = time.monotonic() + 1.5 * SILENCE
     while time.monotonic() < end:
         sum(range(1000))
+
+
+SAY_NOTHING = (dies, dies_before_its_child, is_told_to_end, hangs, hangs_while_the_clock_is_set_back)
 
 
 def all_stop() -> None:

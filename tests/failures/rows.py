@@ -44,6 +44,11 @@ CIRCLE = (
     "backward of micro-batch 1 of mini-batch 2; rank 1 was waiting for other ranks in the call of mini-batch 3; rank 2 "
     r"was .*\. Has a rank left out a call of the pipeline, or a backward\(\)\?"
 )
+CROSSED = (
+    r"(rank \d failed outside of the pipeline(, after mini-batch 1)?: RankFailed: )?"  # by the other one
+    "all ranks wait for each other, and none has got any further for 2 s: (?=.* of another pipeline).*rank 1 was "
+    "waiting for other ranks in the call of mini-batch 1[ ;]"
+)
 ENDED = r"rank 1 has ended, or called close\(\), but rank \d needs more from it: every rank has to call"
 NO_SPACE = r"OSError: \[Errno 28\] step 2 cannot be saved in .*: No space left on device; what was saved before stays"
 NO_MEMORY = "RuntimeError: .*can't allocate memory"
@@ -63,6 +68,8 @@ ROWS = {
     "cut off in forward": Row(faults.cuts_links, "forward", SILENT + IN_FORWARD, ALONE),
     "killed in backward": Row(faults.dies, "backward", DIED + IN_BACKWARD),
     "killed outside": Row(faults.dies, "outside", DIED + OUTSIDE),
+    "killed, and its child is not": Row(faults.dies_before_its_child, "outside", DIED + OUTSIDE),
+    "told to end by SIGTERM": Row(faults.is_told_to_end, "outside", DIED + OUTSIDE),
     "killed while it saves": Row(faults.dies, "saving", f"{DIED}in save of mini-batch 2"),
     "raises outside": Row(faults.raises, "outside", f"rank 1 failed {OUTSIDE}: {RAISED}", RAISED),
     "a full disk": Row(faults.fills_the_disk, "saving", f"rank 1 failed in save: {NO_SPACE}", NO_SPACE),
@@ -70,10 +77,16 @@ ROWS = {
     "ends early": Row(faults.ends, "outside", ENDED, "SystemExit: "),
     "ends early, and a fork does not": Row(faults.forks_and_ends, "outside", ENDED, "SystemExit: "),
     "hangs in forward": Row(faults.hangs, "forward", hanging("forward of micro-batch 0")),
+    "hangs while the clock is set back": Row(
+        faults.hangs_while_the_clock_is_set_back, "forward", hanging("forward of micro-batch 0")
+    ),
     "hangs in recomputation": Row(faults.hangs, "recompute", hanging("recomputation of micro-batch 1")),
     "hangs in backward": Row(faults.hangs, "backward", hanging("backward of micro-batch 1")),
     "hangs in the criterion": Row(faults.hangs, "criterion", hanging("the criterion", 2), rank=2),
     "leaves out a backward": Row(None, others=CIRCLE, own=f"RankFailed: {CIRCLE}"),
+    "takes another pipeline": Row(faults.takes_another_pipeline, others=CROSSED, own=f"RankFailed: {CROSSED}"),
+    "strangers write to its ports": Row(faults.strangers_write, "outside"),
+    "overflows on one rank": Row(faults.overflows, "outside"),
     "sleeps outside": Row(faults.sleeps, "outside"),
     "computes in forward": Row(faults.computes, "forward"),
     "stopped together, outside": Row(faults.all_stop, "outside"),

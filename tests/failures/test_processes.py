@@ -16,7 +16,7 @@ from reproduce.run.engines.launch import Launched
 from torchgpipe.state.saves import Saves
 
 from . import program
-from .faults import PATIENCE, SILENCE, all_stop, dies, hangs, stops
+from .faults import PATIENCE, SAY_NOTHING, SILENCE, all_stop, stops
 from .rows import ROWS, Row
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals to processes")
@@ -72,7 +72,7 @@ def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
             assert end - begin < SILENCE + 2 or not row.others
         if row.does is stops:
             send(signal.SIGCONT)
-        if row.does not in (dies, hangs):
+        if row.does not in SAY_NOTHING:
             ended(own, row.own)
     if row.place == "saving":
         assert Saves(tmp_path / "saves").load(program.pipeline("graph"), None) == {"step": 1}

@@ -97,6 +97,7 @@ def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, An
         tensors, threads = count_tensors(), {*threading.enumerate()}
         for _ in range(10):
             step()
+        assert gc.collect() == 0
         assert_eventually(lambda: count_tensors() <= tensors, lambda: f"{count_tensors() - tensors} tensors more")
         assert_no_thread_more(threads)
     finally:

@@ -151,22 +151,25 @@ class Constant(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         steps = torch.arange(WIDTH, device=x.device, dtype=x.dtype)
-        return self.b(self.a(x) * self.plain + steps)
+        self.plain.mul_(0.5)
+        return self.b(self.a(x) + self.plain + steps)
 
 
 class Counting(Net):
-    """Its forward changes state: a counter of calls, and a buffer."""
+    """Its forward changes state: a counter of calls, statistics, and a generator."""
 
     seen: Tensor
+    noise: Any
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
+        self.noise = Do(lambda noise, x: x + torch.rand(x.shape, generator=noise.draws), draws=torch.Generator())
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
-        return self.b(self.norm(self.a(x)))
+        return self.b(self.noise(self.norm(self.a(x))))
 
 
 class Dropping(Net):
@@ -194,6 +197,10 @@ def chosen() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH))
 
 
+def in_blocks(net: Any, x: Tensor) -> Tensor:
+    return torch.cat([net.a(x[i : i + 8]) for i in range(0, len(x), 8)])
+
+
 class Case(NamedTuple):
     """A module, a sample of its arguments, and options of `sequential`."""
 
@@ -205,6 +212,28 @@ class Case(NamedTuple):
 def rows(*shape: int) -> Tensor:
     return torch.randn(BATCH, *(shape or (WIDTH,)))
 
+
+def does(function: Callable[[Any, Tensor], Any]) -> nn.Module:
+    """Return a module with this forward, which may use what it holds."""
+    a, b, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    holds: dict[str, Any] = {"count": torch.zeros(()), "scales": [torch.ones(()), 2 * torch.ones(())]}
+    call = Do(lambda _, given: given[0](given[1]))
+    return Do(function, a=a, b=b, call=call, hidden=[hidden], draws=torch.Generator(), **holds)
+
+
+# A module, batch sizes for which it does what it did when it was recorded, and others.
+BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
+    "one sample": (lambda: does(lambda net, x: net.b(net.a(x)) if len(x) > 1 else net.b(x)), [2, 9], [1]),
+    "many samples": (lambda: does(lambda net, x: net.a(x) * (1 + (x.shape[0] > 8))), [1, 8], [9]),
+    "a minimum": (lambda: does(lambda net, x: net.a(x) * min(x.size(0), 8)), [1, 8], [9]),
+    "a quotient": (lambda: does(lambda net, x: net.a(x) + x.shape[0] // 8), [1, 7], [8]),
+    "blocks": (lambda: does(in_blocks), [1, 8], [9]),
+    "pieces": (lambda: does(lambda net, x: torch.cat([net.a(y) for y in x.split(8)])), [1, 8], [9]),
+    "a constant": (lambda: does(lambda net, x: net.a(x) * net.scales[len(x) > 8]), [1, 8], [9]),
+    "a part that needs contents": (lambda: nn.Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
+    "what asks for the device": (lambda: does(lambda net, x: net.a(x) + torch.arange(6, device=x.device)), [1, 9], []),
+    "a norm, in training for two or more": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), [1, 9], []),
+}
 
 CASES: dict[str, Case] = {
     "residual": Case(Residual, rows),

@@ -16,9 +16,10 @@ All three disconnect in the end, so that every thread of this process that waits
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -33,12 +34,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
 from torchgpipe.distributed.liveness.liveness import GRACE, Broken, Liveness, RankFailed, gist
-from torchgpipe.distributed.liveness.patience import NOTICE, say
+from torchgpipe.distributed.liveness.monitor import Activity
 from torchgpipe.distributed.wires.cuda import NEVER, Transfer, connect
 from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.wire import Receiver, Sender, WireAddress
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
+from torchgpipe.patience import NOTICE, say
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.tensors.microbatch import Flat
 
@@ -49,6 +51,8 @@ E = TypeVar("E", Sender, Receiver)
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How often this process has met other ranks; they count alike, since each time all of them have to come."""
+
+_beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](list)  # of open ones, by own rank and all ranks
 
 
 class Connections:
@@ -71,22 +75,27 @@ class Connections:
         # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
         which = (*ranks,)
         self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
-        self._gather()
-        _made[which] += 1  # now, as all others do, also if a connection fails
         before = sockets()
         try:
+            self._gather()
+            _made[which] += 1  # now, as all others do, also if a connection fails
             self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
+        except RankFailed:
+            raise
         except RuntimeError as error:
-            raise RankFailed(f"a rank has ended while rank {own} connected to all others ({gist(error)})") from None
+            raise RankFailed(f"an unknown rank ended while rank {own} connected to others ({gist(error)})") from None
         self.sockets = sockets() - before
+        for number, _ in self.sockets:
+            with suppress(OSError):  # another thread's, and closed by now
+                os.set_inheritable(number, False)  # a program that this one starts may outlive it
         self._ends: dict[tuple[type, str, int], Any] = {}
         self.closed = self.parted = False
-        self._ending = threading.RLock()
-        self._process = os.getpid()
+        self._ending, self._process = threading.RLock(), os.getpid()
         # A second longer, so that the monitor can say what is wrong.
         self._limit = NEVER if timeout is None else timedelta(seconds=timeout + 1)
         end_with_process(self)
-        self.liveness = Liveness(own, self._others, partial(self._address, "liveness"), timeout, self._disconnect)
+        address = partial(self._address, "liveness")
+        self.liveness = Liveness(own, self._others, address, timeout, self._disconnect, _beside[own, which])
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
@@ -114,7 +123,9 @@ class Connections:
     def _gather(self) -> None:
         """Wait until all ranks are about to connect, for as long as `init_process_group(timeout=...)` says."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
-        self._store.set(f"rank {self.own} is here", "")
+        here = f"process {os.getpid()} on {platform.node()}"
+        if (first := self._store.compare_set(f"rank {self.own} is here", "", here).decode()) != here:
+            raise RankFailed(f"rank {self.own} is {first}, and {here} says the same: start each rank only once")
         waited = timedelta()
         for until in sorted({min(timedelta(seconds=NOTICE), timeout), timeout}):
             try:
@@ -128,7 +139,7 @@ class Connections:
             )
             if waited < timeout:
                 say(line)
-        raise RuntimeError(
+        raise RankFailed(
             f"{line}; has it failed before? If it only takes longer, give init_process_group() a longer timeout"
         )
 
@@ -160,9 +171,9 @@ class Connections:
         message = receiver.take()
         if message.serial != self.serial:
             raise RuntimeError(
-                f"ranks are in different mini-batches, {message.serial} and {self.serial}: every rank has to call the "
-                "pipeline, and then backward(), equally often and in one order; after a failure, call close() on all "
-                "of them first"
+                f"rank {receiver._rank} is in mini-batch {message.serial}, and rank {self.own} in {self.serial}: every "
+                "rank has to call the pipeline, and then backward(), equally often and in one order; after a failure, "
+                "call close() on all of them first"
             )
         return message.about, message.tensors
 
@@ -184,11 +195,16 @@ class Connections:
             raise RuntimeError(f"every rank has to call the same, but rank {peer} is at its {told}, not its {what}")
         return tensors, about
 
-    def exchange(self, what: str, own: Tensor) -> list[Tensor]:
-        """Return what every rank gives, in their order; all do so for the same purpose."""
-        self.tell(what, (own.cpu(),))
-        heard: Any = {peer: self.hear(what, peer)[0][0] for peer in self._others}
-        return [own if rank == self.own else heard[rank] for rank in range(self.n)]
+    def exchange(self, what: str, own: Tensor, alike: Sequence[float] = ()) -> list[Tensor]:
+        """Return what every rank gives, in their order; all do so for the same purpose, and with the same numbers."""
+        numbers = torch.tensor(alike, dtype=torch.float64, device="cpu")
+        self.tell(what, (own.cpu(), numbers))
+        heard: dict[int, Any] = {peer: self.hear(what, peer)[0] for peer in self._others} | {self.own: (own, numbers)}
+        for peer, (_, theirs) in heard.items():
+            if str(theirs.tolist()) != str(numbers.tolist()):  # NaN is not equal to itself
+                gives = f"gives {theirs.tolist()} on rank {peer}, and {numbers.tolist()} on rank {self.own}"
+                raise ValueError(f"every rank has to call {what} alike, but it {gives}")
+        return [heard[rank][0] for rank in range(self.n)]
 
     def deliver(self, patience: float | None = None) -> None:
         """Send what would be sent later, as the program has no more tasks, and wait until other ranks have it all.

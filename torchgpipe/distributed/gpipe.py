@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -127,8 +127,7 @@ class DistributedGPipe(Partitioned):
     @property
     def partition(self) -> nn.Sequential:
         """This rank's layers."""
-        partition: nn.Sequential = self._partitions[0]  # type: ignore[assignment]
-        return partition
+        return cast(nn.Sequential, self._partitions[0])
 
     def forward(self, *args: Any, _criterion: Callable[[Any], Tensor] | None = None, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline; the input counts on the first rank only.
@@ -152,14 +151,13 @@ class DistributedGPipe(Partitioned):
             RankFailed: another rank has failed.
         """
         args, kwargs = ((), input) if isinstance(input, dict) else ((input,), {})
-        loss: Tensor = self(*args, _criterion=lambda output: criterion(output, target), **kwargs)
-        return loss
+        return cast(Tensor, self(*args, _criterion=lambda output: criterion(output, target), **kwargs))
 
     @contextmanager
-    def _together(self, doing: str) -> Iterator[Callable[[Tensor], list[Tensor]]]:
+    def _together(self, doing: str, *alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:
         connections = self._connected()
         with connections.call(self._serial, doing):
-            yield partial(connections.exchange, doing)
+            yield partial(connections.exchange, doing, alike=alike)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -221,11 +219,11 @@ class DistributedGPipe(Partitioned):
                 "chunks": self.chunks,
                 "checkpoint": self.checkpoint,
                 "training": self.training,
-                "deferred_batch_norm": self._deferred,
+                "deferred_batch_norm": bool(self._deferred),
                 "autocast": kind != "meta" and torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)),
                 "a loss": criterion is not None,
                 "the kind of device": kind,
-                "timeout": self.timeout,
+                "timeout": self.timeout and float(self.timeout),
             }
             batch = RankBatch(connections, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
             return batch.forward(finish)

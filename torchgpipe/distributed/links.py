@@ -1,7 +1,12 @@
 """A program's links to those of other ranks, over wires."""
 
+import sys
+from ast import literal_eval
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +20,7 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.seeds import Seeds
 from torchgpipe.task.task_graph import leaves
 from torchgpipe.tensors.item import Item
-from torchgpipe.tensors.microbatch import Flat
+from torchgpipe.tensors.microbatch import Flat, Form
 
 
 class Messages(Links):
@@ -39,8 +44,8 @@ class Messages(Links):
         for end in (self._before, self._after, *skips):
             if end is not None:
                 end.begin()
-        self._left: dict[int, dict[Crossing, tuple[Hashable, Tensor | None]]] = defaultdict(dict)
-        self._arrived: dict[Crossing, tuple[Any, Tensor | None]] = {}
+        self._left: dict[int, dict[Crossing, tuple[Hashable, Tensor | None, Tensor | None]]] = defaultdict(dict)
+        self._arrived: dict[Crossing, tuple[Any, Flat]] = {}
 
     def check(self) -> None:
         if self._connections.liveness.stopped:
@@ -55,23 +60,25 @@ class Messages(Links):
     def expect(self) -> None:
         self._connections.take(self._before)
 
-    def _leave(self, crossing: Crossing, about: Hashable, tensor: Tensor | None) -> None:
+    def _leave(self, crossing: Crossing, about: Hashable, tensor: Tensor | None, text: Tensor | None = None) -> None:
         # All skips of a micro-batch for one rank are one message. They are fetched in another order than they are left.
         other = self._other(crossing)
         left, between = self._left[other], self._between[other]
-        left[crossing] = about, tensor
+        left[crossing] = about, tensor, text
         if len(left) == len(between):
-            abouts, skips = zip(*(left[each] for each in between), strict=True)
+            abouts, skips, texts = zip(*(left[each] for each in between), strict=True)
             sender = self._skips(Sender, other)
             sender.settle(abs(other - self._connections.own))
-            self._connections.give(sender, abouts, skips)
+            self._connections.give(sender, abouts, (*skips, *texts))
             left.clear()
 
-    def _fetch(self, crossing: Crossing) -> tuple[Any, Tensor | None]:
+    def _fetch(self, crossing: Crossing) -> tuple[Any, Flat]:
         if crossing not in self._arrived:
             other = self._other(crossing)
             abouts, skips = self._connections.take(self._skips(Receiver, other))
-            self._arrived.update(zip(self._between[other], zip(abouts, skips, strict=True), strict=True))
+            n = len(abouts)
+            found = zip(abouts, zip(skips[:n], skips[n:], strict=True), strict=True)
+            self._arrived.update(zip(self._between[other], found, strict=True))
         return self._arrived.pop(crossing)
 
     def _other(self, crossing: Crossing) -> int:
@@ -98,7 +105,8 @@ class Forward(Messages):
 
     def give(self, item: Item) -> None:
         state = (torch.get_rng_state(),) if self._in_order else ()
-        self._connections.give(self._after, (*_about(item), self._seeds.drew), (*item.flat, *state))
+        tensors = (*item.flat, _as_text(item, self._connections.own), *state)
+        self._connections.give(self._after, (*_about(item), self._seeds.drew), tensors)
 
     def take(self) -> Item:
         (*about, drew), tensors = self._connections.take(self._before)
@@ -110,11 +118,10 @@ class Forward(Messages):
         return _item(about, tensors)
 
     def leave(self, i: int, crossing: Crossing, skip: Item) -> None:
-        self._leave(crossing, _about(skip), *skip.flat)
+        self._leave(crossing, _about(skip), skip.flat[0], _as_text(skip, self._connections.own))
 
     def fetch(self, i: int, crossing: Crossing) -> Item:
-        about, skip = self._fetch(crossing)
-        return _item(about, (skip,))
+        return _item(*self._fetch(crossing))
 
 
 class Backward(Messages):
@@ -132,13 +139,44 @@ class Backward(Messages):
         self._leave(crossing, "gradient", grad)
 
     def fetch(self, i: int, crossing: Crossing) -> Tensor | None:
-        return self._fetch(crossing)[1]
+        return self._fetch(crossing)[1][0]
 
 
 def _about(item: Item) -> tuple[Hashable, ...]:
-    return item.atomic, item.shared, tuple([x is not None and x.requires_grad for x in item.flat])
+    name = f"{item.form.__module__}:{item.form.__qualname__}"
+    _form_of(name)  # it raises here rather than there
+    return name, item.shared, tuple([x is not None and x.requires_grad for x in item.flat])
 
 
-def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
-    atomic, shared, needs = about
-    return Item(leaves(tuple(tensors), needs), atomic, shared)
+def _as_text(item: Item, partition: int) -> Tensor | None:
+    """Return the attributes of an item's tensors as text, of which no code is run; `None` if there are none."""
+    attributes = [{} if x is None else vars(x) for x in item.flat]
+    if not any(attributes):
+        return None
+    text = repr(attributes)
+    with suppress(ValueError, SyntaxError):
+        if literal_eval(text) == attributes:
+            return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+    raise TypeError(
+        f"outputs of partition {partition} have attributes ({', '.join({}.fromkeys(chain(*attributes)))}), but with a "
+        "tensor only finite numbers, strings, and tuples, lists and dictionaries of them travel between ranks; return "
+        "a tensor as an output of its own"
+    )
+
+
+def _item(about: Sequence[Any], tensors: Flat) -> Item:
+    name, shared, needs = about
+    *flat, text = tensors
+    for x, named in zip(flat, literal_eval(bytes(text.tolist()).decode()), strict=True) if text is not None else ():
+        if x is not None:
+            vars(x).update(named)
+    return Item(leaves(tuple(flat), needs), _form_of(name), shared)
+
+
+def _form_of(name: str) -> Form:
+    """Return the class of this name, `Tensor` or one of tuples, that a module which is imported here has."""
+    module, _, path = name.partition(":")
+    found = reduce(lambda owner, part: getattr(owner, part, None), path.split("."), sys.modules.get(module))
+    if not (isinstance(found, type) and issubclass(found, Tensor | tuple)):
+        raise TypeError(f"a layer returned a {name}, which ranks do not find; define the class at the top of a module")
+    return found

@@ -18,7 +18,7 @@ from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.item import Item, unshared
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, together
 from torchgpipe.tensors.observe import NOTHING, Observer
 
 
@@ -35,10 +35,11 @@ class Batch(ABC):
     def __init__(
         self, stages: Sequence[Stage], n: int, m: int, mode: Mode, observer: Observer | None, base: int | None = None
     ) -> None:
-        ambient = Ambient([stage.device for stage in stages])
+        self._overlaps = overlaps(m, n)
+        self._threads = self._overlaps and len(stages) == n  # or they are processes
+        self._ambient = ambient = Ambient([stage.device for stage in stages], threads=self._threads)
         refuse_transforms(forward_mode=ambient.grad)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
-        self._overlaps = overlaps(m, n)
         self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, alone=len(stages) < n, base=base)
         # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another, as plain layers do.
         self._tasks_have_seeds = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
@@ -51,7 +52,8 @@ class Batch(ABC):
         return self._seeds if self._tasks_have_seeds else NOTHING
 
     def _check_kept(self) -> None:
-        """Check, after the forward, that layers have kept their parameters."""
+        """Check, after the forward, that layers have kept their parameters, and modes their state."""
+        self._ambient.ended(refuse=self._threads)
         for snapshot in self.snapshots:
             snapshot.check_kept()
 
@@ -77,7 +79,7 @@ def linked(batch: Batch, outputs: Sequence[Item], inputs: Sequence[Tensor]) -> l
         if len(outputs) == 1:
             flat = unshared(flat, outputs[0].shared, inputs)
     remaining = iter(flat)
-    return [next(remaining) if item.atomic else tuple(next(remaining) for _ in item.flat) for item in outputs]
+    return [together(item.form, tuple([next(remaining) for _ in item.flat])) for item in outputs]
 
 
 def one_node(batch: Batch, widths: list[int], outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Flat:

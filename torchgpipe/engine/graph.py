@@ -34,7 +34,7 @@ from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transf
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.copy import NO_FENCE, CopyPath, CopyStreams, StreamFence, current_stream, using
 from torchgpipe.tensors.item import Item, Portals, shared_by, unshared, versions
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import Flat, Form, TensorOrTensors, form_of, tensors_of, together
 from torchgpipe.tensors.observe import Observer, observed
 
 
@@ -66,7 +66,8 @@ class _MiniBatch:
         self._stages = engine.stages
         self._engine = engine
         self._observer = observer
-        self._ambient = Ambient(stage.device for stage in engine.stages)
+        devices = {stage.device for stage in engine.stages}
+        self._ambient = Ambient(devices, threads=engine.tied)  # autograd has one for each GPU
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
         # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share autocast's copy of
         # a weight, and their gradients would be added up in its low precision.
@@ -96,31 +97,31 @@ class _MiniBatch:
                 partition=partition, arrival=item.fence, departure=fence,
             )  # fmt: skip
             outputs, tie = task.run(item, self._latest[j], tied=self._engine.tied)
-            atomic, held = task.atomic, partition.snapshot.held
+            form, held = task.form, partition.snapshot.held
         else:
             item.fence.arrive(item.flat)
             with observed(self._observer, "forward", i, j), in_turn((), (), recomputed=False).first():
-                outputs, atomic = stage.run(item.flat, item.atomic, item.shared)
+                outputs, form = stage.run(item.flat, item.form, item.shared)
             fence.leave()
         # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.
         shared = (False,) * len(outputs) if self._one_graph else shared_by(outputs, item.flat, item.shared, held)
         for skip in self._waiting(i) if self._one_graph else ():
             skip.versions = versions(skip.flat)
-        self._hand_over(i, j, Item(outputs, atomic, shared, fence, tie))
+        self._hand_over(i, j, Item(outputs, form, shared, fence, tie))
 
     def end(self) -> list[TensorOrTensors]:
         """Return the outputs."""
+        self._ambient.ended()
         for partition in self._partitions:
             partition.snapshot.check_kept()
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
-        outputs: list[Any] = [item.flat[0] if item.atomic else item.flat for item in self._items]
-        return outputs
+        return [together(item.form, item.flat) for item in self._items]
 
     def _item(self, micro_batch: TensorOrTensors) -> Item:
         flat = tensors_of(micro_batch)
         shared = (False,) * len(flat) if self._one_graph else shared_by(flat)
-        return Item(flat, isinstance(micro_batch, Tensor), shared, self._fence(0))
+        return Item(flat, form_of(micro_batch), shared, self._fence(0))
 
     def _take(self, i: int, j: int) -> Item:
         item = self._items[i]
@@ -132,7 +133,7 @@ class _MiniBatch:
             skip = self._portals.pop((i, arrival.key))
             if skip.flat[0] is not None:
                 copied = self._path(arrival.source, j).copy(skip.flat, i, skip.fence, item.fence)
-                skip = Item(copied, True, skip.shared)
+                skip = Item(copied, Tensor, skip.shared)
             item = item.with_skip(skip, j)
         return item
 
@@ -147,7 +148,7 @@ class _MiniBatch:
         following = min(j + 1, len(self._stages) - 1)
         path, arrival = self._path(j, following), self._fence(following)
         if path.elsewhere:
-            item = Item(path.copy(item.flat, i, item.fence, arrival, item.tie), item.atomic, item.shared)
+            item = Item(path.copy(item.flat, i, item.fence, arrival, item.tie), item.form, item.shared)
         item.fence = arrival
         self._items[i] = item
 
@@ -172,12 +173,12 @@ class _Partition:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Task(TaskGraph):
-    """A task as a node of the caller's graph, with the fences at its sides; and whether its output is `atomic`."""
+    """A task as a node of the caller's graph, with the fences at its sides; and the form of its output."""
 
     partition: _Partition
     arrival: StreamFence
     departure: StreamFence
-    atomic: bool = True
+    form: Form = Tensor
 
     def run(self, item: Item, before: Tensor | None, *, tied: bool) -> tuple[Flat, Tensor | None]:
         """Run the task; return its outputs and, if it shall be `tied`, its tie.
@@ -219,7 +220,7 @@ class _TaskNode(torch.autograd.Function):
         ctx.task, ctx.tied = task, tied
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
-        outputs, task.atomic = task.forward(inputs, item.atomic, item.shared)
+        outputs, task.form = task.forward(inputs, item.form, item.shared)
         task.departure.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0)) if tied else outputs

@@ -22,15 +22,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.seeds import Draws
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, leaves
 from torchgpipe.tensors.item import Item, shared_by
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, tensors_of
 from torchgpipe.tensors.observe import Observer, observed
 
 
@@ -178,17 +176,17 @@ class Program:
     def _enter(self, micro_batch: TensorOrTensors) -> Item:
         flat = tensors_of(micro_batch)
         entered = leaves(flat, [x.requires_grad for x in flat]) if self.ambient.grad else flat
-        return Item(entered, isinstance(micro_batch, Tensor), shared_by(flat))
+        return Item(entered, form_of(micro_batch), shared_by(flat))
 
     def _task(self, i: int, item: Item) -> Item:
         stage, flat, j = self.stage, item.flat, self._j
         if self.snapshot is None:
             with observed(self._observer, "forward", i, j), self._draws(i, stage, False).first():
-                outputs, atomic = stage.run(flat, item.atomic, item.shared)
-            return Item(outputs, atomic, shared_by(outputs, flat, item.shared))
+                outputs, form = stage.run(flat, item.form, item.shared)
+            return Item(outputs, form, shared_by(outputs, flat, item.shared))
         checkpointed = i < self._checkpointed
         randomness = self._draws(i, stage, checkpointed)
         graph = TaskGraph(stage, self.snapshot, self.ambient, randomness, i, self._observer, checkpointed)
         self._graphs.append(graph)
-        outputs, atomic = graph.forward(flat, item.atomic, item.shared)
-        return Item(outputs, atomic, shared_by(outputs, flat, item.shared, self.snapshot.held))
+        outputs, form = graph.forward(flat, item.form, item.shared)
+        return Item(outputs, form, shared_by(outputs, flat, item.shared, self.snapshot.held))

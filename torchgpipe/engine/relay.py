@@ -20,9 +20,6 @@ class Relay:
 
     A program gets at most `LEAD` items ahead of the next one: results that nobody needs yet only fill memory. Once a
     program has failed, every call that waits raises `Stopped`.
-
-    Attributes:
-        links: each program's, in their order.
     """
 
     LEAD = 1
@@ -35,12 +32,15 @@ class Relay:
         for tickets in self._tickets:
             for _ in range(self.LEAD):
                 tickets.put(None)
-        left: dict[tuple[int, Crossing], Any] = {}
-        ends = list(zip(self._queues, self._tickets, strict=True))
-        self.links = [Queues(self, a, z, left) for a, z in zip([NO_END, *ends], [*ends, NO_END], strict=True)]
         self._lock = threading.Lock()
         self.stopped = False
         self.error: BaseException | None = None
+
+    def links(self) -> list[Links]:
+        """Return each program's links, in their order. They refer to the relay: it keeps none, or that were a cycle."""
+        left: dict[tuple[int, Crossing], Any] = {}
+        ends = list(zip(self._queues, self._tickets, strict=True))
+        return [Queues(self, a, z, left) for a, z in zip([NO_END, *ends], [*ends, NO_END], strict=True)]
 
     def stop(self, error: BaseException) -> None:
         """Stop every program as soon as its present task is over; the first error is the one that counts."""

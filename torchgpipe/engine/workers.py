@@ -16,6 +16,7 @@ from torchgpipe.engine.batch import Batch, linked
 from torchgpipe.engine.pool import Workers
 from torchgpipe.engine.program import Links, Program
 from torchgpipe.engine.relay import Relay
+from torchgpipe.task.seeded import asking_private_generators
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import sharded
 from torchgpipe.tensors.checkpoint import Mode
@@ -71,13 +72,14 @@ class _MiniBatch(Batch):
             return program.backward(links, ambient, output_grads, keep=keep)
 
         grads, *_ = self._run(backward, reverse=True)
+        ambient.ended(refuse=self._threads)
         return grads
 
     def _run(self, what: Callable[[Program, Links], list[T]], *, reverse: bool = False) -> list[list[T]]:
         """Call `what` for each program, at once if they can overlap; return results. In `reverse`, items go back."""
         n = len(self.programs)
         relay = Relay(n)
-        links = relay.links[:: -1 if reverse else 1]
+        links = relay.links()[:: -1 if reverse else 1]
         results: list[list[T]] = [[] for _ in links]
         threads = torch.get_num_threads()
 
@@ -88,7 +90,8 @@ class _MiniBatch(Batch):
             results[j] = what(self.programs[j], links[j])
 
         if self._overlaps:
-            self._workers.run(relay, [partial(run, j) for j in range(n)])
+            with asking_private_generators():
+                self._workers.run(relay, [partial(run, j) for j in range(n)])
         else:
             for j in reversed(range(n)) if reverse else range(n):
                 run(j)

@@ -12,7 +12,7 @@ What lives on the device of partition j while it runs micro-batch i (of m, each 
 
 CPU devices share their memory, so that nothing is copied: there a tensor counts once, on one of them.
 
-Bytes are those of tensors; what an allocator reserves beyond them, libraries' workspaces, and the copies of small
+Bytes are those of tensors; what an allocator reserves beyond them, libraries' workspaces, and the copies of
 buffers that checkpointed tasks make, come on top.
 """
 

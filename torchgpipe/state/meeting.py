@@ -1,6 +1,8 @@
 """What ranks tell each other beside mini-batches: `meeting`. A single process is the only rank."""
 
+import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,27 +19,38 @@ class Meeting:
 
     def __init__(self, own: int, exchange: Callable[[Tensor], list[Tensor]]) -> None:
         self.own, self._exchange = own, exchange
+        self._told = 0
         self.n = len(self.all(None))
 
     def all(self, own: Any) -> list[Any]:
-        """Return what each rank gives."""
-        data = pickle.dumps(own)
-        # Few lengths, since ranks remember the shapes that they have sent. What follows a pickle is not read.
-        padded = bytearray(data.ljust(1 << len(data).bit_length(), b"\0"))
-        given = self._exchange(torch.frombuffer(padded, dtype=torch.uint8))
-        return [pickle.loads(each.numpy().tobytes()) for each in given]
+        """Return what each rank gives: text, numbers, `None`, and lists and dictionaries of such."""
+        data = json.dumps(own).encode()
+        # Few lengths, since ranks remember the shapes that they have sent.
+        padded = bytearray(data.ljust(1 << len(data).bit_length()))
+        return [json.loads(bytes(each.numpy())) for each in self._exchange(torch.frombuffer(padded, dtype=torch.uint8))]
 
-    def first(self, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns on rank 0; it is called there only."""
-        return self.all(make() if self.own == 0 else None)[0]
+    def through(self, folder: Path, own: Any) -> list[Any]:
+        """Return what each rank gives, of any type, through files: nothing that comes by the network is unpickled."""
+        if self.n == 1:
+            return [own]
+        self._told += 1
+        files = [folder / f"told-{self._told}-{rank}" for rank in range(self.n)]
+        files[self.own].write_bytes(pickle.dumps(own))
+        self.all(None)  # all have told
+        told = [pickle.loads(file.read_bytes()) for file in files]
+        self.all(None)  # and read
+        files[self.own].unlink()
+        return told
 
-    def check_seen(self, path: Path) -> None:
-        """Raise `RuntimeError` if this rank does not see a folder that rank 0 sees."""
-        if not path.is_dir():
-            raise RuntimeError(
-                f"rank {self.own} does not see {path}, but rank 0 does: all ranks need one folder, on a filesystem "
-                "that all machines share"
-            )
+    def first(self, folder: Path, name: Callable[[], str | None]) -> Path | None:
+        """Return what rank 0 names in a folder; raise `RuntimeError` if this rank does not see that."""
+        named = self.all(name() if self.own == 0 else None)[0]
+        path = None if named is None else folder / named
+        if path is not None and not (re.fullmatch(r"[\w-]+", named) and path.is_dir()):  # and not somewhere else
+            shared = "but rank 0 does: all ranks need one folder, on a filesystem that all machines share"
+            gone = "which was there just now: has another program removed it?"
+            raise RuntimeError(f"rank {self.own} does not see {path}, {shared if self.own else gone}")
+        return path
 
 
 @contextmanager

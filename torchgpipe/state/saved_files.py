@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +20,82 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchgpipe.caught import caught
 from torchgpipe.state.meeting import Meeting
 
+MARK = "saved-by-torchgpipe.json"
+"""The file that is first in a folder that is made here, and has the checksums of all others in the end."""
+
+
+def marked(path: Path) -> bool:
+    """Return whether a folder was made here; by an older version, if it has no mark but what that has always saved."""
+    if (path / MARK).is_file():
+        return True
+    with suppress(OSError):
+        older = (path / ".metadata").read_bytes()
+        return b"training" in older and b"random.0" in older
+    return False
+
+
+def remove(path: Path) -> None:
+    """Remove a folder if it was made here, its mark last: what a process that dies has left is still known by it."""
+    with suppress(OSError):
+        if marked(path):
+            (path / MARK).touch()  # an older version did not
+            for each in sorted(path.iterdir(), key=lambda each: each.name == MARK):
+                each.unlink()
+        path.rmdir()  # where it is empty
+
+
+def check(path: Path, ranks: Meeting) -> None:
+    """Raise `ValueError` if a file is not as it was written, where that was noted; each rank looks at some."""
+    sums = json.loads((path / MARK).read_text()) if (path / MARK).exists() else {}
+    for name in sorted(sums)[ranks.own :: ranks.n]:
+        with open(path / name, "rb") as file:
+            found = reduce(lambda found, content: zlib.crc32(content, found), iter(partial(file.read, 2**20), b""), 0)
+        if found != sums[name]:
+            raise ValueError(f"{name} is not as it was written, by its checksum")
+
 
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     """Write a checkpoint, each rank its part, and flush it."""
     writer, planner = FileSystemWriter(path), DefaultSavePlanner(False, False)  # dictionaries and lists stay as given
-    writer.fs = _Files()
+    writer.fs = files = _Files()
     planner.set_up_planner(content, writer.storage_meta(), ranks.own == 0)
     writer.set_up_storage_writer(ranks.own == 0)
     # Every rank works out the same global plan.
-    plans, metadata = planner.create_global_plan(ranks.all(writer.prepare_local_plan(planner.create_local_plan())))
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan(ranks.through(path, local))
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.own])
-    results = ranks.all(writer.write_data(plan, planner).wait())
+    results = ranks.through(path, writer.write_data(plan, planner).wait())
+    sums = ranks.all(files.sums())
     if ranks.own == 0:
         writer.finish(metadata, results)
+        with open(path / MARK, "w") as file:
+            json.dump({name: each for part in (*sums, files.sums()) for name, each in part.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
         flush(path)
 
 
 class _Files(FileSystem):
+    def __init__(self) -> None:
+        self._made: dict[str, _File] = {}
+
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> _File:  # type: ignore[override]
-        return _File(io.FileIO(path, mode))
+        self._made[os.path.basename(path)] = file = _File(io.FileIO(path, mode))
+        return file
+
+    def sums(self) -> dict[str, int]:
+        """Return the checksums of what was written."""
+        return {name.removesuffix(".tmp"): file.sum for name, file in self._made.items()}  # they are renamed
 
 
 class _File(io.BufferedWriter):
     """A file that may be flushed after its end: PyTorch's writer does so with an item that could not be written."""
+
+    sum = 0
+
+    def write(self, content: Any) -> int:
+        self.sum = zlib.crc32(content, self.sum)
+        return super().write(content)
 
     def flush(self) -> None:
         if not self.closed:
@@ -79,6 +135,6 @@ def readable(path: Path) -> Iterator[None]:
     except Exception as error:
         line, *_ = str(error).splitlines() or [""]
         raise RuntimeError(
-            f"the state in {path} cannot be read ({type(error).__name__}: {line}); if it is damaged, remove it, and "
-            "the one before is loaded"
+            f"the state in {path} cannot be read ({type(error).__name__}{line and ': '}{line}); if it is damaged, "
+            "remove it, and the one before is loaded"
         ) from caught(error)

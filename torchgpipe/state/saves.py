@@ -11,12 +11,11 @@ that a rank that fails or dies ends it for all.
 import errno
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,11 +28,11 @@ from torchgpipe.caught import caught
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.state.file_lock import FileLock
 from torchgpipe.state.meeting import meeting
-from torchgpipe.state.saved_files import flush, read, readable, write
+from torchgpipe.state.saved_files import MARK, check, flush, marked, read, readable, remove, write
 from torchgpipe.state.state import State, same
 
-_WHOLE = re.compile(r"(\d+)-step-.*")
-_PART = "part-"
+_WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
+_PART = re.compile(rf"part-([0-9a-f]{{32}}|{_WHOLE.pattern})")  # the second one by an older version
 
 
 class Saves:
@@ -87,37 +86,38 @@ class Saves:
                     f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of all ranks can be "
                     "saved; where others hold replicas, use torch.distributed.checkpoint itself (docs/processes.md)"
                 )
-            state = State(model, optimizer, ranks.own)
-            optimizers = ranks.all((state.kind(), state.options()))
-            for rank, theirs in enumerate(ranks.all(others)):
-                if not same(theirs, others):
-                    different = [name for name in {**others, **theirs} if not same(others.get(name), theirs.get(name))]
-                    raise ValueError(
-                        f"ranks {ranks.own} and {rank} give different values of {', '.join(different)} to save; all "
-                        "ranks have to give the same, since all get back that of rank 0"
-                    )
-            content = state.content()
-            if ranks.own == 0:
-                content["training"] = {
-                    "step": step,
-                    "others": others,
-                    "ranks": ranks.n,
-                    "optimizer": sorted({kind for kind, _ in optimizers if kind}),
-                    "options": {name: each for _, options in optimizers for name, each in options.items()},
-                }
-            part = self.folder / ranks.first(self._begin)
+            state, given = State(model, optimizer, ranks.own), {"step": step, **others}
+            part = cast(Path, ranks.first(self.folder, self._begin))
             try:
-                ranks.check_seen(part)
+                told = ranks.through(part, (given, state.kind(), state.options()))
+                for rank, (theirs, *_) in enumerate(told):
+                    if not same(theirs, given):
+                        unlike = [name for name in {**given, **theirs} if not same(given.get(name), theirs.get(name))]
+                        raise ValueError(
+                            f"ranks {ranks.own} and {rank} give different values of {', '.join(unlike)} to save; all "
+                            "ranks have to give the same, since all get back that of rank 0"
+                        )
+                content = state.content()
+                if ranks.own == 0:
+                    content["training"] = {
+                        "step": step,
+                        "others": others,
+                        "ranks": ranks.n,
+                        "optimizer": sorted({kind for _, kind, _ in told if kind}),
+                        "options": {name: each for *_, options in told for name, each in options.items()},
+                    }
                 write(content, part, ranks)
                 if ranks.own == 0:
                     number = max(self._whole(), default=0) + 1
-                    os.rename(part, self.folder / f"{number:06}-step-{step}")
+                    while os.path.lexists(path := self.folder / f"{number:06}-step-{step}"):
+                        number += 1  # what has that name was not made here
+                    os.rename(part, path)
                     flush(self.folder)
                     self._remove_old()
                 ranks.all(None)  # the others return when it is whole, too
             except BaseException:
                 if ranks.n == 1:  # else other ranks may still write into it, and the next save removes it
-                    shutil.rmtree(part, ignore_errors=True)
+                    remove(part)
                 raise
 
     def load(self, model: Partitioned, optimizer: Optimizer | None) -> dict[str, Any] | None:
@@ -132,11 +132,12 @@ class Saves:
             RankFailed: another rank has failed.
         """
         with meeting(model, "load") as ranks:
-            name = ranks.first(self._newest)
-            if name is None:
+            path = ranks.first(self.folder, self._newest)
+            if path is None:
                 return None
-            path = self.folder / name
-            ranks.check_seen(path)
+            with readable(path):
+                check(path, ranks)
+            ranks.all(None)  # all files are as they were written
             with readable(path):
                 saved = FileSystemReader(path).read_metadata()
                 training = read(path, saved, ["training"])["training"]
@@ -154,7 +155,8 @@ class Saves:
     def _whole(self) -> dict[int, str]:
         """Return the names of whole states by their numbers."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return {int(match[1]): match[0] for match in map(_WHOLE.fullmatch, names) if match}
+        found = [match for match in map(_WHOLE.fullmatch, names) if match and marked(self.folder / match[0])]
+        return {int(match[1]): match[0] for match in found}
 
     def _newest(self) -> str | None:
         """Return the name of the newest state; if there is none, see that there can be one before a training begins."""
@@ -173,8 +175,9 @@ class Saves:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
         self._remove_parts()
-        name = f"{_PART}{uuid.uuid4().hex}"
+        name = f"part-{uuid.uuid4().hex}"
         (self.folder / name).mkdir()
+        (self.folder / name / MARK).touch()
         return name
 
     def _lock(self) -> None:
@@ -190,15 +193,14 @@ class Saves:
             ) from None
 
     def _remove_old(self) -> None:
-        # By a new name first: what is removed in part must not look whole.
         for _, name in sorted(self._whole().items())[: -self.keep]:
-            os.rename(self.folder / name, self.folder / f"{_PART}{name}")
+            # By a new name first: what is removed in part must not look whole.
+            os.rename(self.folder / name, self.folder / f"part-{uuid.uuid4().hex}")
         self._remove_parts()
 
     def _remove_parts(self) -> None:
-        for name in os.listdir(self.folder):
-            if name.startswith(_PART):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in filter(_PART.fullmatch, os.listdir(self.folder)):
+            remove(self.folder / name)
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:

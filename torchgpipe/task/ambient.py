@@ -5,14 +5,25 @@ Worker threads enter all of them; a recomputation enters those that may have cha
 
 import contextvars
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
+from torch import Tensor
 
 from torchgpipe.task.seeded import PrivateGenerator
-from torchgpipe.tensors._autograd import default_device, torch_function_enabled, with_torch_function
+from torchgpipe.tensors._autograd import (
+    NO_MODES,
+    DefaultDevice,
+    Stacks,
+    mode_stacks,
+    set_mode_stacks,
+    torch_function_enabled,
+    with_torch_function,
+)
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
+from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.tensors.observe import NOTHING
 
 # Devices that have an autocast of their own; others, such as meta, follow no autocast state.
@@ -22,21 +33,34 @@ _AUTOCAST = ("cpu", "cuda", "xpu")
 class Ambient:
     """Remember the modes of the thread that makes it, to enter them in another thread or at a later time.
 
-    They are grad mode, inference mode, autocast, the default device, whether `__torch_function__` is on, and which pass
-    an outer pipeline is in.
+    They are grad mode, inference mode, autocast, the default type, modes of functions (the default device is one) and
+    operators, whether `__torch_function__` is on, and which pass an outer pipeline is in. `threads`: whether several
+    threads meet them at once.
+
+    A mode of functions or operators whose attributes change meanwhile has state. It may only watch (as its class may
+    say by `only_watches = True`), so a recomputation leaves it out. If what layers compute depends on it, `check_same`
+    finds out.
 
     Attributes:
         context: the thread's context variables, which a recomputation runs in, too.
+        watched: the modes that may have state, each with what it held at first.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
+    def __init__(self, devices: Iterable[torch.device], *, threads: bool = False) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         types = {"cpu", *(d.type for d in devices)}.intersection(_AUTOCAST)
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
         self._types = [*types]
         self.casts = any(enabled for _, enabled, _ in self._autocast)
-        self._device = default_device()
+        self._dtype = torch.get_default_dtype()
+        self._stacks = functions, operators = _stacks()
+        modes = [m for m in (*functions, *operators) if type(m) is not DefaultDevice]
+        self._watching = [m for m in modes if getattr(m, "only_watches", False)]
+        self.watched = [(m, _state(m)) for m in modes if m not in self._watching]
+        self._changed: list[object] = []
+        self._left_out: list[object] = []  # by recomputation
+        self._threads = threads
         self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
         self._torch_function = torch_function_enabled()
         self.context = contextvars.copy_context()
@@ -56,23 +80,80 @@ class Ambient:
         return self._as_before(False, False) if self.casts else NOTHING
 
     def again(self) -> AbstractContextManager[object]:
-        """Return a context that sets autocast, the default device and `__torch_function__` (no other) as they were."""
+        """Return a context that sets autocast, the default type, and modes of functions and operators as they were.
+
+        Raises:
+            RuntimeError: the default type is another one now, and other threads would meet what is set here.
+        """
         cast = self.casts or True in map(torch.is_autocast_enabled, self._types)
-        other_device = default_device() != self._device
         turned_off = self._torch_function and not torch_function_enabled()
-        return self._as_before(other_device, turned_off) if cast or other_device or turned_off else NOTHING
+        others = _stacks(self._left_out) != self._stacks
+        dtype = torch.get_default_dtype()
+        if dtype != self._dtype and self._threads:
+            raise RuntimeError(
+                f"the default type was {self._dtype} in forward and is {dtype} in backward, which all threads share; "
+                "call set_default_dtype() after backward(), or use engine='graph'"
+            )
+        anything = cast or others or dtype != self._dtype or turned_off
+        return self._as_before(others, turned_off) if anything else NOTHING
 
     @contextmanager
-    def _as_before(self, other_device: bool, turned_off: bool) -> Iterator[None]:
+    def _as_before(self, others: bool, turned_off: bool) -> Iterator[None]:
         with ExitStack() as stack:
             if turned_off:
                 stack.enter_context(with_torch_function())
-            if other_device:
-                stack.enter_context(self._device or torch.device("cpu"))
-            for device_type, enabled, dtype in self._autocast:
+            if others:
+                stack.callback(set_mode_stacks, mode_stacks())
+                set_mode_stacks(self._stacks)
+            if (dtype := torch.get_default_dtype()) != self._dtype:
+                stack.callback(torch.set_default_dtype, dtype)
+                torch.set_default_dtype(self._dtype)
+            for device_type, enabled, cast in self._autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
+                    stack.enter_context(torch.autocast(device_type, cast, enabled, cache_enabled=False))
             yield
+
+    def ended(self, *, refuse: bool = False) -> None:
+        """Note, after all layers have run, which modes have changed; `refuse` them if several threads have done so."""
+        self._changed = [mode for mode, before in self.watched if _state(mode) != before]
+        self._left_out = self._changed + self._watching
+        self._stacks = _stacks(self._left_out, self._stacks)
+        if refuse and self._changed:
+            raise RuntimeError(
+                f"{type(self._changed[0]).__name__} around the pipeline has state of its own, which several threads "
+                "have changed at once; use engine='graph', or, if it changes nothing else and threads may do so, write "
+                "only_watches = True in its class"
+            )
+
+    def check_same(self, index: int, before: Flat, again: Flat) -> None:
+        """Raise `RuntimeError` if partition `index` has computed something else `again`, as a mode has changed."""
+        for x, y in zip(before, again, strict=False) if self._changed else ():
+            if x is not None and y is not None and not ((x == y) | (x != x) & (y != y)).all():
+                raise RuntimeError(
+                    f"what partition {index} computes depends on state of {type(self._changed[0]).__name__} around the "
+                    "pipeline, so its recomputation gives something else; use checkpoint='never'"
+                )
+
+
+def _stacks(but: Sequence[object] = (), of: Stacks | None = None) -> Stacks:
+    """Return the modes of this thread, or those given, without some."""
+    functions, operators = found = of or mode_stacks()
+    if found is NO_MODES:
+        return found
+    operators = [mode for mode in operators if type(mode) is not PrivateGenerator]
+    return ([mode for mode in functions if mode not in but], [mode for mode in operators if mode not in but])
+
+
+def _state(value: object, depth: int = 4) -> object:
+    """Return what a mode holds, such that it can be compared later; of what is not plain, which object it is."""
+    if isinstance(value, int | float | str | None):
+        return value
+    held = [*value] if isinstance(value, list | tuple | set | deque) else []
+    if not callable(value):
+        named = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        held += [*named, *named.values()]
+    version = value._version if isinstance(value, Tensor) and not value.is_inference() else None
+    return version, [_state(x, depth - 1) for x in held] if depth and held else id(value)
 
 
 class Modes:
@@ -85,12 +166,16 @@ class Modes:
         self._grad = torch.is_grad_enabled()
         self._passing = Passing(checkpointing=is_checkpointing(), recomputing=is_recomputing())
         self._private = PrivateGenerator.present()
+        self._stacks, self._dtype = mode_stacks(), torch.get_default_dtype()
 
     def set_back(self) -> None:
         """Set the modes as they were."""
         torch.set_grad_enabled(self._grad)
         self._passing.__enter__()
         PrivateGenerator.back_to(self._private)
+        if mode_stacks() != self._stacks:
+            set_mode_stacks(self._stacks)
+        torch.set_default_dtype(self._dtype)
 
 
 _lock = threading.Lock()

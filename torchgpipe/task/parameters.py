@@ -12,7 +12,9 @@ Its backward comes after those of all tasks, and returns what they added up in t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -30,12 +32,16 @@ _SCRIPTED = (
 )
 _LAZY = "{} has no shape for {!r} before its first input: run the layers once, then train"
 
+_OF_A_LAYER = "_made_by_a_layer"
+
 TOKEN = torch.empty(0, requires_grad=True)
 """A dummy input that requires grad. With it, autograd makes a node even if no other input requires grad."""
 
 
 class StandInParameters:
     """Stand-ins for the parameters of `modules` that take gradients; one for a parameter that occurs twice.
+
+    Buffers that take gradients (a hypernetwork's output) have stand-ins, too, and count as parameters.
 
     In a backward, calls come in this order. An error is raised where gradients are there that no task has added.
 
@@ -46,7 +52,8 @@ class StandInParameters:
         _end                       by autograd, at the very end; not if the backward fails
 
     Attributes:
-        parameters: those that have stand-ins.
+        parameters: those that have stand-ins; their `ids`.
+        needs: of all parameters, which take a gradient.
         phase: "idle" before a backward and after `take`, "begun" until a task adds gradients, then "adding".
     """
 
@@ -55,9 +62,17 @@ class StandInParameters:
         self._places: list[dict[str, Any]] = []  # attributes of the modules that have parameters
         self._dicts: list[dict[str, Tensor | None]] = []  # what stands there for `_parameters` while a task runs
         self._all: list[tuple[str, Tensor]] = []
-        modules = list(modules)
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with their stand-ins
+        self._frozen: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # parameters that have none
+        self._modules = modules = list(modules)
         kept = sharded(modules)
         for module in modules:
+            for name, x in module._buffers.items():
+                if x is not None and x.requires_grad and not hasattr(x, _OF_A_LAYER):
+                    if x not in made:
+                        made[x] = _stand_in(x)
+                        self._all.append((name, x))
+                    self._buffers.append((module, name, x, made[x]))
             if not module._parameters or module in kept:
                 continue
             if isinstance(module, torch.jit.ScriptModule):
@@ -73,21 +88,61 @@ class StandInParameters:
                         replaced[name] = made.get(p)
                         if replaced[name] is None:
                             replaced[name] = made[p] = _stand_in(p)
+                    else:
+                        self._frozen.append((replaced, name, p))
             self._places.append(module.__dict__)
             self._dicts.append(replaced)
         self._versions = [p._version for _, p in self._all]
         own = [module._parameters for module in modules if module not in kept]
         self._watched: list[dict[str, Any]] = [*self._dicts, *own]  # a layer must not change these in its forward
         self._ids = [id(x) for d in self._watched for x in d.values()]
-        self.parameters = list(made)
+        self.parameters, self.ids = list(made), {*map(id, made)}
         self._stand_ins = list(made.values())
+        self.needs = [p.requires_grad for _, p in self._all]
+        self._met = [*map(_noted, self.parameters)]
         self.phase: Literal["idle", "begun", "adding"] = "idle"
         self._backward = -1  # the number of the latest backward
         self._thread: int | None = None  # where it began, until it has ended
 
-    def in_place(self) -> InPlace:
+    def in_place(self) -> AbstractContextManager[object]:
         """Put the stand-ins into the modules. The caller holds the lock of the modules."""
-        return InPlace("_parameters", self._places, self._dicts)
+        parameters = InPlace("_parameters", self._places, self._dicts)
+        return self._with_buffers(parameters) if self._buffers else parameters
+
+    @contextmanager
+    def _with_buffers(self, parameters: InPlace) -> Iterator[None]:
+        # Not as whole dictionaries: a layer may replace other buffers meanwhile, or these.
+        put = [(m._buffers, name, x, stand_in) for m, name, x, stand_in in self._buffers if m._buffers.get(name) is x]
+        with parameters:
+            for buffers, name, _, stand_in in put:
+                buffers[name] = stand_in
+            try:
+                yield
+            finally:
+                for buffers, name, x, stand_in in put:
+                    if buffers.get(name) is stand_in:
+                        buffers[name] = x
+
+    def show_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Let layers meet the gradients that the parameters had when this was made; return these, and the sums."""
+        sums = self._grads()
+        if not [x for x in (*sums, *self._met) if x is not None]:
+            return sums, sums
+        shown = [met and _shown(met, p) for met, p in zip(self._met, self.parameters, strict=True)]
+        self._set(shown)
+        return shown, sums
+
+    def hide_gradients(self, shown: list[Tensor | None], sums: list[Tensor | None]) -> None:
+        """Put the sums back; raise `RuntimeError` if a layer has added gradients to what it was shown."""
+        if shown is not sums:
+            after = self._grads()
+            self._set(sums)
+            if [g for g, x in zip(after, shown, strict=True) if g is not x or (g is not None and g._version)]:
+                raise RuntimeError(BY_ANOTHER_WAY)
+
+    def _set(self, grads: list[Tensor | None]) -> None:
+        for stand_in, grad in zip(self._stand_ins, grads, strict=True):
+            stand_in.grad = grad
 
     def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
         """Raise `RuntimeError` if a parameter was changed in place since the stand-ins were made.
@@ -114,6 +169,10 @@ class StandInParameters:
                 f"a layer of partition {partition} replaced, added or froze a parameter in its forward, which tasks "
                 "that have graphs of their own cannot follow; do it between steps"
             )
+        self._frozen = [(d, name, p) for d, name, p in self._frozen if not p.requires_grad]
+        for x in [x for module in self._modules for x in module._buffers.values()]:
+            if x is not None and x.grad_fn is not None and id(x) not in self.ids:
+                setattr(x, _OF_A_LAYER, True)  # its graph is that of this mini-batch, and not for the next one
 
     def check_without_gradients(self) -> None:
         """Raise `RuntimeError` if a stand-in has a gradient before the first task of this backward adds one."""
@@ -141,6 +200,10 @@ class StandInParameters:
         self._backward, self._thread, self.phase = backward, here, "begun"
         if backward_id() >= 0:
             at_end(self._end)
+        # A recomputation makes no graph of what was frozen when its first pass made none.
+        thawed = {p: _stand_in(p).requires_grad_(False) for _, _, p in self._frozen if p.requires_grad}
+        for replaced, name, p in self._frozen if thawed else ():
+            replaced[name] = thawed.get(p, p)
         return True
 
     def _end(self) -> None:
@@ -217,6 +280,36 @@ class InPlace:
     def __del__(self) -> None:
         if hasattr(self, "_before"):  # or Ctrl-C came before the first line of `__init__`
             self.__exit__()
+
+
+class _Changed(Tensor):
+    """In place of a gradient that a first pass may have used, and that is not the same any more."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        if function == Tensor._version.__get__:  # type: ignore[attr-defined]
+            return 0
+        raise RuntimeError(
+            "a layer uses the gradient of its parameter (weight.grad), which has changed since the first pass of a "
+            "checkpointed task; change it before forward or after backward (zero_grad, another backward), or use "
+            "checkpoint='never'"
+        )
+
+
+_Noted = tuple[weakref.ref[Tensor], int]
+
+
+def _noted(p: Tensor) -> _Noted | None:
+    """Return what tells a parameter's gradient from others, but does not keep its memory, which others may need."""
+    grad = p.grad if p.is_leaf else None
+    return None if grad is None else (weakref.ref(grad), grad._version)
+
+
+def _shown(met: _Noted, p: Tensor) -> Tensor:
+    grad = p.grad
+    if grad is None or met[0]() is not grad or met[1] != grad._version:
+        return p.detach().as_subclass(_Changed)
+    return grad.data  # which has a version of its own: another thread may change the gradient meanwhile
 
 
 def _stand_in(p: Tensor) -> Tensor:

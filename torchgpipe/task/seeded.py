@@ -7,17 +7,20 @@ for all threads. The second is for ranks: it costs less, as it need not watch ev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.task.randomness import UNLIKE, State, same
-from torchgpipe.tensors._autograd import pop_mode, present_mode, push_mode
+from torchgpipe.tensors._autograd import is_other_generator, pop_mode, push_mode
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever sets the state of the CPU's default generator, which all threads share."""
+
+_set_default = torch.default_generator.set_state
 
 SET = (
     "a layer, or another thread, has set the default generator (torch.manual_seed), which all partitions share; give "
@@ -75,9 +78,10 @@ class PrivateGenerator(TorchDispatchMode):
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._default_seed = _default_seed()
+        self._seed = seed % 2**64
         self._generator = torch.Generator()
         self._generator.manual_seed(seed)
-        self._drew = drew
+        self._drew, self._drawn = drew, False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -91,11 +95,8 @@ class PrivateGenerator(TorchDispatchMode):
 
     @staticmethod
     def back_to(outer: PrivateGenerator | None) -> None:
-        """Leave all such contexts that were entered within `outer`; an interrupt may have left one of them halfway."""
-        while (inner := _thread.private) is not outer and inner is not None:
-            if present_mode() is inner:
-                pop_mode()
-            _thread.private = inner._outer
+        """Leave all such contexts that were entered within `outer`; the caller sets back which modes the thread has."""
+        _thread.private = outer
 
     def __enter__(self) -> PrivateGenerator:
         self._outer, _thread.private = _thread.private, self
@@ -105,29 +106,34 @@ class PrivateGenerator(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         pop_mode()
         _thread.private = self._outer
+        if error[0] is None and (seed := self._generator.initial_seed()) != self._seed:
+            torch.default_generator.manual_seed(seed)
+            if self._drawn:
+                raise RuntimeError(SET)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = self._kinds.get(func) or self._classify(func)
         # Where such contexts are nested, only the innermost acts.
-        if kind == "quiet" or kwargs.get("generator") is not None or _thread.private is not self:
+        if kind == "quiet" or is_other_generator(kwargs.get("generator")) or _thread.private is not self:
             return func(*args, **kwargs)
         if kind == "draws for dropout" and not _argument(func, "dropout_p", args, kwargs):
             return func(*args, **kwargs)
         self._drew()
+        self._drawn = True
         # Read without the lock first: only where the seeds differ does it need another look.
         if torch.default_generator.initial_seed() != self._default_seed != _default_seed():
             raise RuntimeError(SET)
         if kind == "takes a generator":
             return func(*args, **{**kwargs, "generator": self._generator})
         with DEFAULT_GENERATOR_LOCK:
-            default = torch.get_rng_state()
-            torch.set_rng_state(self._generator.get_state())
+            default = torch.default_generator.get_state()
+            _set_default(self._generator.get_state())
             try:
                 return func(*args, **kwargs)
             finally:
-                self._generator.set_state(torch.get_rng_state())
-                torch.set_rng_state(default)
+                self._generator.set_state(torch.default_generator.get_state())
+                _set_default(default)
 
     @classmethod
     def _classify(cls, func: Any) -> str:
@@ -140,6 +146,34 @@ class PrivateGenerator(TorchDispatchMode):
             kind = "quiet"
         cls._kinds[func] = kind
         return kind
+
+
+class _OfThisThread:
+    """In place of the default generator: this thread's private one, where it has one."""
+
+    def __getattr__(self, name: str) -> Any:
+        private = _thread.private
+        return getattr(torch.default_generator if private is None else private._generator, name)
+
+
+_of_this_thread: Any = _OfThisThread()
+_within = 0  # contexts, in all threads
+
+
+@contextmanager
+def asking_private_generators() -> Iterator[None]:
+    """Let `torch.get_rng_state`, `set_rng_state`, `fork_rng` and `manual_seed` reach a task's private generator."""
+    global _within
+    with DEFAULT_GENERATOR_LOCK:
+        _within += 1
+        vars(torch.random)["default_generator"] = _of_this_thread
+    try:
+        yield
+    finally:
+        with DEFAULT_GENERATOR_LOCK:
+            _within -= 1
+            if not _within:
+                vars(torch.random)["default_generator"] = torch.default_generator
 
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,6 @@ A layer may set the default generator back by itself and draw again in backward,
 private generator it would draw other numbers. So where the first task has drawn, its backward is watched, too.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -26,6 +25,7 @@ import torch
 from torchgpipe.task.randomness import Randomness, default_generators
 from torchgpipe.task.seeded import DEFAULT_GENERATOR_LOCK, PrivateGenerator, SeededDefault
 from torchgpipe.task.stage import Stage
+from torchgpipe.tensors._autograd import within_plain_checkpoint
 from torchgpipe.tensors.observe import NOTHING
 
 Draws = Callable[[int, Stage, bool], Randomness]
@@ -113,7 +113,7 @@ class Seeds:
 
     def _note(self, j: int) -> None:
         self._drew[j] = self.drew = True
-        if self._grad and not self._alone and _within_plain_checkpoint():
+        if self._grad and not self._alone and within_plain_checkpoint():
             raise RuntimeError(
                 f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "
                 "worker thread; use engine='graph', or let the pipeline checkpoint instead"
@@ -138,14 +138,3 @@ def _refuse() -> None:
         "a layer drew random numbers in a later micro-batch, but not in the first one, so its recomputation would draw "
         "others; draw in every micro-batch, or use GPipe with engine='graph'"
     )
-
-
-def _within_plain_checkpoint() -> bool:
-    """Return whether the caller is a layer within `torch.utils.checkpoint`."""
-    plain = sys.modules.get("torch.utils.checkpoint")
-    frame = sys._getframe() if plain is not None else None
-    while frame is not None:
-        if frame.f_code.co_filename == plain.__file__:  # type: ignore[union-attr]
-            return True
-        frame = frame.f_back
-    return False

@@ -2,11 +2,13 @@
 
 What can be put back for the second pass is put back: parameters, buffers, training mode. The rest is refused.
 
-Buffers need three rules. Normalization layers in training update running statistics that their output does not depend
-on: the second pass leaves them alone. Other small buffers may change with every pass (the vectors of spectral norm):
-they are copied before a first pass if they have changed since the last copy. Large ones must not change.
+Normalization layers in training update running statistics that their output does not depend on: the second pass leaves
+them alone. Other buffers may change with every pass (the vectors of spectral norm): they are copied before a first pass
+if they have changed since the last copy. Their versions do not tell, as kernels (`F.batch_norm`, observers of
+quantization), `.data` and NumPy write without counting, so what they hold is compared.
 """
 
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,25 +20,31 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.parameters import InPlace, StandInParameters
-from torchgpipe.tensors._autograd import storage_of
+from torchgpipe.tensors._autograd import storage_of, within_plain_checkpoint
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.observe import NOTHING
 
+COMPARED = ["cpu", "meta"]
+"""The types of devices that compare at once. On others small buffers are copied, instead of waiting for the device, and
+large ones compared when the forward is over."""
+
 SMALL = 1 << 16
-"""Bytes up to which a buffer is copied."""
+"""Bytes of a small buffer."""
 
 
 class _Slot(NamedTuple):
-    """A buffer (or the place for one), how often it was changed in place, and its copy, if it is small."""
+    """A buffer (or the place for one), how often it was changed in place, and its copy, unless it has a stand-in.
+
+    Others may share its memory. Nobody writes to one that is `constant`.
+    """
 
     module: nn.Module
     name: str
     tensor: Tensor | None
     version: list[int | None]
     copy: Tensor | None
-
-    def is_as_before(self) -> bool:
-        return self.module._buffers.get(self.name) is self.tensor and versions((self.tensor,)) == self.version
+    shared: bool
+    constant: bool
 
 
 Buffers = tuple[_Slot, ...]
@@ -50,6 +58,8 @@ class LayerSnapshot:
         stand_ins: what tasks use in place of the parameters.
         held: the storages of parameters and buffers.
         lock: what keeps other threads from running the layers.
+        kind: what it depends on which outputs take a gradient, beside which inputs do.
+        claims: by the latter, whether all outputs that can take a gradient do; mini-batches of one kind share it.
         begins_in_place: whether the first layer says, by its attribute `inplace`, that it changes its input in place.
     """
 
@@ -66,11 +76,14 @@ class LayerSnapshot:
         self._recomputed = recomputed
         if recomputed:
             self._modes = [module.training for module in modules]
+            self.claims: dict[tuple[bool, ...], bool] = {}
+            self.kind = (*self._modes, *self.stand_ins.needs)
             self._hooks = [_hooks(module) for module in modules]
             self._settings = _settings(modules)
             # Norms that track statistics, in training: there their output does not depend on the statistics.
             self._norms = {m for m in modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE}
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
+            self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
 
     def begin(self, backward: int) -> None:
         """Prepare for `backward`, unless that was done.
@@ -92,6 +105,13 @@ class LayerSnapshot:
                     f"{now!r} between forward and backward, so a checkpointed task cannot be recomputed; change it "
                     "between steps only"
                 )
+        for (module, name), slot in self._unsure.items():
+            if slot.tensor is not None and slot.copy is not None and not equal(slot.tensor, slot.copy):
+                raise RuntimeError(
+                    f"buffer {name!r} of {type(module).__name__} in partition {self._index} was changed by a kernel or "
+                    "through .data, which PyTorch does not count, so a recomputation may use another value; change "
+                    "it by an operator (copy_), or use checkpoint='never'"
+                )
 
     def check_kept(self) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
@@ -99,24 +119,28 @@ class LayerSnapshot:
             self.stand_ins.check_kept(self._index)
 
     def before_first_pass(self) -> Buffers:
-        """Return the buffers as they are now, with copies of the small ones. The caller holds the lock."""
+        """Return the buffers as they are now, with copies. The caller holds the lock."""
         held = [(m, name, x) for m in self._with_buffers() for name, x in m._buffers.items()]
         if not held:
             return ()
-        storages = Counter(storage_of(x) for x in {id(x): x for _, _, x in held if x is not None}.values())
-        # A buffer that shares memory with another is not copied, as the copies would no longer share it.
-        return tuple([self._slot(*b, apart=b[2] is None or storages[storage_of(b[2])] == 1) for b in held])
+        changed = {id(x): x for m, name, x in held if self._has_changed(m, name, x)}
+        if changed:
+            storages = {id(x): storage_of(x) for _, _, x in held if x is not None}
+            times: Counter[int | None] = Counter(storages.values())
+            stale = {storages.get(key) for key in changed}
+            # Copies share memory as the buffers do, so those that share it are copied together.
+            copies: dict[Any, Any] = {}
+            for module, name, x in held:
+                if (storage := storages.get(id(x))) in stale:
+                    constant = isinstance(module, _NormBase) and not module.training
+                    copied = _copied(None if id(x) in self.stand_ins.ids else x, times[storage] > 1, copies)
+                    slot = _Slot(module, name, x, versions((x,)), copied, times[storage] > 1, constant)
+                    self._slots[module, name] = slot
+        return tuple([self._slots[module, name] for module, name, _ in held])
 
-    def after_first_pass(self, buffers: Buffers) -> None:
-        """Raise `RuntimeError` if the first pass of a checkpointed task has changed a parameter or a large buffer."""
+    def after_first_pass(self) -> None:
+        """Raise `RuntimeError` if the first pass of a checkpointed task has changed a parameter."""
         self.stand_ins.check_unchanged(self._index, forward=True)
-        for slot in buffers:
-            if slot.tensor is not None and slot.copy is None and not slot.is_as_before():
-                raise RuntimeError(
-                    f"{self._describe(slot)} was changed in forward, so recomputing a checkpointed task would "
-                    f"start from another value (buffers up to {SMALL} bytes that share no memory are copied, this "
-                    f"one has {slot.tensor.nbytes}); use checkpoint='never', or do not change it in training"
-                )
 
     def second_pass(self, buffers: Buffers) -> AbstractContextManager[object]:
         """Return a context for a recomputation, in which the layers hold what they held in the first pass.
@@ -132,19 +156,24 @@ class LayerSnapshot:
     def _with_buffers(self) -> list[nn.Module]:
         return [module for module in self.modules if module._buffers and module not in self._norms]
 
-    def _slot(self, module: nn.Module, name: str, buffer: Tensor | None, *, apart: bool) -> _Slot:
-        """Return the buffer's slot; reuse the last one, with its copy, if the buffer has not changed since."""
+    def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
+        """Return whether the buffer has changed since its last copy, or there is none."""
         slot = self._slots.get((module, name))
-        # Batch norm updates its statistics without counting a version, so they are copied for each pass in training.
-        # In evaluation they do not change.
-        norm = isinstance(module, _NormBase)
-        if slot is None or not slot.is_as_before() or (norm and module.training):
-            copy = None
-            if buffer is not None and buffer.nbytes <= SMALL and apart and (module.training or not norm):
-                with torch.no_grad():
-                    copy = buffer.clone()
-            slot = self._slots[module, name] = _Slot(module, name, buffer, versions((buffer,)), copy)
-        return slot
+        if slot is None or slot.tensor is not buffer or versions((buffer,)) != slot.version:
+            return True
+        if buffer is None or slot.copy is None or slot.constant:
+            return False
+        if buffer.device.type in COMPARED:
+            return not equal(buffer, slot.copy)
+        if sum(x.nbytes for x in _parts(buffer)) <= SMALL:
+            return True
+        self._unsure[module, name] = slot
+        return False
+
+    def backward(self) -> AbstractContextManager[object]:
+        """Return a context for the layers' backward, in which they may run once more, by `torch.utils.checkpoint`."""
+        norms = [norm.__dict__ for norm in self._norms] if self._recomputed else []
+        return InPlace("_buffers", norms, [_OfBackward(norm["_buffers"]) for norm in norms]) if norms else NOTHING
 
     @contextmanager
     def _put_back(self, buffers: Buffers) -> Iterator[None]:
@@ -168,22 +197,35 @@ class LayerSnapshot:
             yield
 
     def _first_buffers(self, buffers: Buffers) -> dict[nn.Module, dict[str, Tensor | None]]:
-        """Return by module the buffers as the first pass met them; small ones as fresh copies, which may be changed."""
+        """Return by module the buffers as the first pass met them, as copies that may be changed."""
         found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._with_buffers()}
-        copies: dict[int, Tensor] = {}  # one for a buffer that has two places
+        copies: dict[Any, Any] = {}
         for slot in buffers:
-            if slot.copy is None and versions((slot.tensor,)) != slot.version:
-                raise RuntimeError(
-                    f"{self._describe(slot)} was changed in place between forward and backward, so the recomputation "
-                    "of a checkpointed task would use other values; change it after backward()"
-                )
-            if slot.copy is not None and id(slot.tensor) not in copies:
-                copies[id(slot.tensor)] = slot.copy.clone()
-            found.setdefault(slot.module, {})[slot.name] = copies.get(id(slot.tensor), slot.tensor)
+            x = slot.copy if slot.constant else _copied(slot.copy, slot.shared, copies)
+            found.setdefault(slot.module, {})[slot.name] = slot.tensor if x is None else x
         return found | {norm: _WithoutStatistics(norm._buffers) for norm in self._norms}
 
-    def _describe(self, slot: _Slot) -> str:
-        return f"buffer {slot.name!r} of {type(slot.module).__name__} in partition {self._index}"
+
+def _copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
+    """Return a copy, one for a buffer that has two places; of those that are `shared`, with memory that is, too."""
+    if buffer is not None and id(buffer) not in copies:
+        copies[id(buffer)] = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
+    return copies.get(id(buffer))
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """Return the dense tensors that hold what `x` does."""
+    if x.layout is torch.strided:
+        return [x]
+    if x.layout is torch.sparse_coo:
+        return [x._indices(), x._values()]
+    compressed = ("crow", "col") if x.layout in (torch.sparse_csr, torch.sparse_bsr) else ("ccol", "row")
+    return [*(getattr(x, f"{kind}_indices")() for kind in compressed), x.values()]
+
+
+def equal(x: Tensor, y: Tensor) -> bool:
+    """Return whether two buffers hold the same; those of device `meta` do."""
+    return x.is_meta or all(torch.equal(a, b) for a, b in zip(_parts(x.detach()), _parts(y), strict=True))
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
@@ -242,6 +284,18 @@ class _WithoutStatistics(dict[str, Any]):
             raise RuntimeError(
                 "a layer uses the running statistics of a batch norm in training, which have changed since the first "
                 "pass of a checkpointed task; use checkpoint='never', or keep the norm in evaluation mode"
+            )
+        return super().__getitem__(name)
+
+
+class _OfBackward(dict[str, Any]):
+    """The buffers of a batch norm in backward."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "running_mean" and within_plain_checkpoint("unpack_hook"):
+            raise RuntimeError(
+                "torch.utils.checkpoint(use_reentrant=False) around a batch norm in training saves other tensors in a "
+                "checkpointed task; let the pipeline alone checkpoint, or use checkpoint='never' or use_reentrant=True"
             )
         return super().__getitem__(name)
 

@@ -16,7 +16,7 @@ from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.randomness import own_generators
 from torchgpipe.task.snapshot import LayerSnapshot, modules_of
 from torchgpipe.tensors.item import Shared, check_unchanged, versions
-from torchgpipe.tensors.microbatch import Flat, check
+from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.tensors.observe import NOTHING
 
 Lock = AbstractContextManager[object]
@@ -41,6 +41,7 @@ class Stage:
         self.device = device
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
+        self._claims: dict[tuple[bool, ...], dict[tuple[bool, ...], bool]] = {}
         self.lock: Lock
 
     def look(self) -> bool:
@@ -50,6 +51,8 @@ class Stage:
         seen: list[tuple[object, ...]] = [(m, type(m), *map(id, m._buffers.values())) for m in modules]
         if seen == self._seen:
             return False
+        if modules != self.modules:
+            self._claims.clear()
         self.modules, self._seen = modules, seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
@@ -67,18 +70,20 @@ class Stage:
     def snapshot(self, *, recomputed: bool) -> LayerSnapshot:
         """Return what the layers hold now; `recomputed` says whether some task will run them twice."""
         with self.lock:
-            return LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed)
+            snapshot = LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed)
+        if recomputed:
+            snapshot.claims = self._claims.setdefault(snapshot.kind, {})
+        return snapshot
 
-    def run(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
+    def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
 
-        `atomic` says that the micro-batch is a tensor, rather than a tuple of them; `shared`, which inputs must not be
-        changed in place.
+        `form` is the class of the micro-batch; `shared` says which inputs must not be changed in place.
         """
         before = versions(inputs) if True in shared else []
         with self.lock:
             if not self._special:
-                y = self.partition(inputs[0] if atomic else inputs)
+                y = self.partition(inputs[0] if form is Tensor else together(form, inputs))
                 skips: Flat = ()
             else:
                 count = len(inputs) - len(self._keys)
@@ -86,14 +91,14 @@ class Stage:
                 # For layers that create tensors on "the" accelerator; operators on tensors need no help.
                 on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
                 with on_device, skip_scope(arrived) as scope:
-                    y = self.partition(inputs[0] if atomic else inputs[:count])
+                    y = self.partition(together(form, inputs[:count]))
                     skips = tuple(scope[departure.key] for departure in self.departures)
         if before:
             check_unchanged(self.index, before, inputs, shared)
         if isinstance(y, Tensor):
-            return (y, *skips), True
+            return (y, *skips), Tensor
         check(y, f"output of partition {self.index}")
-        return (*y, *skips), False
+        return (*y, *skips), type(y)
 
 
 class _Locks(AbstractContextManager[object]):

@@ -10,15 +10,19 @@ Between forward and backward, inputs and outputs are kept only if a layer has sa
 
 A checkpointed task keeps its inputs instead, and builds its graph only in the recomputation (GPipe paper, section 2.3).
 That is a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
+
+A first pass without a graph does not say which outputs take a gradient. So the first task of a kind makes a graph, and
+drops it. If all outputs that can take a gradient do, later tasks of that kind claim it; if not, each of them finds out.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from torchgpipe.task.ambient import Ambient, Modes, without_fast_attention
 from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
@@ -28,7 +32,7 @@ from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, run_backward
 from torchgpipe.tensors.checkpoint import checkpointing, recomputing
 from torchgpipe.tensors.item import Shared, versions
-from torchgpipe.tensors.microbatch import Flat
+from torchgpipe.tensors.microbatch import Flat, Form, carrying
 from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 
@@ -44,26 +48,27 @@ class TaskGraph:
     observer: Observer | None
     checkpoint: bool
     _needs: tuple[bool, ...] = ()  # which inputs take a gradient
-    _kept: tuple[Flat, bool] | None = None
+    _claimed: list[bool] = field(default_factory=list)  # which outputs
+    _kept: tuple[Flat, Form] | None = None
     _versions: list[int | None] = field(default_factory=list)
+    _shown: Flat = ()  # what the first pass has computed, if a mode may have changed that
     _buffers: Buffers = ()
     _edges: list[GradientEdge | None] | None = None
     _spent: bool = False
     # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
     _input_grads: list[Tensor | None] = field(default_factory=list)
 
-    def forward(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
+    def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
         _check_not_cached()
         self._needs = tuple([x is not None and x.requires_grad for x in inputs])
         self.checkpoint = self.checkpoint and (True in self._needs or bool(self.snapshot.stand_ins.parameters))
         with observed(self.observer, "forward", self.i, self.stage.index):
             if self.checkpoint:
-                return self._first_pass(inputs, atomic, shared)
+                return self._first_pass(inputs, form, shared)
             with torch.enable_grad(), self.randomness.first():
-                outputs, atomic = self._build(self._entered(inputs), atomic, shared)
-        assert self._edges is not None
-        return leaves(outputs, [edge is not None for edge in self._edges]), atomic
+                outputs, form = self._build(self._entered(inputs), form, shared)
+        return leaves(outputs, self._taken()), form
 
     def recompute(self, *, keep: bool = False) -> None:
         """Build the graph of a checkpointed task by running its layers a second time, unless it is there.
@@ -84,7 +89,7 @@ class TaskGraph:
                     raise
             self.snapshot.stand_ins.check_without_gradients()
 
-    def _recompute(self, inputs: Flat, atomic: bool, keep: bool) -> None:
+    def _recompute(self, inputs: Flat, form: Form, keep: bool) -> None:
         _check_not_cached()
         if versions(inputs) != self._versions:
             raise RuntimeError(
@@ -92,7 +97,7 @@ class TaskGraph:
                 "would start from other values; do not change inputs before backward(), and make a layer that does "
                 "so out-of-place (inplace=False), or use checkpoint='never'"
             )
-        in_place = atomic and self.snapshot.begins_in_place
+        in_place = form is Tensor and self.snapshot.begins_in_place
         with (
             self.snapshot.lock,
             torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
@@ -102,7 +107,10 @@ class TaskGraph:
             self.snapshot.second_pass(self._buffers),
             self.randomness.again(),
         ):
-            self._build(self._entered(_copied(inputs) if in_place else inputs), atomic)
+            outputs, _ = self._build(self._entered(_copied(inputs) if in_place else inputs), form)
+        self.ambient.check_same(self.stage.index, self._shown, outputs)
+        if self._claimed != self._taken():
+            self.snapshot.claims[self._needs] = False  # a layer does otherwise than when its kind was found out
         if not keep:
             self._kept = None
 
@@ -140,7 +148,8 @@ class TaskGraph:
             return
         self.snapshot.stand_ins.phase = "adding"
         # With the stand-ins in place: a layer may run again in backward, by torch.utils.checkpoint.
-        with self.snapshot.lock, self.snapshot.stand_ins.in_place(), self.randomness.backward():
+        snapshot = self.snapshot
+        with snapshot.lock, snapshot.stand_ins.in_place(), snapshot.backward(), self.randomness.backward():
             try:
                 run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
             except BaseException:
@@ -153,35 +162,61 @@ class TaskGraph:
         self._input_grads.clear()
         return grads
 
-    def _first_pass(self, inputs: Flat, atomic: bool, shared: Shared) -> tuple[Flat, bool]:
+    def _first_pass(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
         self._versions = versions(inputs)
-        # Without the caller's graph: a layer may put hooks on its input.
-        given = _detached(inputs)
-        in_place = atomic and self.snapshot.begins_in_place
-        if in_place:
-            given = _copied(given)
-        with (
-            self.snapshot.lock,
-            torch.no_grad() if torch.is_grad_enabled() else NOTHING,
-            self.ambient.for_first_pass(),
-            without_fast_attention() if self.stage.attends else NOTHING,
-            checkpointing(),
-            self.randomness.first(),
-        ):
+        in_place = form is Tensor and self.snapshot.begins_in_place
+        # Without the caller's graph: a layer may put hooks on its input, or ask whether it takes a gradient.
+        given = leaves(_copied(inputs) if in_place else inputs, self._needs)
+        known = self.snapshot.claims.get(self._needs, False)
+        with self.snapshot.lock:
             self._buffers = self.snapshot.before_first_pass()
-            outputs, out_atomic = self.stage.run(given, atomic, shared)
-            self.snapshot.after_first_pass(self._buffers)
-            self.randomness.ended()
+            with (
+                torch.set_grad_enabled(not known) if torch.is_grad_enabled() == known else NOTHING,
+                self.ambient.for_first_pass(),
+                # Or what is around the pipeline, such as torch.utils.checkpoint, would count what this graph saves.
+                NOTHING if known else saved_tensors_hooks(Tensor.detach, lambda x: x),
+                without_fast_attention() if self.stage.attends else NOTHING,
+                checkpointing(),
+                self.randomness.first(),
+            ):
+                if known:
+                    outputs, out_form = self._run_without_graph(given, form, shared)
+                else:
+                    given = self._entered(given)
+                    outputs, out_form = self._build(given, form, shared)
+                self.snapshot.after_first_pass()
+                self.randomness.ended()
         if versions(inputs) != self._versions:
             raise RuntimeError(
                 f"partition {self.stage.index} changed its input in place, so recomputing it from that input would "
                 "give something else; make its first layer out-of-place (inplace=False) or use checkpoint='never'"
             )
-        self._kept = (inputs, atomic)
+        self._kept = (inputs, form)
+        if self.ambient.watched:
+            self._shown = tuple([None if y is None else y.detach().clone() for y in outputs])
         # An output that is an input takes a gradient exactly if that input did.
         unchanged = {id(x): need for x, need in [*zip(given, self._needs, strict=True)][in_place:]}
-        needs = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
-        return leaves(outputs, needs), out_atomic
+        able = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
+        self._claimed = able if known else self._taken()
+        self.snapshot.claims.setdefault(self._needs, self._claimed == able)
+        self._edges = None
+        return leaves(outputs, self._claimed), out_form
+
+    def _run_without_graph(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
+        try:
+            return self.stage.run(inputs, form, shared)
+        except RuntimeError as error:
+            if re.search("requires?[ _]grad", str(error)) is None:
+                raise
+            raise RuntimeError(
+                f"a layer of partition {self.stage.index} asks for gradients (register_hook, autograd.grad) in the "
+                "first pass of a checkpointed task, which has no graph; let it ask for `y.requires_grad` before, or "
+                "use checkpoint='never'"
+            ) from error
+
+    def _taken(self) -> list[bool]:
+        """Return which outputs take a gradient, once there is a graph."""
+        return [edge is not None for edge in self._edges or ()]
 
     def _entered(self, inputs: Flat) -> Flat:
         if True not in self._needs:
@@ -189,11 +224,22 @@ class TaskGraph:
         entered: Flat = _Entrance.apply(self._input_grads, self._needs, inputs, TOKEN)
         return entered
 
-    def _build(self, inputs: Flat, atomic: bool, shared: Shared = ()) -> tuple[Flat, bool]:
-        with self.snapshot.lock, self.snapshot.stand_ins.in_place():
-            outputs, out_atomic = self.stage.run(inputs, atomic, shared)
+    def _build(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
+        stand_ins = self.snapshot.stand_ins
+        with self.snapshot.lock, stand_ins.in_place():
+            gradients = stand_ins.show_gradients()
+            try:
+                outputs, out_form = self.stage.run(inputs, form, shared)
+            finally:
+                stand_ins.hide_gradients(*gradients)
+        for name, value in [pair for y in outputs if y is not None for pair in y.__dict__.items()]:
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise RuntimeError(
+                    f"attribute {name!r} of an output of partition {self.stage.index} is a tensor that takes a "
+                    "gradient, which is lost between partitions; return it as an output of its own, or detach() it"
+                )
         self._edges = [None if y is None or not y.requires_grad else edge_of(y) for y in outputs]
-        return outputs, out_atomic
+        return outputs, out_form
 
 
 class _Entrance(torch.autograd.Function):
@@ -238,17 +284,19 @@ def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
 
 def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
     """Return the same data without its graph; let those take a gradient that `needs` says."""
-    return tuple([None if x is None else x.detach().requires_grad_(n) for x, n in zip(tensors, needs, strict=True)])
+    return tuple(
+        [None if x is None else carrying(x.detach().requires_grad_(n), x) for x, n in zip(tensors, needs, strict=True)]
+    )
 
 
 def _detached(tensors: Flat) -> Flat:
-    return tuple([None if x is None else x.detach() for x in tensors])
+    return tuple([None if x is None else carrying(x.detach(), x) for x in tensors])
 
 
 def _copied(inputs: Flat) -> Flat:
     """Return a copy of the micro-batch, which is a single tensor, beside the skips."""
     assert inputs[0] is not None
-    return (inputs[0].detach().clone(), *inputs[1:])
+    return (carrying(inputs[0].detach().clone(), inputs[0]), *inputs[1:])
 
 
 def all_none(grads: Flat) -> bool:

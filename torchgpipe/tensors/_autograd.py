@@ -6,13 +6,15 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -36,9 +38,6 @@ without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.
 
 push_mode, pop_mode = _push_mode, _pop_mode
 """Let a mode see the operators of this thread; its own `__enter__` also writes to variables that all threads share."""
-
-present_mode: Callable[[], object] = _get_current_dispatch_mode
-"""Return the innermost mode that sees the operators of this thread."""
 
 _NODES_KEEP_GRAPHS = (*map(int, torch.__version__.split(".")[:2]),) >= (2, 13)
 """Whether the node of a custom `autograd.Function`, held from Python, keeps its graph alive."""
@@ -101,12 +100,47 @@ def caches_parametrizations() -> bool:
     return bool(parametrize._cache_enabled)
 
 
-def default_device() -> torch.device | None:
-    """Return the device on which this thread makes tensors by default, `None` if nobody has set one.
+def within_plain_checkpoint(function: str = "") -> bool:
+    """Return whether the caller is a layer within `torch.utils.checkpoint`, or within a function there of that name."""
+    plain = sys.modules.get("torch.utils.checkpoint")
+    frame = sys._getframe() if plain is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == plain.__file__ and function in ("", frame.f_code.co_name):  # type: ignore[union-attr]
+            return True
+        frame = frame.f_back
+    return False
 
-    The same as `torch.get_default_device()`, which takes longer than a small layer.
-    """
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+DefaultDevice = DeviceContext
+"""The mode of functions by which a thread makes tensors on another device by default."""
+
+Stacks = tuple[list[Any], list[Any]]
+"""Modes of one thread that see the functions that it calls, and those that see its operators; the outermost first."""
+
+NO_MODES: Stacks = ([], [])
+
+
+def mode_stacks() -> Stacks:
+    """Return this thread's `TorchFunctionMode`s, such as the default device, and its `TorchDispatchMode`s."""
+    functions = [torch._C._get_function_stack_at(k) for k in range(torch._C._len_torch_function_stack())]
+    operators = [torch._C._get_dispatch_stack_at(k) for k in range(torch._C._len_torch_dispatch_stack())]
+    return (functions, operators) if functions or operators else NO_MODES
+
+
+def set_mode_stacks(stacks: Stacks) -> None:
+    """Let this thread have these modes. None of them is entered or left, so what they write on that is not written."""
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for _ in range(torch._C._len_torch_dispatch_stack()):
+        pop_mode()
+    for push, modes in zip((torch._C._push_on_torch_function_stack, push_mode), stacks, strict=True):
+        for mode in modes:
+            push(mode)
+
+
+def is_other_generator(generator: Any) -> bool:
+    """Return whether an operator was given a generator, and not the default one, of which it gets another object."""
+    return generator is not None and generator._cdata != torch.default_generator._cdata  # type: ignore[attr-defined]
 
 
 def holders(storage: torch.UntypedStorage) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.tensors.microbatch import Flat
+from torchgpipe.tensors.microbatch import Flat, carrying
 from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 Ends = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
@@ -118,7 +118,7 @@ class CopyPath:
         departure.hold(here, tensors)
         to_device = device.type == "cuda"
         with observed(self._observer, "copy", i, sender):
-            moved = tuple([None if x is None else x.to(device, non_blocking=to_device) for x in tensors])
+            moved = tuple([None if x is None else carrying(x.to(device, non_blocking=to_device), x) for x in tensors])
         arrival.expect(there)
         return moved
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.tensors.copy import NO_FENCE, StreamFence
-from torchgpipe.tensors.microbatch import Flat
+from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 Shared = tuple[bool, ...]
 """Which of the tensors beside it share memory with another tensor of the same micro-batch."""
@@ -28,14 +28,14 @@ class Item:
 
     Attributes:
         flat: the tensors of a micro-batch, then its skips.
-        atomic: whether the micro-batch is one tensor, rather than a tuple of them.
+        form: the class of the micro-batch.
         shared: which of them must not be changed in place.
         versions: how often each had been changed in place when it was handed on.
         fence, tie: for the graph engine, the streams to wait for, and the tensor that orders backward.
     """
 
     flat: Flat
-    atomic: bool
+    form: Form
     shared: Shared
     fence: StreamFence = NO_FENCE
     tie: Tensor | None = None
@@ -47,12 +47,12 @@ class Item:
     def with_skip(self, skip: Item, partition: int) -> Item:
         """Return the micro-batch with one more skip, which `partition` takes."""
         skip.check_handed_on(partition)
-        return Item(self.flat + skip.flat, self.atomic, self.shared + skip.shared, self.fence, self.tie)
+        return Item(self.flat + skip.flat, self.form, self.shared + skip.shared, self.fence, self.tie)
 
     def parted(self) -> tuple[Item, Item]:
         """Return the micro-batch without its last skip, and that skip."""
-        rest = Item(self.flat[:-1], self.atomic, self.shared[:-1], self.fence, self.tie)
-        return rest, Item(self.flat[-1:], True, self.shared[-1:], self.fence)
+        rest = Item(self.flat[:-1], self.form, self.shared[:-1], self.fence, self.tie)
+        return rest, Item(self.flat[-1:], Tensor, self.shared[-1:], self.fence)
 
     def check_handed_on(self, partition: int) -> None:
         """Raise `RuntimeError` if a tensor was changed in place since it was handed on to `partition`."""
@@ -103,4 +103,4 @@ def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> 
     """
     given = {storage_of(x) for x in inputs if x is not None}
     copied = (y is not None and (s or storage_of(y) in given) for y, s in zip(outputs, shared, strict=True))
-    return tuple([y.clone() if y is not None and c else y for y, c in zip(outputs, copied, strict=True)])
+    return tuple([carrying(y.clone(), y) if y is not None and c else y for y, c in zip(outputs, copied, strict=True)])

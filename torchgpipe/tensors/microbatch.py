@@ -1,6 +1,7 @@
 """Micro-batches: check a mini-batch, scatter it, gather the outputs (GPipe paper, section 2.2)."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +11,38 @@ TensorOrTensors = Tensor | tuple[Tensor, ...]
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
 
+Form = type[Any]
+"""The class of a micro-batch: `Tensor` for every single tensor, `tuple`, or a class of tuples, as of a namedtuple."""
+
 
 def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
     """Return the tensors of `value` as a tuple."""
     return (value,) if isinstance(value, Tensor) else value
 
 
+def form_of(value: TensorOrTensors) -> Form:
+    """Return the form of `value`."""
+    return Tensor if isinstance(value, Tensor) else type(value)
+
+
+def together(form: Form, tensors: Flat) -> Any:
+    """Return the tensors in a form."""
+    if form is Tensor:
+        return tensors[0]
+    # As namedtuples do, in whatever way the class makes its own; PyTorch's (torch.return_types) allow no other way.
+    return tensors if form is tuple else form(tensors) if hasattr(form, "n_fields") else tuple.__new__(form, tensors)
+
+
+def carrying(y: Tensor, x: Tensor) -> Tensor:
+    """Return `y` with the attributes that Python code has given to `x`, such as `x.scale = 3.0`."""
+    if given := x.__dict__:
+        y.__dict__.update(given | y.__dict__)
+    return y
+
+
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
     """Return what `function` makes of each tensor of `value`."""
-    return function(value) if isinstance(value, Tensor) else tuple(map(function, value))
+    return together(form_of(value), tuple(map(function, tensors_of(value))))  # type: ignore[no-any-return]
 
 
 def check(value: object, what: str = "input") -> None:
@@ -57,7 +81,8 @@ def scatter(value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None 
     if isinstance(value, Tensor):
         return list(value.chunk(chunks))
     parts = max((len(x.chunk(chunks)) for k, x in enumerate(tensors) if split[k]), default=1)
-    return list(zip(*(x.chunk(chunks) if split[k] else [x] * parts for k, x in enumerate(tensors)), strict=True))
+    columns = (x.chunk(chunks) if split[k] else [x] * parts for k, x in enumerate(tensors))
+    return [together(type(value), row) for row in zip(*columns, strict=True)]
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
@@ -82,8 +107,7 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
             "outputs of micro-batches are concatenated along the batch dimension, but the last partition "
             "returned a scalar; move a loss that reduces the batch out of the pipeline"
         )
-    gathered = tuple(torch.cat(column) for column in columns)
-    return gathered[0] if isinstance(outputs[0], Tensor) else gathered
+    return together(form_of(outputs[0]), tuple([torch.cat(column) for column in columns]))  # type: ignore[no-any-return]
 
 
 def _structure(y: TensorOrTensors) -> str:

@@ -59,6 +59,7 @@ class Call:
 class Recording:
     """What a module did with inputs of one batch size."""
 
+    size: int
     calls: list[Call]
     shapes: list[tuple[int, ...]]
     """Of all values, by number; the inputs come first."""

@@ -1,13 +1,13 @@
 """Checks of a module before it is recorded, of its recordings, and of the layers that are made of them."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from torchgpipe.trace.calls import Recording
-from torchgpipe.trace.generalise import SIZES
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.recorder import hooks_of
@@ -36,14 +36,14 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
     """Refuse outputs without a batch dimension."""
     if not recordings[0].outputs:
         raise Untraceable(f"{type(module).__name__} returns no tensor")
-    for size, recording in zip(SIZES, recordings, strict=True):
+    for recording in recordings:
         for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
             shape = recording.shapes[number]
-            if shape != (size, *recordings[0].shapes[first][1:]):
+            if shape != (recording.size, *recordings[0].shapes[first][1:]):
                 at = next((call.where for call in recording.calls if number in call.outputs), where())
                 why = (
-                    f"it returns a tensor of shape {shape} for {size} samples, but outputs of micro-batches are "
-                    "concatenated along dimension 0, and no other may grow with the batch"
+                    f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs of micro-batches "
+                    "are concatenated along dimension 0, and no other may grow with the batch"
                 )
                 what = (
                     "what compares samples or adds them up, such as a loss, belongs after the pipeline: return what it "
@@ -70,36 +70,52 @@ def check_sample(module: nn.Module, signature: Signature, inputs: Sequence[Tenso
 
 
 def check_outputs(module: nn.Module, layers: Layers, signature: Signature, inputs: Sequence[Tensor]) -> None:
-    """Refuse layers that give something else on the sample than the module does."""
+    """Refuse layers whose outputs, buffers or gradients on the sample are others than the module's."""
     if _on_meta(module, inputs):
         return
-    with torch.no_grad():
-        found, expected = (_run(module, run, signature, inputs) for run in (layers, module))
+    (found, grads), (expected, wanted) = (_run(module, run, signature, inputs) for run in (layers, module))
+    said = ""
     try:
         assert_close(found, expected, equal_nan=True)
     except AssertionError as error:
+        said = " ".join(str(error).split())
+    norms = {name: float(y.nan_to_num().norm()) for name, y in wanted.items()}
+    for name, y in wanted.items():
+        # Gradients of a tensor that is used several times are added in another order.
+        most = (1e-3 + 16 * torch.finfo(y.dtype).eps) * norms[name] + 1e-6 * max(norms.values())
+        if grads[name].shape != y.shape or float((grads[name] - y).nan_to_num().norm()) > most:
+            said = said or f"the gradient of {name} differs"
+    if said:
         raise Untraceable(
-            f"the layers of {type(module).__name__} give something else than the module does: "
-            f"{' '.join(str(error).split())}\nkeep a part of it as one layer, whole=[…]"
-        ) from None
+            f"the layers of {type(module).__name__} give something else than the module does: {said}\n"
+            "keep a part of it as one layer, whole=[…]"
+        )
+
+
+def random_kept(module: nn.Module) -> AbstractContextManager[None]:
+    """At the end, put back the random numbers of the module's devices."""
+    return torch.random.fork_rng({x.device for x in (*module.parameters(), *module.buffers()) if x.is_cuda})
 
 
 def _on_meta(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers()))
 
 
-def _run(module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs of the module, or of its layers, on the sample, and the buffers after that.
-
-    Random numbers, buffers and inputs are left as they were.
-    """
-    devices = {x.device for x in (*module.parameters(), *module.buffers()) if x.device.type == "cuda"}
-    buffers = [(x, x.clone()) for x in module.buffers()]
-    with torch.random.fork_rng(devices), as_it_was(module):
-        try:
-            outputs = signature.call(run, [x.clone() for x in inputs])
-            return [x.clone() for x in (*tensors_in(outputs), *(x for x, _ in buffers))]
-        finally:
-            with torch.no_grad():
-                for x, before in buffers:
-                    x.copy_(before)
+def _run(
+    module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the outputs of the module, or of its layers, on the sample, with buffers after that, and gradients."""
+    with random_kept(module), as_it_was(module), torch.inference_mode(False), torch.enable_grad():
+        given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        outputs = [*tensors_in(signature.call(run, [x.clone() for x in given]))]
+        values = [x.detach().clone() for x in (*outputs, *module.buffers())]
+        ends = [y for y in outputs if y.requires_grad]
+        weights = [torch.linspace(1, 2, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in ends]
+        named = [*zip(signature.names, given, strict=True), *module.named_parameters()]
+        wanted = {name: x for name, x in named if x.requires_grad}
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        with suppress(RuntimeError):  # such as of a function without a derivative, which can be evaluated all the same
+            if ends and wanted:
+                grads = torch.autograd.grad(ends, [*wanted.values()], weights, allow_unused=True)
+        dense = [torch.empty(0) if x is None else x.to_dense() if x.is_sparse else x for x in grads]
+        return values, dict(zip(wanted, dense, strict=True))

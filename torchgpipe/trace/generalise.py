@@ -4,12 +4,13 @@ Where a number differs between the recordings, it has to grow evenly with the ba
 means that the module does something else for other batch sizes, which a fixed list of steps cannot repeat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.trace.calls import Call, Device, Held, Recording, Value
 from torchgpipe.trace.parts import Slot
@@ -33,7 +34,7 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
     Raises:
         Untraceable: the recordings differ otherwise; it says at which line.
     """
-    first = recordings[0]
+    sizes = [recording.size for recording in recordings]
     calls = []
     for step in zip(*(recording.calls for recording in recordings), strict=False):
         call = step[0]
@@ -41,16 +42,19 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
             if any((c.target, c.outputs, c.grad, c.since) != (call.target, call.outputs, call.grad, call.since)
                    for c in step):  # fmt: skip
                 raise _Differs("it calls something else")
-            args, kwargs = _general([(c.args, c.kwargs) for c in step])
+            args, kwargs = general([(c.args, c.kwargs) for c in step], sizes)
         except _Differs as error:
-            raise _refusal(root, call.where, str(error)) from None
+            raise _refusal(root, sizes, call.where, str(error)) from None
         calls.append(Call(call.target, args, kwargs, call.outputs, call.caller, call.since, call.grad, call.where))
     lengths = [len(recording.calls) for recording in recordings]
     if len(set(lengths)) > 1:
         at = max(recordings, key=lambda r: len(r.calls)).calls[min(lengths)].where
-        raise _refusal(root, at, f"it makes {', '.join(map(str, lengths))} calls")
-    if any(recording.outputs != first.outputs for recording in recordings):
-        raise Untraceable(f"{type(root).__name__} returns something else for other batch sizes")
+        raise _refusal(root, sizes, at, f"it makes {', '.join(map(str, lengths))} calls")
+    ends = [(r.outputs, r.result[0], r.extra) for r in recordings]
+    if not all(_same(end, ends[0]) for end in ends):
+        said = ", ".join(_shown(r.result[0]) for r in recordings)[:200]
+        raise _refusal(root, sizes, calls[-1].where, f"it uses other tensors that it holds, or returns {said}; a "
+                       "pipeline can return tensors alone, and what is the same for all")  # fmt: skip
     return calls
 
 
@@ -67,46 +71,57 @@ class _Differs(Exception):
     pass
 
 
-def _refusal(root: nn.Module, where: tuple[str, int], why: str) -> Untraceable:
-    sizes = ", ".join(map(str, SIZES))
-    return Untraceable(
-        refused(
-            root, where, f"with batches of {sizes} samples it does something else each time: {why}",
-            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs have no batch "
-            "dimension, shared=[…]",
-        )
-    )  # fmt: skip
+def _refusal(root: nn.Module, sizes: list[int], where: tuple[str, int], why: str) -> Untraceable:
+    why = f"with batches of {str(sizes)[1:-1]} samples it does something else each time: {why}"
+    which = "keep the module with this line as one layer, whole=[ItsClass]"
+    return Untraceable(refused(root, where, why, f"{which}, or say which inputs have no batch dimension, shared=[…]"))
 
 
-def _general(values: Sequence[Any]) -> Any:
+def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return what the values for these batch sizes have in common, with `Grows` in place of numbers that differ."""
     first = values[0]
     kind = type(first)
     if any(type(value) is not kind for value in values):
         raise _Differs(f"it passes {', '.join(map(_shown, values))}")
     if kind is int and any(value != first for value in values):
-        each, rest = divmod(values[1] - first, SIZES[1] - SIZES[0])
-        fixed = first - each * SIZES[0]
-        if rest or any(value != each * size + fixed for value, size in zip(values, SIZES, strict=True)):
+        each, rest = divmod(values[1] - first, sizes[1] - sizes[0])
+        fixed = first - each * sizes[0]
+        if rest or any(value != each * size + fixed for value, size in zip(values, sizes, strict=True)):
             raise _Differs(f"it passes {', '.join(map(_shown, values))}")
         return Grows(each, fixed)
     if kind in (tuple, list) and all(len(value) == len(first) for value in values):
-        return kind(map(_general, zip(*values, strict=True)))
+        return kind(general(column, sizes) for column in zip(*values, strict=True))
     if kind is dict and all(value.keys() == first.keys() for value in values):
-        return {key: _general([value[key] for value in values]) for key in first}
+        return {key: general([value[key] for value in values], sizes) for key in first}
     if kind is slice:
-        return slice(*(_general([getattr(value, name) for value in values]) for name in ("start", "stop", "step")))
+        return slice(*general([(value.start, value.stop, value.step) for value in values], sizes))
     if not all(_same(value, first) for value in values):
         raise _Differs(f"it passes {', '.join(map(_shown, values))}")
     return first
 
 
 def _same(x: Any, y: Any) -> bool:
-    if isinstance(x, float) and x != x:
-        return bool(y != y)
-    if isinstance(x, Value | Held | Device | Slot | torch.dtype | int | float | str | bytes | complex):
-        return bool(x == y)
-    # Objects that the recordings copied, or that have no equality of their own.
-    return x is y or bool(getattr(x, "__dict__", repr(x)) == getattr(y, "__dict__", repr(y)))
+    return bool(_form(x) == _form(y))
+
+
+def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
+    """Return what tells a value from others. An object, which the recordings may have copied, is what is in it."""
+    if isinstance(x, Value | Held | Device | Slot | int | float | str | bytes | complex | torch.dtype | CodeType):
+        return type(x), x if x == x else "nan"
+    if id(x) in within:
+        return within.index(id(x))
+    if isinstance(x, type | Tensor):
+        return id(x)
+    parts = [*x, *x.values()] if isinstance(x, dict) else x
+    if isinstance(x, FunctionType):
+        parts = [x.__code__, x.__defaults__, x.__kwdefaults__]
+    elif not isinstance(x, dict | tuple | list):
+        try:
+            found = x.__reduce_ex__(4)
+        except Exception:  # whatever says that it cannot be copied
+            return object()
+        parts = [id(x)] if isinstance(found, str) else [[*y] if isinstance(y, Iterator) else y for y in found]
+    return type(x), [_form(y, (*within, id(x))) for y in parts]
 
 
 def _shown(value: Any) -> str:

@@ -90,8 +90,12 @@ class Layer(nn.Module):
         for held in (*sorted(modules, key=len), *sorted(names, key=len)):
             self.hold(root, held, extra)
 
+    sizes: Callable[[Sequence[Tensor]], None] | None = None  # of the first layer
+
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Make the calls; take and return tensors, or tuples of them."""
+        if self.sizes is not None:
+            self.sizes(tensors_of(input))
         if self._bound is not None and self._bound[0] != self.training:
             raise RuntimeError(
                 f"the module was traced in {'training' if self._bound[0] else 'evaluation'} mode, and in the other it "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +26,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, name))
 
 
+@dataclass
 class Slot:
-    """The place of a tensor in a structure."""
+    """The place of a tensor in a structure, by its number."""
+
+    number: int = -1  # of a slot that an older version has pickled
 
     def __repr__(self) -> str:
         return "Tensor"
@@ -67,7 +71,7 @@ class Slots:
     def _slot(self, x: Tensor) -> Slot:
         self.tensors.append(x)
         if len(self._slots) < len(self.tensors):
-            self._slots.append(Slot())
+            self._slots.append(Slot(len(self._slots)))
         return self._slots[len(self.tensors) - 1]
 
 

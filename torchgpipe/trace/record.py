@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from torchgpipe.trace.calls import Recording
 from torchgpipe.trace.parts import Slots
-from torchgpipe.trace.recorder import ModeReads, Recorder
+from torchgpipe.trace.recorder import Notes, Recorder
 from torchgpipe.trace.refuse import Untraceable, line_of
 from torchgpipe.trace.signature import Signature
 from torchgpipe.trace.watch import as_it_was, watched
@@ -22,28 +22,23 @@ _CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def record(
-    module: nn.Module,
-    whole: Iterable[nn.Module],
-    inputs: Sequence[Tensor],
-    signature: Signature,
-    size: int,
-    mode_reads: ModeReads,
-) -> Recording:
+    module: nn.Module, whole: Iterable[nn.Module], inputs: Sequence[Tensor], signature: Signature, size: int,
+    notes: Notes, device: torch.device | None = None,
+) -> Recording:  # fmt: skip
     """Record what a module does with fake tensors like `inputs`; those with a batch dimension get `size` samples.
 
-    The module is left as it was. To `mode_reads` those modules are added whose forward, which is recorded, reads it.
-
-    Raises:
-        Untraceable: the module needs a tensor's contents, or does what a recording cannot repeat.
+    The module is left as it was. To `notes` those modules are added whose forward uses what a recording cannot repeat.
+    A module on `meta`, and its inputs, are taken to be on `device`. Raise `Untraceable` where contents are needed.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(module, set(whole), fake, mode_reads)
+    random = torch.get_rng_state()
+    recorder = Recorder(module, set(whole), fake, notes)
     with as_it_was(module), torch.inference_mode(False), torch.enable_grad(), fake, watched(recorder):
-        recorder.put_fakes()
+        recorder.put_fakes(device)
         given = []
         for x, batched in zip(inputs, signature.batched, strict=True):
             shape = (size, *x.shape[1:]) if batched else x.shape
-            given.append(torch.empty(shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad))
+            given.append(torch.empty(shape, dtype=x.dtype, device=device or x.device, requires_grad=x.requires_grad))
             recorder.add(given[-1], -1)
         try:
             with recorder:
@@ -58,4 +53,6 @@ def record(
         slots = Slots()
         structure = slots.taken(result)
         outputs = tuple(recorder.number(x) for x in slots.tensors)
-    return Recording(recorder.calls, recorder.shapes, (structure, slots), outputs, recorder.extra)
+    if device is None and not torch.equal(random, torch.get_rng_state()):
+        raise Untraceable(f"{type(module).__name__} sets a random state; keep what does so as one layer, whole=[…]")
+    return Recording(size, recorder.calls, recorder.shapes, (structure, slots.again()), outputs, recorder.extra)

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.tensors._autograd import storage_of
+from torchgpipe.tensors._autograd import refuse_transforms, storage_of
 from torchgpipe.trace.calls import CONSTANTS, Call, Device, Held, Value
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import Untraceable, refused, where
 
-ModeReads = dict[nn.Module, tuple[str, tuple[str, int]]]
-"""Modules whose forward reads the mode: what it reads ("training" or "autocast"), and the file and line."""
+Notes = dict[nn.Module, tuple[str, tuple[str, int]]]
+"""Modules whose forward uses what a recording cannot repeat, such as "training": that, and the file and line."""
 
 
 class Recorder(TorchFunctionMode):
@@ -27,7 +27,7 @@ class Recorder(TorchFunctionMode):
     As a mode it sees the functions; watch.py tells it of modules. What a recorded call does inside is not recorded.
     """
 
-    def __init__(self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, mode_reads: ModeReads) -> None:
+    def __init__(self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, notes: Notes) -> None:
         super().__init__()
         self._root = root
         self._whole = whole
@@ -48,18 +48,25 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.shapes: list[tuple[int, ...]] = []
         self.extra: dict[str, Tensor] = {}
-        self._mode_reads = mode_reads
+        self._notes = notes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self.passes() else self.call(func, func, args, kwargs)
+        if self.passes():
+            return func(*args, **kwargs)
+        refuse_transforms(forward_mode=False)
+        if func in _NOTED:
+            self.note(_NOTED[func])
+        return self.call(func, func, args, kwargs)
 
     def call_module(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module: record the call if the module stays whole, or else what its forward calls."""
         if self.passes():
             return run(module, *args, **kwargs)
-        if module in self._paths and module is not self._root and self._stays_whole(module):
+        if module in self._paths and module is not self._root and stays_whole(module, self._whole):
             path = self._paths[module]
+            if any(id(x) not in self._names for x in module.parameters()):
+                self.note("tensors in the place of parameters, by functional_call")
             return self.call(partial(self._run_whole, module, partial(run, module)), path, args, kwargs)
         self._opened.append(module)
         try:
@@ -70,14 +77,23 @@ class Recorder(TorchFunctionMode):
         finally:
             self._opened.pop()
 
-    def put_fakes(self) -> None:
-        """Put fake tensors in the place of the module's own."""
+    def put_fakes(self, device: torch.device | None) -> None:
+        """Put fake tensors in the place of the module's own; with a device, on that."""
+
+        def fake(x: Tensor) -> Tensor:
+            if device is None:
+                return self._fake.from_tensor(x)
+            self._device_type = device.type
+            y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
+
+        fakes: dict[int, Tensor] = {}
         for module in self._root.modules():
             holders: Any = (module._parameters, module._buffers)
             for holder in holders:
                 for name, x in holder.items():
                     if x is not None:
-                        holder[name] = y = self._fake.from_tensor(x)  # the same one for a tensor that has two places
+                        holder[name] = y = fakes[id(x)] = fakes.get(id(x), fake(x))  # it may have two places
                         self._names[id(y)] = self._names[id(x)]
                         self._real[id(y)] = x
 
@@ -85,10 +101,10 @@ class Recorder(TorchFunctionMode):
         """Return whether nothing is to be recorded now: within a recorded call, and in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
-    def note_mode(self, what: str) -> None:
-        """Note that the forward in progress reads the mode."""
+    def note(self, what: str) -> None:
+        """Note that the forward in progress uses what a recording cannot repeat."""
         if not self.passes():
-            self._mode_reads.setdefault(self._opened[-1], (what, where()))
+            self._notes.setdefault(self._opened[-1], (what, where()))
 
     def check_assigned(self, module: nn.Module, name: str, value: object) -> None:
         """Refuse a buffer that is replaced in a recorded forward: the layers repeat its calls, not its assignments."""
@@ -127,8 +143,6 @@ class Recorder(TorchFunctionMode):
             changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
             if made or changed:
                 return self._recorded(target, args, kwargs, result, made, changed)
-            if target in _EFFECTS:
-                raise self.refusal(where(), f"{target.__name__} would not be called for every micro-batch")
             return result
         finally:
             self._calls_under_way -= 1
@@ -163,12 +177,6 @@ class Recorder(TorchFunctionMode):
         what = f"keep its {kind} as one layer: " if modules else "put that part into a submodule, and keep it whole: "
         return Untraceable(refused(self._root, at, why, f"{what}whole=[{kind}]"))
 
-    def _stays_whole(self, module: nn.Module) -> bool:
-        own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
-        compiled = module._compiled_call_impl is not None
-        childless = not any(child is not None for child in module._modules.values())
-        return module in self._whole or own or hooks_of(module) or compiled or childless
-
     def _run_whole(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a module on fake tensors; where it needs their contents, run a copy of it on real ones."""
         try:
@@ -181,7 +189,8 @@ class Recorder(TorchFunctionMode):
         with unset_fake_temporarily(), torch.random.fork_rng(), torch.no_grad():
             real = [_filled(x) for x in slots.tensors]
             args, kwargs = slots.put_back(template, real)
-            memo = {id(y): self._real[id(y)].detach().clone() for y in (*module.parameters(), *module.buffers())}
+            held = [(y, self._real[id(y)].detach()) for y in (*module.parameters(), *module.buffers())]
+            memo = {id(y): _filled(y) if x.is_meta else x.clone() for y, x in held}
             result = copy.deepcopy(module, memo)(*args, **kwargs)
         slots = Slots()
         template = slots.taken(result)
@@ -202,6 +211,9 @@ class Recorder(TorchFunctionMode):
                 self.extra[name] = value
                 self._names[id(value)] = name
             return Held(self._names[id(value)])
+        if isinstance(value, torch.Generator):
+            self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))
+            return value
         if isinstance(value, torch.device):
             return Device() if value.type == self._device_type else value
         if type(value) in (tuple, list, torch.Size):
@@ -227,13 +239,29 @@ class Recorder(TorchFunctionMode):
 _PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.layout, torch.memory_format,
           BuiltinFunctionType, type)  # fmt: skip
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-_EFFECTS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What a tensor is asked for that may be otherwise when the layers run, and what has effects beside its result.
+_NOTED: dict[Any, str] = {
+    **{getattr(Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn", "grad")},
+    **{getattr(Tensor, name).__set__: name for name in ("requires_grad", "grad", "data")},
+    **{f: f.__name__ for f in (Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.requires_grad_,
+                               Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)},
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+}  # fmt: skip
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def stays_whole(module: nn.Module, whole: Container[nn.Module]) -> bool:
+    """Return whether a call of a submodule is recorded, and not what its forward calls."""
+    own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
+    compiled = module._compiled_call_impl is not None
+    childless = not any(child is not None for child in module._modules.values())
+    return module in whole or own or hooks_of(module) or compiled or childless
 
 
 def hooks_of(module: nn.Module) -> bool:
     """Return whether a module has hooks that run when it is called."""
-    return any(value for name, value in vars(module).items() if name in _HOOKS)
+    return any(value for name, value in vars(module).items() if name in HOOKS)
 
 
 def _filled(x: Tensor) -> Tensor:

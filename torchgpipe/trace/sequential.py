@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.trace.calls import Call, Recording
-from torchgpipe.trace.check import check_batch, check_outputs, check_root, check_sample, check_state
+from torchgpipe.trace.check import check_batch, check_outputs, check_root, check_sample, check_state, random_kept
 from torchgpipe.trace.cut import LayerPlan, cut, held_in, parts
 from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
 from torchgpipe.trace.layer import BatchSize, Layer, Layers
 from torchgpipe.trace.record import record
-from torchgpipe.trace.recorder import ModeReads
+from torchgpipe.trace.recorder import Notes
 from torchgpipe.trace.refuse import Untraceable, refused
 from torchgpipe.trace.signature import Signature
+from torchgpipe.trace.sizes import Sizes
 
 Whole = nn.Module | type[nn.Module]
 
@@ -31,12 +32,12 @@ def sequential(
 
     The module's forward is recorded on fake tensors, for three batch sizes, and cut where a submodule with parameters
     is called. A tensor that is used later than by the next layer becomes a skip. Submodules, parameters and buffers
-    are the module's own, and state has its names. The layers and the pipeline are called like the module. Before the
-    layers are returned, they are compared with the module on the sample; that leaves the module as it was.
+    are the module's own, and state has its names. The layers and the pipeline are called like the module, and on the
+    sample they are compared with it: outputs, and gradients.
 
-    What depends on the mode is recorded in the module's present one. Submodules whose forward reads `training` stay
-    whole, except one with more than half of the parameters; if there is one, the layers refuse the other mode.
-    Every later call needs the sample's arguments and shapes; only the batch size may differ. Other calls are refused.
+    Submodules whose forward reads `training`, or what no recording can repeat, stay whole; with one of more than half
+    of the parameters, the layers refuse the other mode. Later calls need the sample's arguments and shapes, but for
+    the batch size; one for which the module does something else is refused.
 
     Args:
         module: any module, with its parameters on one device.
@@ -59,7 +60,8 @@ def sequential(
         for batched in _choices(signature, inputs, shared):
             signature.batched = batched
             try:
-                layers = _layers(module, signature, inputs, set(kept))
+                with random_kept(module):
+                    layers = _layers(module, signature, inputs, set(kept))
             except Untraceable as error:
                 first = first or error
             else:
@@ -101,35 +103,25 @@ def _modules(root: nn.Module, whole: Iterable[Whole]) -> set[nn.Module]:
 
 
 def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]) -> Layers:
-    """Record a module and cut it. If small modules read the mode, add them to `whole`, and record it anew."""
+    """Record a module and cut it. Small modules that read the mode, or the like, are added to `whole`."""
     while True:
-        mode_reads: ModeReads = {}
+        notes: Notes = {}
         recordings: list[Recording] = []
         try:
             for size in SIZES:
-                recordings.append(record(module, whole, inputs, signature, size, mode_reads))
+                recordings.append(record(module, whole, inputs, signature, size, notes))
         except Untraceable:
-            if not _small_modules(mode_reads, module):
+            if not _small_modules(notes, module):
                 raise
-        small = _small_modules(mode_reads, module)
+        small = _small_modules(notes, module)
         if not small:
             break
         whole |= small
-    for what, at in mode_reads.values():
-        if what == "autocast":
-            raise Untraceable(
-                refused(
-                    module,
-                    at,
-                    "it sets or asks for autocast, as torch.utils.checkpoint does",
-                    "do that in a submodule of its own, or leave it to the pipeline, which has its own checkpointing",
-                )
-            )
     check_batch(module, recordings)
     signature.returns(*recordings[0].result, recordings[0].outputs)
     calls = generalise(module, recordings)
     plans = cut(calls, [_has_parameters(module, call) for call in calls], len(inputs), recordings[0].outputs)
-    bound = next(((module.training, f"{file}:{line}") for _, (file, line) in mode_reads.values()), None)
+    bound = next(((module.training, f"{file}:{line}") for _, (file, line) in notes.values()), None)
     namespace = Namespace()
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for k, plan in enumerate(plans):
@@ -138,6 +130,7 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
         made = Layer(name, module, plan, namespace, extra=recordings[0].extra, batch=batch, bound=bound)
         layers[name] = made
     sequence = Layers(layers, signature)
+    next(iter(layers.values())).sizes = Sizes(module, signature, inputs, whole, recordings)  # type: ignore[assignment]
     sequence.training = module.training
     # What no call uses belongs to the state, too; a second name of a parameter stays with the first.
     holds: dict[Tensor, Any] = {x: layer for layer in layers.values() for x in (*layer.parameters(), *layer.buffers())}
@@ -149,8 +142,15 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
     return sequence
 
 
-def _small_modules(mode_reads: ModeReads, root: nn.Module) -> set[nn.Module]:
-    return {m for m in mode_reads if m is not root and not _holds_most(m, root)}
+def _small_modules(notes: Notes, root: nn.Module) -> set[nn.Module]:
+    """Return which modules of notes are to stay whole; where there is none, refuse what cannot be recorded."""
+    small = {m for m in notes if m is not root and not _holds_most(m, root)}
+    for what, at in notes.values():
+        if what != "training" and not small:
+            why = f"it sets or asks for {what}, which may be otherwise, or would be missed, when the layers run"
+            todo = "do that in a submodule of its own; what torch.utils.checkpoint does, the pipeline does itself"
+            raise Untraceable(refused(root, at, why, todo)) from None
+    return small
 
 
 def _holds_most(module: nn.Module, root: nn.Module) -> bool:

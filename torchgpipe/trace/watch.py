@@ -7,31 +7,32 @@ meanwhile comes to the recorder, too. It passes that on, and records nothing of 
 
 import copy
 import inspect
+import random
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.recorder import Recorder
 
+_one_at_a_time = threading.RLock()
 
+
+@dataclass(frozen=True)
 class _Function:
     """What calls a custom autograd function; the same for two recordings."""
 
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
+    kind: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.kind.apply(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self.kind is other.kind
-
-    def __hash__(self) -> int:
-        return hash(self.kind)
 
 
 class _Training:
@@ -43,7 +44,7 @@ class _Training:
     def __get__(self, module: Any, kind: Any = None) -> Any:
         if module is None:
             return self
-        self._recorder.note_mode("training")
+        self._recorder.note("training")
         return module.__dict__["training"]
 
     def __set__(self, module: Any, value: bool) -> None:
@@ -56,8 +57,6 @@ def watched(recorder: Recorder) -> Iterator[None]:
     call: Any = nn.Module.__call__
     assign: Any = nn.Module.__setattr__
     apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
-    enter_autocast: Any = torch.autocast.__enter__
-    is_autocast_enabled: Any = torch.is_autocast_enabled
 
     def call_noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_module(module, call, args, kwargs)
@@ -70,23 +69,31 @@ def watched(recorder: Recorder) -> Iterator[None]:
         run = apply.__get__(None, cls)
         return run(*args, **kwargs) if recorder.passes() else recorder.call(run, _Function(cls), args, kwargs)
 
-    def enter_autocast_noted(self: Any) -> Any:
-        recorder.note_mode("autocast")
-        return enter_autocast(self)
+    def noted(owner: Any, name: str, what: str) -> tuple[Any, str, Any]:
+        run = getattr(owner, name)
 
-    def is_autocast_enabled_noted(*args: Any) -> Any:
-        recorder.note_mode("autocast")
-        return is_autocast_enabled(*args)
+        def run_noted(*args: Any, **kwargs: Any) -> Any:
+            if "grad_mode" not in sys._getframe(1).f_code.co_filename:  # where `torch.no_grad` asks
+                recorder.note(what)
+            return run(*args, **kwargs)
+
+        return owner, name, run_noted
 
     replacements = [
         (nn.Module, "__call__", call_noted),
         (nn.Module, "__setattr__", assign_noted),
         (nn.Module, "training", _Training(recorder)),
         (torch.autograd.Function, "apply", classmethod(apply_noted)),
-        (torch.autocast, "__enter__", enter_autocast_noted),
-        (torch, "is_autocast_enabled", is_autocast_enabled_noted),
-    ]
-    with ExitStack() as stack:
+        *(noted(owner, name, "a random state") for owner in (torch, torch.random, torch.cuda)
+          for name in dir(owner) if name[0] != "_" and ("seed" in name or "rng_state" in name)),
+        *(noted(owner, name, "random numbers beside PyTorch's") for owner in (random, sys.modules.get("numpy.random"))
+          for name in ("random", "uniform", "randint", "choice", "rand", "randn") if hasattr(owner, name)),
+        noted(torch.autocast, "__enter__", "autocast"),
+        noted(torch, "is_autocast_enabled", "autocast"),
+        noted(torch, "is_grad_enabled", "the mode of gradients"),
+        noted(torch, "from_numpy", "an array of NumPy"),
+    ]  # fmt: skip
+    with _one_at_a_time, ExitStack() as stack:
         for owner, name, value in replacements:
             before = vars(owner).get(name)
             if before is None:
@@ -99,9 +106,14 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def as_it_was(root: nn.Module) -> Iterator[None]:
-    """At the end, put back all attributes of the modules, and what was in dictionaries and lists among them."""
+    """At the end, put back all attributes of the modules, and what was in them, but not in parameters."""
     kept = [(m, dict(vars(m)), [(x, copy.copy(x)) for x in vars(m).values() if type(x) in (dict, OrderedDict, list)])
             for m in root.modules()]  # fmt: skip
+    held = [x for _, attributes, _ in kept for x in attributes.values()]
+    buffers = {*map(id, root.buffers())}  # which kernels may change without a new version
+    tensors = [(x, None if id(x) in buffers else x._version, x.detach().clone())
+               for x in tensors_in(held) if not isinstance(x, nn.Parameter) and x.is_leaf]  # fmt: skip
+    states = [(x, x.get_state()) for x in held if isinstance(x, torch.Generator)]
     try:
         yield
     finally:
@@ -111,3 +123,9 @@ def as_it_was(root: nn.Module) -> Iterator[None]:
             for container, before in containers:
                 container.clear()
                 container.update(before) if isinstance(container, dict) else container.extend(before)
+        with torch.no_grad():
+            for x, version, y in tensors:
+                if x._version != version:
+                    x.copy_(y)
+        for generator, state in states:
+            generator.set_state(state)

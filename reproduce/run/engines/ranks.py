@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from reproduce.run.engines.engines import Trainer
 from reproduce.run.failure import explain
-from torchgpipe.distributed.liveness.patience import waiting_for
+from torchgpipe.patience import waiting_for
 from torchgpipe.timeline import record
 
 PATIENCE = timedelta(days=365)  # no timeout: while other rows take their turns, ranks are idle

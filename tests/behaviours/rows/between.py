@@ -1,6 +1,7 @@
 """Modes around a pipeline reach its layers. A recomputation meets what its first pass met, or says so."""
 
 import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe import is_checkpointing, is_recomputing
 
@@ -33,7 +36,7 @@ def scale(size: int = 1) -> nn.Module:
     return Do(lambda self, x: x * self.by[:1].clone(), by=torch.full((size,), 2.0))
 
 
-LARGE = 1 << 15  # elements: no copy is made of these
+LARGE = 1 << 15  # elements
 
 
 def with_change(change: Change) -> Callable[[Any, Tensor], Any]:
@@ -88,6 +91,7 @@ HARMLESS: dict[str, tuple[Callable[[], nn.Module], Change]] = {
     "training of a frozen norm": (lambda: nn.BatchNorm1d(WIDTH).eval(), lambda run, _: run[3].train()),
     "a constant": (scale, lambda run, _: run[3].by.fill_(7)),
     "a constant that is replaced": (scale, lambda run, _: setattr(run[3], "by", torch.full((1,), 7.0))),
+    "a large constant": (partial(scale, LARGE), lambda run, _: run[3].by.add_(1)),
     "a large constant that is replaced": (
         partial(scale, LARGE), lambda run, _: setattr(run[3], "by", torch.full((1,), 7.0))),
     "a parameter that is replaced": (
@@ -106,7 +110,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
     "a parameter changed": (nn.Tanh, lambda run, _: run[0].weight.detach().add_(1), "'weight'"),
     "a frozen parameter changed": (
         lambda: linear().requires_grad_(False), lambda run, _: run[3].weight.add_(1), "'weight'"),
-    "a large constant changed": (partial(scale, LARGE), lambda run, _: run[3].by.add_(1), "'by'"),
     "the input changed": (nn.Tanh, lambda run, x: x.detach().add_(1), "input of partition 0"),
     "an inner layer": (nn.Tanh, lambda run, _: setattr(run[2], "norm", nn.Identity()), "was replaced"),
     "an adapter": (nn.Tanh, lambda run, _: setattr(run[2], "adapter", linear()), "was replaced, added"),
@@ -189,7 +192,78 @@ PASSES: dict[str, tuple[Callable[[], Any], ...]] = {
     "default device in backward": (nullcontext, ON_META),
 }
 
+
+class Functions(TorchFunctionMode):
+    """Double what tanh returns, or count its calls, or multiply by their count."""
+
+    only_watches = False
+
+    def __init__(self, by: Callable[[list[int]], int] = lambda calls: 2) -> None:
+        self.by, self.calls = by, [0]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return y * self.by(self.calls) if func is Tensor.tanh else y
+
+
+def once(calls: list[int]) -> int:
+    with one_at_a_time:
+        calls[0] += 1
+    return 1
+
+
+one_at_a_time = threading.Lock()
+
+
+class Operators(TorchDispatchMode):
+    """Double what tanh returns."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return 2 * y if func is torch.ops.aten.tanh.default else y
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def met() -> nn.Sequential:
+    def meet(_: Any, x: Tensor) -> Tensor:
+        return x.tanh() * torch.finfo(torch.get_default_dtype()).bits
+
+    return nn.Sequential(*(Do(meet) if k % 2 else linear() for k in range(6)))
+
+
+def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) -> list[int]:
+    mode = Functions(by)
+    mode.only_watches = safe
+    with mode:
+        y = run(x)
+    y.sum().backward()
+    return mode.calls
+
+
+TYPE = dict.fromkeys(("workers always", "workers except_last"), "default type was")
+STATE = "has state of its own"
+APART = {"ranks": "each counts what its own layers call"}
+
 ROWS = [
+    *(Row(f"{what} in {where}", met, balance=(2, 2, 2), use=within(*contexts), refused=refused if one else {},
+          note="" if one or refused else "Also around one of the two: a recomputation is in the modes of its forward.")
+      for what, mode, refused in (("`TorchFunctionMode`", Functions, {}), ("`TorchDispatchMode`", Operators, {}),
+                                  ("a default type", in_float64, TYPE))
+      for where, one, contexts in (("forward", True, (mode,)), ("backward", True, (nullcontext, mode)),
+                                   ("forward and backward", False, (mode, mode)))),
+    Row("a mode that counts, as `FlopCounterMode`", met, balance=(2, 2, 2), use=counted, refused={"workers": STATE},
+        without=APART, note="Threads would count at once, unless its class says `only_watches = True`."),
+    Row("a mode that counts, for threads", met, balance=(2, 2, 2), use=partial(counted, safe=True), without=APART),
+    Row("a mode whose count matters", met, balance=(2, 2, 2), refused={"workers": STATE, "": "depends on state"},
+        use=partial(counted, by=lambda calls: once(calls) * calls[0]), without={"never": "of another order"}),
     *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change))
       for what, (last, change) in HARMLESS.items()),
     *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change),

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 
-from torchgpipe.task.snapshot import SMALL
+from torchgpipe.task import snapshot
 
 from ...library.traced import Squared
 from ...plain import Plain
@@ -15,7 +18,7 @@ from ..compare import REORDERED
 from ..parts.layers import KINDS, WIDTH, Do, linear, made, real
 from ..row import Row, steps
 
-LARGE = SMALL // 4 + 1  # elements
+LARGE = snapshot.SMALL // 4 + 1  # elements
 
 
 class Holds(nn.Module):
@@ -40,6 +43,15 @@ def in_place(layer: Any) -> None:
     layer.buffer.add_(1)
 
 
+def by_data(layer: Any) -> None:
+    layer.buffer.data.add_(1)
+
+
+def by_numpy(layer: Any) -> None:
+    array = layer.buffer.numpy()
+    array += 1
+
+
 def another(layer: Any) -> None:
     layer.buffer = layer.buffer + 1
 
@@ -56,9 +68,9 @@ def large_in_the_free_place(layer: Any) -> None:
     layer.nothing = torch.zeros(LARGE) if layer.nothing is None else layer.nothing
 
 
-def two_of_one_memory(layer: Any) -> None:
-    layer.nothing = layer.buffer.view(-1)
-    layer.buffer.add_(1)
+def two_of_one_memory() -> nn.Module:
+    memory = torch.ones(WIDTH)
+    return Do(lambda self, x: (self.one.data.add_(1), x * self.other.clone())[1], one=memory, other=memory.view(-1))
 
 
 def then(change: Callable[[Any], object]) -> Callable[[Any, Tensor], Any]:
@@ -107,6 +119,29 @@ def reads_statistics() -> nn.Sequential:
     return nn.Sequential(linear(), Do(lambda self, x: self.norm(x) + self.norm.running_mean, norm=norm), linear())
 
 
+def own_norm() -> nn.Module:
+    """Return a norm that is none of PyTorch's, and reads its statistics."""
+    return Do(
+        lambda self, x: F.batch_norm(x, self.mean, self.var, training=True) * (1 + self.mean * self.var),
+        mean=torch.zeros(WIDTH), var=torch.ones(WIDTH),
+    )  # fmt: skip
+
+
+def norm_of_two() -> nn.Sequential:
+    norm = own_norm()
+    return nn.Sequential(*(nn.Sequential(norm) if k % 3 == 0 else linear() for k in range(4)))
+
+
+def without_comparing(run: Any, x: Tensor) -> Any:
+    """Train as on a device that one would have to wait for."""
+    with patch.object(snapshot, "COMPARED", ["meta"]):
+        return steps(run, x)
+
+
+def sparse() -> nn.Module:
+    return Do(lambda self, x: x + (self.adjacency @ x[:2]).sum(), adjacency=torch.eye(2).to_sparse())
+
+
 def weighted() -> nn.Module:
     """Change the input in place, by a parameter: the copy may require grad although the input does not."""
     return Do(lambda self, x: x.mul_(self.weight), weight=nn.Parameter(torch.ones(WIDTH)))
@@ -146,8 +181,7 @@ def changed_before_backward(run: Any, x: Tensor) -> None:
 
 
 SAYS = r"partition 1 changed its input in place.*checkpoint='never'"
-FORWARD = "'buffer' of Holds .* was changed in forward"
-BETWEEN = "'nothing' of Holds in partition 0 was changed in place between forward and backward"
+UNCOUNTED = "'buffer' of Holds in partition 0 was changed .*, which PyTorch does not count"
 OTHER = "replaced, added or froze a parameter in its forward"
 READS = "uses the running statistics of a batch norm"
 OWN_GRAPHS = {"graph never": "", "": OTHER}
@@ -159,17 +193,28 @@ def checkpointed(message: str) -> dict[str, str]:
 
 ROWS = [
     Row("a count in the passes", holding(in_place), balance=(2, 1), use=steps),
-    Row("a large one that counts", holding(in_place, LARGE), balance=(2, 1), use=steps, refused=checkpointed(FORWARD)),
+    *(Row(f"a count in the passes, {by.__name__}, {size} elements", holding(by, size), balance=(2, 1), use=steps)
+      for by in (by_data, by_numpy) for size in (2, LARGE)),
+    Row("a large one that counts", holding(in_place, LARGE), balance=(2, 1), use=steps),
+    Row("a count on a device to wait for", holding(by_data), balance=(2, 1), use=without_comparing),
+    Row("a large one on a device to wait for", holding(by_data, LARGE), balance=(2, 1), use=without_comparing,
+        refused=checkpointed(UNCOUNTED)),
+    Row("statistics of an own norm", made(linear, own_norm, linear), balance=(2, 1), use=steps),
+    Row("statistics of an own norm of two partitions", norm_of_two, balance=(2, 2), use=steps,
+        refused={"": "change the same buffer"}),
+    Row("an observer of quantization", made(linear, FusedMovingAvgObsFakeQuantize, linear), balance=(2, 1), use=steps,
+        note="Quantization-aware training, as `prepare_qat` makes it."),
+    Row("a sparse buffer", made(linear, sparse, linear), balance=(2, 1), use=steps),
     Row("another buffer in the passes", holding(another), balance=(2, 1), use=steps),
     Row("a buffer that comes in the passes", holding(in_the_free_place), balance=(2, 1), use=steps),
     Row("a buffer that is registered in the passes", holding(where_there_was_no_place), balance=(2, 1), use=steps),
     Row("a large one that the forward makes", holding(large_in_the_free_place), balance=(2, 1), use=steps),
     Row("a large one that changes before the backward", holding(large_in_the_free_place), balance=(2, 1),
-        use=then(lambda layer: layer.nothing.add_(1)), refused=checkpointed(BETWEEN)),
+        use=then(lambda layer: layer.nothing.add_(1))),
     Row("a buffer that comes after them", holding(id), balance=(2, 1), use=then(in_the_free_place)),
     Row("a buffer removed", holding(id), balance=(2, 1), use=then(lambda layer: delattr(layer, "buffer"))),
-    Row("another large one in the passes", holding(another, LARGE), balance=(2, 1), refused=checkpointed(FORWARD)),
-    Row("two that share memory", holding(two_of_one_memory), balance=(2, 1), refused=checkpointed(FORWARD)),
+    Row("another large one in the passes", holding(another, LARGE), balance=(2, 1)),
+    Row("two that share memory", made(linear, two_of_one_memory, linear), balance=(2, 1), use=steps),
     Row("statistics that another layer reads", reads_statistics, refused=checkpointed(READS), balance=(2, 1)),
     # One parameter by two names: its gradients are added up in another order.
     Row("what a layer knows of its parameters", made(linear, Looks, linear), balance=(1, 2), use=steps,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compare import REORDERED
-from ..parts.layers import WIDTH, Do, five, freeze, linear, real
-from ..row import Row, promised, step
+from ..parts.layers import WIDTH, Do, five, freeze, linear, made, real, weight
+from ..row import Row, promised, step, steps
 
 
 def fan() -> nn.Sequential:
@@ -74,6 +74,58 @@ def to_be_differentiated(run: nn.Module, x: Tensor) -> None:
         run.zero_grad()
 
 
+def always_hooked(_: Any, x: Tensor) -> Tensor:
+    y = 1 * x
+    y.register_hook(lambda grad: 2 * grad)
+    return y
+
+
+def always_differentiated(self: Any, x: Tensor) -> Tensor:
+    return torch.autograd.grad((x.sin() * self.weight).sum(), x, create_graph=True)[0]
+
+
+def thawed_before_backward(run: nn.Module, x: Tensor) -> None:
+    """As the discriminator of a GAN, which has to be frozen while the generator's loss is computed."""
+    loss = loss_of(run, x)
+    run.requires_grad_(True)
+    loss.backward()
+
+
+def scaled() -> nn.Module:
+    return Do(lambda self, x: x * self.by, by=torch.rand(WIDTH).requires_grad_())
+
+
+def hyper() -> nn.Module:
+    return Do(lambda self, x: x * self.by, by=torch.rand(WIDTH), scale=weight())
+
+
+def of_a_hypernetwork(run: Any, x: Tensor) -> None:
+    for _ in range(2):
+        run[1].by = run[1].scale.exp()
+        step(run, x)
+
+
+def keeps_its_output(self: Any, x: Tensor) -> Tensor:
+    self.kept = x * self.weight
+    return self.kept
+
+
+def reading() -> nn.Module:
+    return Do(lambda self, x: x * (self.weight if self.weight.grad is None else self.weight.grad), weight=weight())
+
+
+def zeroed_before_backward(run: nn.Module, x: Tensor) -> None:
+    loss_of(run, x).backward()
+    run.zero_grad()
+    loss_of(run, x).backward()
+    loss = loss_of(run, x)
+    run.zero_grad()
+    try:
+        loss.backward()
+    finally:
+        run.zero_grad()
+
+
 FROZEN: dict[str, tuple[int, ...]] = {
     "nothing": (),
     "the first layer": (0,),
@@ -134,10 +186,41 @@ SUMS: dict[str, Use] = {
 
 RETAIN = "retain_graph=True"
 
+
+def weighted(forward: Any) -> nn.Module:
+    return Do(forward, weight=weight())
+
+
+def forgotten_in_the_end(run: Any, x: Tensor) -> Any:
+    seen = steps(run, x)
+    run[1].kept = None
+    return seen
+
+
+def three_backwards(run: nn.Module, x: Tensor) -> None:
+    for _ in range(3):
+        loss_of(run, x).backward()
+
+
 ROWS = [
     *(Row(f"frozen: {what}", partial(freeze, five, *numbers), use=promised) for what, numbers in FROZEN.items()),
     *(Row(f"frozen: {what}, input takes none", partial(freeze, five, *numbers), lambda: real(grad=False),
           use=promised) for what, numbers in FROZEN.items()),
+    *(Row(f"frozen: {what}, and thawed before backward", partial(freeze, five, *numbers), use=thawed_before_backward)
+      for what, numbers in FROZEN.items()),
+    Row("a buffer that takes a gradient", made(linear, scaled, linear), balance=(2, 1), use=steps),
+    Row("a buffer that a hypernetwork makes", made(linear, hyper, linear), balance=(2, 1), use=of_a_hypernetwork,
+        note="Its output stands in a buffer's place, anew for each step."),
+    Row("a buffer that keeps an output with its graph",
+        made(linear, lambda: Do(keeps_its_output, kept=torch.zeros(1), weight=weight()), linear), balance=(2, 1),
+        use=forgotten_in_the_end),
+    Row("a layer that reads its gradient", made(linear, reading, linear), balance=(2, 1),
+        use=three_backwards),
+    Row("a layer that reads its gradient, zeroed before backward", made(linear, reading, linear), balance=(2, 1),
+        use=zeroed_before_backward, refused=dict.fromkeys(("always", "except_last"), "uses the gradient of its")),
+    *(Row(f"{what} without a condition", made(linear, partial(weighted, layer), linear),
+          balance=(2, 1), use=steps, refused=dict.fromkeys(("always", "except_last"), "asks for gradients"))
+      for what, layer in (("a hook", always_hooked), ("`autograd.grad`", always_differentiated))),
     *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
     *(Row(what, use=use) for what, use in USES.items()),
     *(Row(what, use=use, note="Of the input and of any parameter.") for what, use in OF_ONE.items()),

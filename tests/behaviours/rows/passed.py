@@ -1,6 +1,8 @@
 """What goes in, between partitions and out, and how it is split; skips reach their layer, whatever lies between."""
 
+from collections import namedtuple
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -10,9 +12,10 @@ from torch import Tensor, nn
 
 from torchgpipe.skip import Namespace
 
-from ..parts.layers import WIDTH, linear, made, only_a_skip, real
+from ...plain import Plain
+from ..parts.layers import WIDTH, Do, linear, made, only_a_skip, real
 from ..parts.wiring import OnFirst, with_skips
-from ..row import Row, promised, steps
+from ..row import Row, promised, step, steps
 
 plain = partial(real, grad=False)
 
@@ -90,6 +93,43 @@ def output_changed(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(stashing("a", lambda x, y: y), *between, nn.ReLU(inplace=True), linear(), popping())
 
 
+Two = namedtuple("Two", "a b")
+HERE: Any = type("Here", (Two,), {})
+
+
+def marked(x: Tensor, **attributes: Any) -> Tensor:
+    y = x.tanh()
+    vars(y).update(attributes or {"scale": 3.0, "names": ["a", (1, {"b": None})]})
+    return y
+
+
+def scaled(x: Any) -> Tensor:
+    return x * float(getattr(x, "scale", 1.0)) * len(getattr(x, "names", "x"))
+
+
+def handing_on(make: Any, take: Any) -> Any:
+    """Return what makes layers of which one hands on two tensors by name."""
+    return made(linear, lambda: Do(lambda _, x: make((x.tanh(), x.argmax(1, keepdim=True)))), nn.Identity,
+                lambda: Do(lambda _, value: take(value)))  # fmt: skip
+
+
+def named_out(run: nn.Module, x: Tensor) -> Any:
+    y = run(x)
+    return isinstance(run, Plain) or type(y) is Two, y[0]
+
+
+def asking(a: Tensor, b: Tensor) -> Tensor:
+    return (a if a.requires_grad else a.exp()) + (b.exp() if b.requires_grad else b)
+
+
+def at_last(run: Any, x: Tensor) -> Any:
+    """Detach from the second step on. That one does not see it; return what the third shows."""
+    for number in range(3):
+        run[1].detach, x.grad = number > 0, None
+        shown = step(run, x)
+    return shown
+
+
 def without_grad(run: nn.Module, x: Tensor) -> Any:
     with torch.no_grad():
         return [run(x) for _ in range(3)]
@@ -135,6 +175,10 @@ ROWS = [
     Row("an integer is first", of(lambda a: (a.argmax(1), a), lambda k, a: (k, a.exp()), lambda k, a: (k, a))),
     Row("mask", of(linear, lambda a: (a, a > 0), lambda a, b: (a.masked_fill(b, 0.5), b))),
     Row("detached", of(linear, lambda a: (a, a.detach()), lambda a, b: (a * b, b))),
+    *(Row(what, made(linear, lambda: Do(lambda self, a: (a, a.detach() if self.detach else 1 * a), detach=True),
+        lambda: asking, linear), balance=(2, 2), use=use,
+        without={"one partition": "within a partition, a first pass has no graph to ask for, as the guide says"})
+      for what, use in (("detached, and the next partition asks", steps), ("detached from some step on", at_last))),
     Row("constants", of(linear, lambda a: (a, torch.ones(len(a), 1)), lambda a, b: a * b)),
     Row("nothing takes grad", of(*[lambda a, k: (a, k)] * 3), with_ids),
     Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),
@@ -142,6 +186,21 @@ ROWS = [
     Row("nothing", of(linear, lambda a: None, linear), refused={"": "output of partition 1 must be .* got NoneType"}),
     Row("a number", of(linear, lambda a: (a, 2.0), linear), refused={"": "of partition 1 must .* element 1 is float"}),
     Row("a loss", of(linear, linear, Tensor.sum), refused={"": "returned a scalar; move a loss"}),
+    Row("attributes of tensors (`y.scale = 3.0`)", of(linear, marked, lambda x: x, scaled),
+        note="Between ranks: numbers, strings, and tuples, lists and dictionaries of them."),
+    Row("attributes of a skip", lambda: nn.Sequential(stashing("a", lambda x, y: marked(x)), linear(),
+        with_skips(linear(), {}, {"a": lambda y, skip: y * scaled(skip)}))),
+    Row("an attribute that is not plain", of(linear, partial(marked, scale=Fraction(3, 2)), scaled), balance=(2, 1),
+        refused={"ranks": r"outputs of partition 0 have attributes \(scale\)"}),
+    Row("an attribute that takes a gradient", of(linear, lambda x: marked(x, more=x.sin()), lambda x: x * x.more),
+        refused={"graph never": "", "": "attribute.*more"}, balance=(2, 1)),
+    Row("named tuples between layers", handing_on(Two._make, lambda two: two.a * two.b),
+        note="Between ranks, if their class is at the top of a module."),
+    Row("a named tuple of PyTorch", handing_on(torch.return_types.max, lambda two: two.values * two.indices)),
+    Row("a named tuple of no module", handing_on(HERE._make, lambda two: two.a * two.b),
+        refused={"ranks": "which ranks do not find"}),
+    Row("a named tuple out", made(linear, linear, lambda: Do(lambda _, x: Two(x.tanh(), x))), use=named_out,
+        without={"ranks": "other ranks show what the last one has"}),
     *(Row(f"types {d}", typed(d), partial(torch.randn, 8, WIDTH, dtype=d, requires_grad=True), use=promised)
       for d in (F16, BF16, C64)),
     Row("several types", typed(*SEVERAL), balance=(2, 2, 2, 3), use=promised),

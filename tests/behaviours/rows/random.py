@@ -25,6 +25,17 @@ def attention(x: Tensor, dropout: float) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)[0]
 
 
+def set_back(x: Tensor) -> Tensor:
+    state, seeded = torch.get_rng_state(), torch.Generator().manual_seed(3)
+    first = torch.rand_like(x)
+    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        assert torch.rand_like(x).equal(torch.rand(x.shape, generator=seeded)), "the seed was not set"
+    assert first.equal(torch.rand_like(x)), "the state was not set back"
+    return first
+
+
 DRAWS: dict[str, Drawn] = {
     "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
     "dropout in place": lambda x: F.dropout(torch.ones_like(x), 0.5, inplace=True),
@@ -42,6 +53,7 @@ DRAWS: dict[str, Drawn] = {
     "dirichlet": lambda x: torch._sample_dirichlet(torch.ones_like(x)),
     "attention with dropout": lambda x: attention(x.detach(), 0.5),
     "initialization": lambda x: nn.Linear(4, len(x)).weight.detach(),
+    "the default generator, given": lambda x: torch.rand(x.shape, generator=torch.default_generator),
     "several": lambda x: torch.rand_like(x) * torch.randperm(4) + F.dropout(torch.ones_like(x)),
 }
 
@@ -187,6 +199,8 @@ DEFERRED: dict[str, Any] = {"options": {"deferred_batch_norm": True}, "tolerance
 
 ROWS = [
     *(Row(what, partial(layers, draw), use=all_differ, **MORE) for what, draw in DRAWS.items()),
+    Row("`fork_rng`, `set_rng_state` in a layer", partial(layers, set_back), use=all_differ, **MORE,
+        note="The state is that of the task."),
     Row("several steps", layers, use=steps, **MORE),
     Row("backward leaves the caller's numbers alone", layers, use=leaves_the_callers_numbers_alone, **MORE),
     Row("two forwards, then two backwards", layers, use=under_way, **MORE, tolerance=REORDERED),

@@ -31,6 +31,11 @@ def padded() -> nn.Module:
     return Do(lambda self, x: self.encoder(x, src_key_padding_mask=mask.expand(len(x), 4)), encoder=encoder)
 
 
+def norm_checkpointed() -> nn.Module:
+    norm = nn.BatchNorm1d(WIDTH)
+    return Do(lambda self, x: torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False), norm=norm)
+
+
 def within_checkpointing(run: nn.Module, x: Tensor) -> None:
     """The pipeline's forward then runs within its own backward."""
     torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).square().sum().backward()
@@ -156,6 +161,8 @@ ROWS = [
         without={"ranks": "each would run the forward again at a time of its own"},
         note='It keeps the mini-batch alone and runs the whole forward again. `checkpoint="always"` recomputes while '
              "other partitions go backward."),
+    Row("`torch.utils.checkpoint` around a norm", made(linear, norm_checkpointed, linear), balance=(2, 1), use=steps,
+        refused=dict.fromkeys(("always", "except_last"), r"checkpoint\(use_reentrant=False\) around a batch norm")),
     Row("a checkpoint of a layer's own", made(lambda: OwnCheckpoint.apply, nn.Identity), long, (1, 1),
         use=masks_are_alike, refused={"workers": "random numbers in backward"}),
     Row("a layer that sets the seed", made(lambda: seeding, nn.Identity), long, (1, 1),

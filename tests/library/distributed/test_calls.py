@@ -120,14 +120,24 @@ def test_errors_between_calls() -> None:
 
     # One rank has begun one more mini-batch than the others.
     ours._serial += rank == 1
-    with pytest.raises(RuntimeError, match="ranks are in different mini-batches"):
+    with pytest.raises(RuntimeError, match=r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"):
         loss_of(ours)
-    with pytest.raises(RuntimeError, match="ranks are in different mini-batches"):
+    with pytest.raises(RuntimeError, match=r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"):
         loss_of(ours)
     ours.close()
     loss_of(ours).backward()
     loss_of(threads).backward()
     assert_same_gradients(ours, threads)
+
+    for given in ((2.0, 2.0), (1.0, 1.0)):
+        with pytest.raises(
+            (ValueError, RankFailed), match=r"clip_grad_norm_ alike, but it gives \[.\.0, .\.0\] on rank"
+        ):
+            ours.clip_grad_norm_(*(given if rank == 1 else (1.0, 2.0)))
+        ours.close()
+    loss_of(ours).backward()
+    ours.clip_grad_norm_(float("nan"))
+    ours.zero_grad()
 
     ours.timeout = 7
     with pytest.raises(RuntimeError, match=r"timeout was changed from 300.0 to 7 .* call close\(\)"):
@@ -225,8 +235,8 @@ def test_a_connection_that_fails_is_told_and_made_anew(monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(dist, "ProcessGroupGloo", fails)
-        told = rf"rank {dist.get_rank()} connected to all others \(Connection closed by peer \[::1\]:7\)"
-        with pytest.raises(RankFailed, match=f"a rank has ended while {told}"):
+        told = rf"rank {dist.get_rank()} connected to others \(Connection closed by peer \[::1\]:7\)"
+        with pytest.raises(RankFailed, match=f"an unknown rank ended while {told}"):
             loss_of(ours)
     loss_of(ours).backward()
     loss_of(threads).backward()

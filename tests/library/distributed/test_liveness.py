@@ -23,6 +23,7 @@ from torchgpipe.distributed.liveness.idle import Idle, cpu_time_of_descendants, 
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
 
 from ...parts import Fails
+from ...start import python
 from ..ledger import assert_eventually
 
 PATIENCE = 120  # seconds; only a hang takes as long
@@ -153,7 +154,8 @@ def monitoring(
     timeout: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
 ) -> Iterator[tuple[RankMonitor, Activity, SimpleQueue[str]]]:
     """Let rank 0 monitor three others, of which some are heard all the time."""
-    activity, wrong = Activity(), SimpleQueue[str]()
+    wrong = SimpleQueue[str]()
+    activity = Activity(wrong.put, [])
     label = Label(1, waits, "at home")
     made: list[RankMonitor] = []
 
@@ -161,7 +163,7 @@ def monitoring(
         for monitor in made * (peer in heard):
             monitor.heard(peer, label)
 
-    monitor = RankMonitor(0, [1, 2, 3], activity, timeout, tell, wrong.put)
+    monitor = RankMonitor(0, [1, 2, 3], activity, timeout, tell)
     made.append(monitor)
     for peer in (1, 2, 3):
         monitor.heard(peer, label)
@@ -208,3 +210,17 @@ def test_labels_have_one_size() -> None:
         packed = Label(7, True, words).packed()
         assert len(packed) == len(Label(0, False, "").packed())
         assert Label.unpacked(packed) == Label(7, True, words[:98])
+
+
+ENDS = """
+import threading, time; from torchgpipe.distributed.liveness.ending import end_with_process
+class Connected: close, fail = lambda self: print("closed"), lambda self, error: print(error)
+end_with_process(connected := Connected())
+threading.Thread(target=lambda: (time.sleep(1), print("a thread is over"))).start()
+"""
+
+
+@pytest.mark.parametrize("end, printed", [("0 / 0", "division by zero\na thread"), ("", "a thread is over\nclosed")])
+def test_others_hear_at_once_that_the_main_thread_has_failed(end: str, printed: str) -> None:
+    said, _ = python("-c", ENDS + end).communicate(timeout=PATIENCE)
+    assert said.startswith(printed)

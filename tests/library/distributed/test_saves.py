@@ -113,6 +113,9 @@ def test_failures() -> None:
     with pytest.raises((ValueError, RankFailed), match="different values of data to save"):
         saves.save(1, model, optimizer, data=torch.tensor([rank]), epoch=float("nan"))
     model.close()
+    with pytest.raises((ValueError, RankFailed), match="different values of step to save"):
+        saves.save(1 + (rank == 3), model, optimizer)
+    model.close()
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}
     # Every rank finds it out, and may hear before that another one has.

@@ -3,16 +3,16 @@
 Gloo is replaced by threads.py.
 """
 
-import pickle
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.message import HEAD, SLOT, Message
+from torchgpipe.distributed.wires.message import HEAD, SLOT, Message, packed
 from torchgpipe.distributed.wires.wire import Receiver, Sender, WireAddress
 
 from .threads import Group, World
@@ -82,7 +82,7 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
         for about in ("short", "long" * SLOT):
             assert_arrives(*wire, about, MESSAGES[name])
     assert len(sender._numbers) == 2
-    described = sum(len(pickle.dumps(each)) for each in sender._numbers)
+    described = sum(len(packed(each)) for each in sender._numbers)
     dense = sum(x.nbytes for x in MESSAGES[name] if x is not None)
     sent = 4 * PLACED[name][1] if name in PLACED else dense
     assert sender._group.world.bytes == described + 6 * (HEAD.size + sent)  # type: ignore[attr-defined]
@@ -160,7 +160,27 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
         sender.settle()
 
 
-def test_what_is_not_dense_is_refused(wire: Wire) -> None:
-    sender, _ = wire
-    with pytest.raises(TypeError, match=r"only dense tensors travel .*, but a partition returned a tensor of"):
-        sender.give(Message(1, "", (torch.eye(3).to_sparse(),)))
+REFUSED: dict[str, tuple[Any, Tensor]] = {
+    r"only dense tensors travel .*, but a partition returned a tensor of": ("", torch.eye(3).to_sparse()),
+    r"only None, numbers, text and tuples .*, but got \(1, torch.Size\(\[2\]\)\)": ((1, torch.Size([2])), X),
+    r"only None, numbers, text and tuples .*, but got <class 'str'>": (str, X),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_travel_is_refused(message: str, wire: Wire) -> None:
+    about, x = REFUSED[message]
+    with pytest.raises(TypeError, match=message):
+        wire[0].give(Message(1, about, (x,)))
+
+
+def test_nothing_that_comes_is_run(wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = wire
+    pickled = b"cos\nmkdir\nV%s/made\n\x85R." % bytes(tmp_path)
+    for content in (pickled, pickled + b" " * SLOT, b"[]", b"\xff", b"[" * 9999):
+        monkeypatch.setattr("torchgpipe.distributed.wires.wire.packed", lambda _, content=content: content)
+        sender.give(Message(1, content, ()))
+        with pytest.raises(RuntimeError, match="rank 0 is another program, or another version of this one"):
+            receiver.take()
+        receiver._next = receiver._receive(receiver._slot)
+    assert not [*tmp_path.iterdir()]

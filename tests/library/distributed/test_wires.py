@@ -2,11 +2,12 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from torchgpipe.distributed import connections
+from torchgpipe.distributed import RankFailed, connections
 
 from ...start import TORCHRUN, python
 
@@ -21,8 +22,23 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.startswith("rank 0 has waited for 0.1 s for others to make")
 
 
+def test_a_store_that_ends_and_one_that_another_process_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d: Any = dist
+    kept = [c10d.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)]
+    store = c10d.TCPStore("127.0.0.1", kept[0].port, 2, wait_for_workers=False, timeout=timedelta(seconds=2))
+    monkeypatch.setattr(connections, "_get_default_store", lambda: store)
+    c10d.PrefixStore("torchgpipe/(0, 7)/0", store).set("rank 0 is here", "process 5 on elsewhere")
+    for said in (
+        r"rank 0 is process 5 on elsewhere, and process \d+ on .* says the same: start each rank only once",
+        r"an unknown rank ended while rank 0 connected to others \(",
+    ):
+        with pytest.raises(RankFailed, match=said):
+            connections.Connections([0, 7], 0, None)
+        kept.clear()
+
+
 def test_a_rank_says_what_it_waits_for_and_ends() -> None:
-    waits = "import time; from torchgpipe.distributed.liveness import patience\n"
+    waits = "import time; from torchgpipe import patience\n"
     waits += "patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
     process = python("-c", f"{waits}with patience.waiting_for('others'): time.sleep(60)")
     _, said = process.communicate(timeout=60)

@@ -1,7 +1,9 @@
 """Saved states in one process: whole or not there, going on to the same numbers, and what is refused."""
 
+import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from torchgpipe import GPipe
+from torchgpipe.state.meeting import Meeting
+from torchgpipe.state.saved_files import readable
 from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import differences
@@ -85,19 +89,30 @@ def test_going_on(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     assert differences(seen[0], seen[1]) == []
 
 
+NOT_ITS_OWN = {
+    "part-00000", "part-of-the-report", f"part-{7:032x}", "20240101-step-by-step-notes", "20240101-step-3",
+    "000003-step-2.best", "000005-step-4", "0000009-step-3",
+}  # fmt: skip
+
+
 def test_the_newest_stay(tmp_path: Path) -> None:
     """They are told by the order in which they were saved. PyTorch's own functions read them."""
     model, plain = piped(1), piped(2)
     optimizer, saves = adam(model), Saves(tmp_path, keep=2)
+    others = [tmp_path / name / "notes" for name in NOT_ITS_OWN]
+    for notes in others:
+        notes.parent.mkdir()
+        notes.touch()
     assert saves.load(model, optimizer) is None
     for step in (5, 3, 9, 9, 4):
         saves.save(step, model, optimizer)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000004-step-9", "000005-step-4", "lock"]
+    assert all(notes.exists() for notes in others)
+    assert {path.name for path in tmp_path.iterdir()} - NOT_ITS_OWN == {"000004-step-9", "000006-step-4", "lock"}
     assert saves.load(model, None) == {"step": 4}
     state = {"model": plain.state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that ranks have not met
-        load(state, checkpoint_id=tmp_path / "000005-step-4")
+        load(state, checkpoint_id=tmp_path / "000006-step-4")
     assert differences(state["model"], model.state_dict()) == []
 
 
@@ -158,14 +173,35 @@ def test_gradients_of_a_mini_batch_that_failed_are_let_go_of(tmp_path: Path) -> 
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("part", [".metadata", "__0_0.distcp"])
-def test_a_damaged_state_is_named(part: str, tmp_path: Path) -> None:
+CHANGED = "is not as it was written, by its checksum"
+
+
+@pytest.mark.parametrize(
+    ("part", "damage", "why"),
+    [
+        (".metadata", lambda content, _: content[:20], rf"ValueError: \.metadata {CHANGED}"),
+        ("__0_0.distcp", lambda content, weights: content.replace(weights, weights[::-1]), f"__0_0.distcp {CHANGED}"),
+        ("saved-by-torchgpipe.json", lambda *_: b"", "JSONDecodeError"),
+    ],
+)
+def test_a_damaged_state_is_named(part: str, damage: Any, why: str, tmp_path: Path) -> None:
     model = piped(0)
     Saves(tmp_path).save(0, model, None)
     path = tmp_path / "000001-step-0" / part
-    path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(RuntimeError, match=r"the state in .*000001-step-0 cannot be read \(.*; if it is damaged"):
+    path.write_bytes(damage(path.read_bytes(), model[0].weight.detach().numpy().tobytes()))
+    with pytest.raises(RuntimeError, match=rf"state in .*000001-step-0 cannot be read \(.*{why}.*\); if it is damaged"):
         Saves(tmp_path).load(model, None)
+
+
+def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"the state in it cannot be read \(EOFError\); if"), readable(Path("it")):
+        raise EOFError
+    with pytest.raises(RuntimeError, match="rank 0 does not see it/x, which was there just now"):
+        Meeting(0, lambda own: [own]).first(Path("it"), lambda: "x")
+    for elsewhere in ("..", "/tmp"):  # whoever says to be rank 0 must not lead others to what they unpickle
+        told = torch.tensor([*json.dumps(elsewhere).encode()], dtype=torch.uint8)
+        with pytest.raises(RuntimeError, match="rank 1 does not see"):
+            Meeting(1, partial(lambda told, own: [told, own], told)).first(tmp_path, lambda: None)
 
 
 def saving(step: Any, make: Any = lambda model: None) -> Callable[[Path], object]:

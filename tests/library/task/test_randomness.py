@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.task import seeded
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.randomness import Randomness
 from torchgpipe.task.seeded import PrivateGenerator, SeededDefault
@@ -63,9 +64,9 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
     names = ("several", "poisson")  # both use the default generator
     expected = [*map(several, names)]
-    before, set_state = torch.get_rng_state(), torch.set_rng_state
+    before, set_state = torch.get_rng_state(), seeded._set_default
     # Make threads switch while the default generator has another state.
-    monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_state(state), time.sleep(1e-3)))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(seeded, "_set_default", lambda state: (set_state(state), time.sleep(1e-3)))  # type: ignore[func-returns-value]
     with ThreadPoolExecutor(2) as pool:
         assert all(map(torch.equal, pool.map(several, names), expected))
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,26 +1,22 @@
 """What cannot become a sequence of layers is refused, with the line, the reason and what to do."""
 
+import random
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from torchgpipe import GPipe, sequential
 from torchgpipe.trace import Untraceable
 
-from ...behaviours.parts.layers import Do
 from .. import traced
-from ..traced import WIDTH, rows
-
-
-def does(function: Callable[[Any, Tensor], Any]) -> nn.Module:
-    """Return a module with this forward, which may use a buffer, and a layer that is not registered."""
-    a, b, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-    return Do(function, a=a, b=b, hidden=[hidden], count=torch.zeros(()))
+from ..traced import WIDTH, does, rows
 
 
 class Extra(traced.Residual):
@@ -31,6 +27,11 @@ class Extra(traced.Residual):
 def within_autocast(net: Any, x: Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         return net.a(x)
+
+
+def with_hooks_of_saved_tensors(net: Any, x: Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: 2 * y, lambda y: y):
+        return net.b(net.a(x))
 
 
 def replacing(net: Any, x: Tensor) -> Any:
@@ -57,6 +58,24 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "autocast": within_autocast,
     "a hook on a tensor": lambda net, x: (y := net.a(x)).register_hook(lambda grad: 2 * grad) and net.b(y),
     "a buffer that is replaced": replacing,
+    "a hook of the graph": lambda net, x: (y := net.a(x)).grad_fn.register_hook(print) and net.b(y),
+    "hooks of saved tensors": with_hooks_of_saved_tensors,
+    "other parameters": lambda net, x: functional_call(net.a, {"weight": net.a.weight.detach()}, x),
+    "a part that is frozen": lambda net, x: net.a.requires_grad_(False)(x),
+    "gradients": lambda net, x: x * torch.autograd.grad(net.a(x).sum(), net.a.bias)[0],
+    "whether a gradient is wanted": lambda net, x: net.a(x) if x.requires_grad else x,
+    "the mode of gradients": lambda net, x: net.a(x) if torch.is_grad_enabled() else x,
+    "strides": lambda net, x: net.a(x) if x.stride(0) == WIDTH else x,
+    "contiguity": lambda net, x: net.a(x) if x.is_contiguous() else x,
+    "a seed": lambda net, x: torch.manual_seed(3) and net.a(x),
+    "the default generator": lambda net, x: torch.default_generator.manual_seed(3) and net.a(x),
+    "another random number": lambda net, x: net.a(x) if random.random() < 0.5 else x,
+    "a generator": lambda net, x: net.a(x) + torch.rand(x.shape, generator=net.draws),
+    "a transform": lambda net, x: torch.vmap(torch.sin)(net.a(x)),
+    "an array": lambda net, x: net.a(x) * torch.from_numpy(numpy.ones(WIDTH)),
+    "a size in a partial": lambda net, x: net.call((partial(torch.mul, len(x)), net.a(x))),
+    "a size that is returned": lambda net, x: {"y": net.a(x), "n": len(x)},
+    "a shape that is returned": lambda net, x: (net.a(x), [x.shape]),
 }
 REPLACES = [
     "`net.count = net.count + 1`",
@@ -73,8 +92,29 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a parameter": (False, ["returns a tensor that no call has made"]),
     "a hidden module": (True, ["not registered"]),
     "autocast": (False, ["`with torch.autocast(", "it sets or asks for autocast"]),
-    "a hook on a tensor": (True, ["register_hook would not be called for every micro-batch"]),
+    "a hook on a tensor": (True, ["it sets or asks for register_hook, which may be otherwise, or would be missed"]),
     "a buffer that is replaced": (False, REPLACES),
+    "a hook of the graph": (True, ["asks for grad_fn"]),
+    "hooks of saved tensors": (
+        False,
+        ["the layers of Do give something else than the module does: the gradient of a.weight differs"],
+    ),
+    "other parameters": (True, ["asks for tensors in the place of parameters, by functional_call"]),
+    "a part that is frozen": (True, ["asks for requires_grad_"]),
+    "gradients": (True, ["asks for torch.autograd.grad"]),
+    "whether a gradient is wanted": (True, ["asks for requires_grad"]),
+    "the mode of gradients": (True, ["asks for the mode of gradients", "do that in a submodule of its own"]),
+    "strides": (True, ["asks for stride"]),
+    "contiguity": (True, ["asks for is_contiguous"]),
+    "a seed": (True, ["asks for a random state"]),
+    "the default generator": (False, ["Do sets a random state"]),
+    "another random number": (True, ["asks for random numbers beside PyTorch's"]),
+    "a generator": (True, ["asks for a generator of its own"]),
+    "a transform": (True, ["torch.func transforms"]),
+    "an array": (True, ["asks for an array of NumPy"]),
+    "a size in a partial": (True, ["it passes functools.partial(<built-in method mul"]),
+    "a size that is returned": (True, ["returns {'y': Tensor, 'n': 2}, {'y'", "return tensors alone"]),
+    "a shape that is returned": (True, ["or returns (Tensor, [torch.Size([2, 6])])"]),
 }
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (lambda: nn.Sequential(does(FORWARDS["a branch"])), True, ["whole=[Do]"]),
@@ -92,9 +132,11 @@ CASES = {name: (partial(does, forward), *SAID[name]) for name, forward in FORWAR
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name: str) -> None:
     make, with_line, said = CASES[name]
-    module = make()
+    module, sample = make(), rows()
+    state = torch.get_rng_state()
     with pytest.raises(Untraceable) as caught:
-        sequential(module, rows())
+        sequential(module, sample)
+    assert torch.equal(state, torch.get_rng_state())
     message = str(caught.value)
     assert (f'`"{name.partition(",")[0]}": lambda' in message) == with_line
     assert [part for part in said if part not in message] == []

@@ -66,9 +66,10 @@ def test_the_module_is_left_as_it_was(frozen: bool) -> None:
     module.seen.fill_(3)
     nn.init.constant_(module.norm.get_buffer("running_mean"), 2)
     before = copy.deepcopy({**vars(module), "state": module.state_dict()})
-    sample, random = rows(), torch.get_rng_state()
+    sample, draws = rows(), (torch.default_generator, module.noise.draws)
+    random = [generator.get_state() for generator in draws]
     sequential(module, sample)
-    assert torch.equal(random, torch.get_rng_state())
+    assert all(map(torch.equal, random, [generator.get_state() for generator in draws]))
     assert (module.training, module.norm.training) == (True, not frozen)
     assert torch.equal(module.seen, before["_buffers"]["seen"])
     assert vars(module).keys() | {"state"} == before.keys()
@@ -90,17 +91,24 @@ def test_hooks_run(name: str) -> None:
     layers = sequential(module, rows())
     seen.clear()
     balance = [1, len(layers) - 1]
-    GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, checkpoint="never")(rows()).sum().backward()
+    x = torch.randn(16, traced.WIDTH)
+    GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, checkpoint="never")(x).sum().backward()
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
 def test_copies() -> None:
     module = traced.Residual()
-    layers, x = sequential(module, rows()), rows()
+    layers, x, many = sequential(module, rows()), rows(), torch.randn(2, 9, traced.WIDTH)
     for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
         assert torch.equal(other(x), module(x))
+        torch.testing.assert_close(torch.func.vmap(other)(many), module(many))
         model = GPipe(other, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
         assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_a_small_part_that_seeds_stays_whole() -> None:
+    last = traced.does(lambda net, x: torch.manual_seed(3) and net.a(x) if x.is_contiguous() else x)
+    assert len(sequential(nn.Sequential(nn.Linear(6, 60), nn.Linear(60, 6), last), rows())) == 3
 
 
 def test_training_and_evaluation() -> None:

@@ -4,7 +4,9 @@ import atexit
 import multiprocessing
 import os
 import sys
+import threading
 from contextlib import suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
@@ -28,15 +30,18 @@ def end_with_process(connections: Any) -> None:
             _see_errors()
 
 
-def _end() -> None:
+def _end(*, threads_go_on: bool = False) -> None:
     error = sys.exc_info()[1] or (_seen[-1] if _seen else getattr(sys, "last_value", None))
     if isinstance(error, SystemExit):  # `torch.multiprocessing` exits with 1 after an error
         error = error.__context__ if error.code else None
-    for connections in [*open_connections]:
+    for connections in [*open_connections] if error or not threads_go_on else ():  # which may use the pipeline
         if error is None:
             connections.close()
         else:
             connections.fail(error)
+
+
+threading._register_atexit(partial(_end, threads_go_on=True))  # type: ignore[attr-defined]
 
 
 def _see_errors() -> None:
@@ -57,6 +62,7 @@ def _leave_all() -> None:
     _kept.extend(open_connections)  # never let go of: gloo's threads are not there, and to end them would crash
     open_connections.clear()
     for connections in _kept:
+        connections.liveness.activity.beside.clear()
         for number, _ in connections.sockets & sockets():  # or they would stay open when the other process ends
             os.close(number)
 

@@ -35,8 +35,8 @@ def gist(error: BaseException) -> str:
 class Liveness:
     """Tell all other ranks how rank `own` is, hear how they are, and keep the first failure of any rank.
 
-    Each other rank has a wire both ways, by `address`, and a thread that listens to it. `timeout` is the monitor's, and
-    `disconnect` breaks all connections of this rank, not only these.
+    Each other rank has a wire both ways, by `address`, and a thread that listens to it. `timeout` and
+    `beside` are the monitor's, and `disconnect` breaks all connections of this rank, not only these.
 
     Attributes:
         activity: what this rank does.
@@ -50,6 +50,7 @@ class Liveness:
         address: Callable[[int, Broken], WireAddress],
         timeout: float | None,
         disconnect: Callable[[], None],
+        beside: list[Activity],
     ) -> None:
         self._own, self._disconnect = own, disconnect
         self._disconnected = False
@@ -61,8 +62,8 @@ class Liveness:
         # What does not arrive is no failure: who listens to that rank hears why.
         self._senders = {peer: Sender(address(peer, lambda error: None)) for peer in others}
         self._telling = threading.RLock()
-        self.activity = Activity()
-        self._monitor = RankMonitor(own, others, self.activity, timeout, self._tell_label, self.fail)
+        self.activity = Activity(self.fail, beside)
+        self._monitor = RankMonitor(own, others, self.activity, timeout, self._tell_label)
         self._threads = [
             threading.Thread(target=self._listen, args=(peer, address), name=f"gpipe-listens-to-{peer}", daemon=True)
             for peer in others
@@ -106,6 +107,7 @@ class Liveness:
             self._told.wait(2 * GRACE)
         self._break_all()
         self._monitor.ended.set()
+        self.activity.beside[:] = [each for each in self.activity.beside if each is not self.activity]
         for sender in self._senders.values():
             sender.stop()
         return [*self._threads, *(sender.thread for sender in self._senders.values()), self._monitor.thread]

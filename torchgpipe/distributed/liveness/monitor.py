@@ -57,12 +57,16 @@ class Activity:
     """What this rank does now: a call in which it may wait for other ranks, or something outside of the pipeline.
 
     Attributes:
+        fail: what is called with a line that says what is wrong.
+        beside: those of all pipelines that this process has over the same ranks, this one included.
         program: the one that runs in this call, once there is one.
         hears: whether the call waits for another rank apart from a program's links.
         thread: the one that the call is in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fail: Callable[[str], None], beside: list[Activity]) -> None:
+        self.fail, self.beside = fail, beside
+        beside.append(self)
         self._calls = self._serial = 0
         self._name: str | None = None
         self.program: Program | None = None
@@ -94,19 +98,22 @@ class Activity:
         return None if computing is None else (self._calls, f"{computing} of mini-batch {self._serial}")
 
     def label(self) -> Label:
-        """Return all this for other ranks."""
-        if self._name is None:
-            return Label(self._calls, False, self.doing)
-        waits = self.hears or (self.program is not None and self.computing is None)
-        waiting = "waiting for other ranks " if waits else ""
-        return Label(self._calls, waits, f"{waiting}{self.doing} of mini-batch {self._serial}")
+        """Return all this for other ranks: a call of another pipeline, if this one is in none."""
+        calls = sum(each._calls for each in [*self.beside])
+        within = [each for each in (self, *self.beside) if each._name is not None]
+        if not within:
+            return Label(calls, False, self.doing)
+        first = within[0]
+        waits = all(each.hears or (each.program is not None and each.computing is None) for each in within)
+        which = f"of mini-batch {first._serial}{' of another pipeline' * (first is not self)}"
+        return Label(calls, waits, f"{'waiting for other ranks ' * waits}{first.doing} {which}")
 
 
 class RankMonitor:
     """Monitor all ranks for rank `own`, in a thread, until it is `ended` or something is wrong.
 
     With a `timeout` of `None` nothing is wrong for it. `tell` sends this rank's label to another one, and does not
-    wait. `report_failure` is called with a line that says what is wrong.
+    wait. What is wrong ends all pipelines that this process has over these ranks: it may wait in any of them.
 
     Attributes:
         others: the other ranks, without those that have ended.
@@ -120,9 +127,8 @@ class RankMonitor:
         activity: Activity,
         timeout: float | None,
         tell: Callable[[int, Label], None],
-        report_failure: Callable[[str], None],
     ) -> None:
-        self._own, self._activity, self._tell, self._report_failure = own, activity, tell, report_failure
+        self._own, self._activity, self._tell = own, activity, tell
         self._timeout = inf if timeout is None else timeout
         self._interval = min(0.5, self._timeout / 8)  # between looks; every second time it tells others
         self._looked = time.monotonic()
@@ -178,10 +184,10 @@ class RankMonitor:
             while wrong is None and not self.ended.wait(self._interval * (count > 0)):
                 wrong, count = self._look(tells=count % 2 == 0), count + 1
         except BaseException as error:  # without its labels, others would take this rank for a silent one
-            self._report_failure(f"the monitor of rank {self._own} failed: {type(error).__name__}: {error}")
+            self._activity.fail(f"the monitor of rank {self._own} failed: {type(error).__name__}: {error}")
             raise
-        if wrong is not None:
-            self._report_failure(wrong)
+        for each in [*self._activity.beside] if wrong else ():
+            each.fail(str(wrong))
 
     def _look(self, *, tells: bool) -> str | None:
         late, self._looked = self._overdue(), time.monotonic()
@@ -209,10 +215,9 @@ class RankMonitor:
 
     def _hang(self) -> str | None:
         task, program = self._activity.computing, self._activity.program
-        if self._idle.look(task, self._now()) < self._timeout or task is None or program is None:
-            return None
-        if sharded([program.stage.partition]):
-            return None  # it may wait for a rank of another pipeline, which is only slow
+        idle = self._idle.look(task, self._now())
+        if idle < self._timeout or task is None or program is None or sharded([program.stage.partition]):
+            return None  # sharded layers may wait for a rank of another pipeline, which is only slow
         return (
             f"rank {self._own} hangs in {task[1]}: for {self._timeout:g} s it has neither ended nor used the "
             f"CPU, in {place(self._activity.thread)}"

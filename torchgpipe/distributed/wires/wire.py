@@ -11,7 +11,6 @@ connections.py), and not by Ctrl-C. One that times out closes all connections of
 may go on even when the connection has broken, so each sender has a thread for it, and programs wait for a queue.
 """
 
-import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from torchgpipe.distributed.wires.cuda import NEVER, Departure, Transfer
 from torchgpipe.distributed.wires.layout import Memory, dense, disjoint, layout_of, once, placed, row
-from torchgpipe.distributed.wires.message import HEAD, SLOT, Description, Message, Predicted, places, sizes
+from torchgpipe.distributed.wires.message import HEAD, SLOT, Description, Message, Predicted, packed, places, sizes
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import Flat
@@ -165,7 +164,7 @@ class Sender(_End):
         number, new = self._numbers.setdefault(description, len(predicted.known)), b""
         if number == len(predicted.known):
             predicted.known.append(description)
-            new = pickle.dumps(description)
+            new = packed(description)
         unused = 0 if number == predicted.number else len(predicted.large())  # receives that are posted in vain
         predicted.note(number)
         parts = [_bytes(new)] if new else []
@@ -203,7 +202,7 @@ class Receiver(_End):
         if not right:
             self._wait(self._large)  # until each has got its empty tensor
         if length:
-            predicted.known.append(pickle.loads(self._new(length)))
+            predicted.learn(self._new(length), self._rank)
         about, layouts = description = predicted.known[number]
         _, *parts = places([length, *sizes(description)])
         large = self._large if right else self._posted([size for size, start in parts if start is None])
