@@ -28,9 +28,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Slot:
-    """The place of a tensor in a structure, by its number."""
+    """The place of a tensor in a structure. Two recordings are compared by its number."""
 
-    number: int = -1  # of a slot that an older version has pickled
+    number: int = -1  # older pickles have none
 
     def __repr__(self) -> str:
         return "Tensor"
@@ -57,7 +57,7 @@ class Slots:
     def put_back(self, value: Any, tensors: Sequence[Tensor]) -> Any:
         """Return a copy of `value` with tensors in place of the slots."""
         if isinstance(value, Slot):
-            return tensors[self._slots.index(value)]
+            return next(x for slot, x in zip(self._slots, tensors, strict=True) if slot is value)
         if type(value) in (tuple, list):
             return type(value)(self.put_back(x, tensors) for x in value)
         if type(value) is dict:
