@@ -56,7 +56,7 @@ class Ambient:
         self._dtype = torch.get_default_dtype()
         self._stacks = functions, operators = _stacks()
         modes = [m for m in (*functions, *operators) if type(m) is not DefaultDevice]
-        self._watching = [m for m in modes if getattr(m, "only_watches", False)]
+        self._watching = [m for m in modes if _only_watches(m)]
         self.watched = [(m, _state(m)) for m in modes if m not in self._watching]
         self._changed: list[object] = []
         self._left_out: list[object] = []  # by recomputation
@@ -103,8 +103,13 @@ class Ambient:
             if turned_off:
                 stack.enter_context(with_torch_function())
             if others:
-                stack.callback(set_mode_stacks, mode_stacks())
-                set_mode_stacks(self._stacks)
+                now = mode_stacks()
+                stack.callback(set_mode_stacks, now)
+                functions, operators = (
+                    before + [mode for mode in modes if _only_watches(mode) and mode not in before]
+                    for before, modes in zip(self._stacks, now, strict=True)
+                )
+                set_mode_stacks((functions, operators))
             if (dtype := torch.get_default_dtype()) != self._dtype:
                 stack.callback(torch.set_default_dtype, dtype)
                 torch.set_default_dtype(self._dtype)
@@ -133,6 +138,10 @@ class Ambient:
                     f"what partition {index} computes depends on state of {type(self._changed[0]).__name__} around the "
                     "pipeline, so its recomputation gives something else; use checkpoint='never'"
                 )
+
+
+def _only_watches(mode: object) -> bool:
+    return getattr(mode, "only_watches", False) is True
 
 
 def _stacks(but: Sequence[object] = (), of: Stacks | None = None) -> Stacks:

@@ -123,26 +123,28 @@ class StandInParameters:
                     if buffers.get(name) is stand_in:
                         buffers[name] = x
 
-    def show_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Let layers meet the gradients that the parameters had when this was made; return these, and the sums."""
-        sums = self._grads()
-        if not [x for x in (*sums, *self._met) if x is not None]:
-            return sums, sums
-        shown = [met and _shown(met, p) for met, p in zip(self._met, self.parameters, strict=True)]
-        self._set(shown)
-        return shown, sums
+    def show_gradients(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Let layers meet the gradients that the parameters had when this was made.
 
-    def hide_gradients(self, shown: list[Tensor | None], sums: list[Tensor | None]) -> None:
+        Return stand-ins, each with what it shows and with the sum that is put aside, where there is either.
+        """
+        aside = []
+        for stand_in, p, met in zip(self._stand_ins, self.parameters, self._met, strict=True):
+            sum_of_tasks = stand_in.grad
+            if met is not None or sum_of_tasks is not None:
+                stand_in.grad = shown = None if met is None else _shown(met, p)
+                aside.append((stand_in, shown, sum_of_tasks))
+        return aside
+
+    def hide_gradients(self, aside: list[tuple[Tensor, Tensor | None, Tensor | None]]) -> None:
         """Put the sums back; raise `RuntimeError` if a layer has added gradients to what it was shown."""
-        if shown is not sums:
-            after = self._grads()
-            self._set(sums)
-            if [g for g, x in zip(after, shown, strict=True) if g is not x or (g is not None and g._version)]:
-                raise RuntimeError(BY_ANOTHER_WAY)
-
-    def _set(self, grads: list[Tensor | None]) -> None:
-        for stand_in, grad in zip(self._stand_ins, grads, strict=True):
-            stand_in.grad = grad
+        added = False
+        for stand_in, shown, sum_of_tasks in aside:
+            after = stand_in.grad
+            added = added or after is not shown or (after is not None and after._version > 0)
+            stand_in.grad = sum_of_tasks
+        if added:
+            raise RuntimeError(BY_ANOTHER_WAY)
 
     def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
         """Raise `RuntimeError` if a parameter was changed in place since the stand-ins were made.

@@ -122,9 +122,10 @@ NO_MODES: Stacks = ([], [])
 
 def mode_stacks() -> Stacks:
     """Return this thread's `TorchFunctionMode`s, such as the default device, and its `TorchDispatchMode`s."""
-    functions = [torch._C._get_function_stack_at(k) for k in range(torch._C._len_torch_function_stack())]
-    operators = [torch._C._get_dispatch_stack_at(k) for k in range(torch._C._len_torch_dispatch_stack())]
-    return (functions, operators) if functions or operators else NO_MODES
+    n, m = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    if not n + m:
+        return NO_MODES
+    return [*map(torch._C._get_function_stack_at, range(n))], [*map(torch._C._get_dispatch_stack_at, range(m))]
 
 
 def set_mode_stacks(stacks: Stacks) -> None:
