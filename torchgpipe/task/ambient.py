@@ -55,11 +55,9 @@ class Ambient:
         self.casts = any(enabled for _, enabled, _ in self._autocast)
         self._dtype = torch.get_default_dtype()
         self._stacks = functions, operators = _stacks()
-        modes = [m for m in (*functions, *operators) if type(m) is not DefaultDevice]
-        self._watching = [m for m in modes if _only_watches(m)]
-        self.watched = [(m, _state(m)) for m in modes if m not in self._watching]
-        self._changed: list[object] = []
-        self._left_out: list[object] = []  # by recomputation
+        modes = [m for m in (*functions, *operators) if type(m) is not DefaultDevice and not _only_watches(m)]
+        self.watched = [(m, _state(m)) for m in modes]
+        self._changed: list[object] | None = None  # until all layers have run
         self._threads = threads
         self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
         self._torch_function = torch_function_enabled()
@@ -87,7 +85,7 @@ class Ambient:
         """
         cast = self.casts or True in map(torch.is_autocast_enabled, self._types)
         turned_off = self._torch_function and not torch_function_enabled()
-        others = _stacks(self._left_out) != self._stacks
+        others = _stacks(self._changed) != self._stacks
         dtype = torch.get_default_dtype()
         if dtype != self._dtype and self._threads:
             raise RuntimeError(
@@ -120,22 +118,22 @@ class Ambient:
 
     def ended(self, *, refuse: bool = False) -> None:
         """Note, after all layers have run, which modes have changed; `refuse` them if several threads have done so."""
-        self._changed = [mode for mode, before in self.watched if _state(mode) != before]
-        self._left_out = self._changed + self._watching
-        self._stacks = _stacks(self._left_out, self._stacks)
-        if refuse and self._changed:
+        self._changed = changed = [mode for mode, before in self.watched if _state(mode) != before]
+        self._stacks = _stacks(changed, self._stacks)
+        if refuse and changed:
             raise RuntimeError(
-                f"{type(self._changed[0]).__name__} around the pipeline has state of its own, which several threads "
+                f"{type(changed[0]).__name__} around the pipeline has state of its own, which several threads "
                 "have changed at once; use engine='graph', or, if it changes nothing else and threads may do so, write "
                 "only_watches = True in its class"
             )
 
     def check_same(self, index: int, before: Flat, again: Flat) -> None:
         """Raise `RuntimeError` if partition `index` has computed something else `again`, as a mode has changed."""
-        for x, y in zip(before, again, strict=False) if self._changed else ():
+        changed = self._changed or []
+        for x, y in zip(before, again, strict=False) if changed else ():
             if x is not None and y is not None and not ((x == y) | (x != x) & (y != y)).all():
                 raise RuntimeError(
-                    f"what partition {index} computes depends on state of {type(self._changed[0]).__name__} around the "
+                    f"what partition {index} computes depends on state of {type(changed[0]).__name__} around the "
                     "pipeline, so its recomputation gives something else; use checkpoint='never'"
                 )
 
@@ -144,13 +142,16 @@ def _only_watches(mode: object) -> bool:
     return getattr(mode, "only_watches", False) is True
 
 
-def _stacks(but: Sequence[object] = (), of: Stacks | None = None) -> Stacks:
-    """Return the modes of this thread, or those given, without some."""
-    functions, operators = found = of or mode_stacks()
+def _stacks(changed: Sequence[object] | None = None, of: Stacks | None = None) -> Stacks:
+    """Return the modes of this thread, or those given; once it is known which have changed, those to recompute with."""
+    found = of or mode_stacks()
     if found is NO_MODES:
         return found
-    operators = [mode for mode in operators if type(mode) is not PrivateGenerator]
-    return ([mode for mode in functions if mode not in but], [mode for mode in operators if mode not in but])
+    functions, operators = (
+        [m for m in modes if type(m) is not PrivateGenerator
+         and (changed is None or not (m in changed or _only_watches(m)))] for modes in found
+    )  # fmt: skip
+    return functions, operators
 
 
 def _state(value: object, depth: int = 4) -> object:

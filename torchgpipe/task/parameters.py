@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,16 +45,14 @@ class StandInParameters:
 
     In a backward, calls come in this order. An error is raised where gradients are there that no task has added.
 
-        begin                      by the first task that the backward reaches
-        check_without_gradients    after a recomputation; it matters until the first task has added gradients
-        phase = "adding"           by each task, before it adds gradients to the stand-ins
-        take                       by the gate, after all tasks; not if only gradients of inputs are asked for
-        _end                       by autograd, at the very end; not if the backward fails
+        begin             by the first task that the backward reaches
+        show_gradients    before layers run again; `hide_gradients` after it
+        take              by the gate, after all tasks; not if only gradients of inputs are asked for
+        _end              by autograd, at the very end; not if the backward fails
 
     Attributes:
         parameters: those that have stand-ins; their `ids`.
         needs: of all parameters, which take a gradient.
-        phase: "idle" before a backward and after `take`, "begun" until a task adds gradients, then "adding".
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -100,7 +98,7 @@ class StandInParameters:
         self._stand_ins = list(made.values())
         self.needs = [p.requires_grad for _, p in self._all]
         self._met = [*map(_noted, self.parameters)]
-        self.phase: Literal["idle", "begun", "adding"] = "idle"
+        self._idle = True  # no backward has begun, or `take` has come
         self._backward = -1  # the number of the latest backward
         self._thread: int | None = None  # where it began, until it has ended
 
@@ -123,26 +121,24 @@ class StandInParameters:
                     if buffers.get(name) is stand_in:
                         buffers[name] = x
 
-    def show_gradients(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-        """Let layers meet the gradients that the parameters had when this was made.
-
-        Return stand-ins, each with what it shows and with the sum that is put aside, where there is either.
-        """
+    def show_gradients(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Let layers meet the gradients that the parameters had when this was made; return these, and the sums."""
         aside = []
         for stand_in, p, met in zip(self._stand_ins, self.parameters, self._met, strict=True):
-            sum_of_tasks = stand_in.grad
-            if met is not None or sum_of_tasks is not None:
-                stand_in.grad = shown = None if met is None else _shown(met, p)
-                aside.append((stand_in, shown, sum_of_tasks))
+            shown, summed = met and _shown(met, p), stand_in.grad
+            if shown is not summed:
+                stand_in.grad = shown
+            aside.append((shown, summed))
         return aside
 
-    def hide_gradients(self, aside: list[tuple[Tensor, Tensor | None, Tensor | None]]) -> None:
+    def hide_gradients(self, aside: list[tuple[Tensor | None, Tensor | None]]) -> None:
         """Put the sums back; raise `RuntimeError` if a layer has added gradients to what it was shown."""
         added = False
-        for stand_in, shown, sum_of_tasks in aside:
+        for stand_in, (shown, summed) in zip(self._stand_ins, aside, strict=True):
             after = stand_in.grad
             added = added or after is not shown or (after is not None and after._version > 0)
-            stand_in.grad = sum_of_tasks
+            if after is not summed:
+                stand_in.grad = summed
         if added:
             raise RuntimeError(BY_ANOTHER_WAY)
 
@@ -176,12 +172,6 @@ class StandInParameters:
             if x is not None and x.grad_fn is not None and id(x) not in self.ids:
                 setattr(x, _OF_A_LAYER, True)  # its graph is that of this mini-batch, and not for the next one
 
-    def check_without_gradients(self) -> None:
-        """Raise `RuntimeError` if a stand-in has a gradient before the first task of this backward adds one."""
-        if self.phase == "begun":
-            _refuse_any(self._grads())
-            self.phase = "adding"
-
     def begin(self, backward: int) -> bool:
         """Start the backward of this number; return `False` if it has started already.
 
@@ -191,7 +181,7 @@ class StandInParameters:
         """
         if backward == self._backward:
             return False
-        here, idle = threading.get_ident(), self.phase == "idle"
+        here, idle = threading.get_ident(), self._idle
         if backward < self._backward or not (idle or self._thread in (None, here)):
             raise RuntimeError(
                 "two backwards go through one mini-batch at the same time; let one end before the other begins"
@@ -199,7 +189,7 @@ class StandInParameters:
         left = self.take()
         if idle:  # otherwise they are of a backward that failed, or did not come to the gate, and are dropped
             _refuse_any(left)
-        self._backward, self._thread, self.phase = backward, here, "begun"
+        self._backward, self._thread, self._idle = backward, here, False
         if backward_id() >= 0:
             at_end(self._end)
         # A recomputation makes no graph of what was frozen when its first pass made none.
@@ -211,7 +201,7 @@ class StandInParameters:
     def _end(self) -> None:
         """Note that the backward has ended; raise `RuntimeError` if a gradient was added after `take`."""
         self._thread = None
-        if self.phase == "idle":
+        if self._idle:
             _refuse_any(self._grads())
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
@@ -221,7 +211,7 @@ class StandInParameters:
             stand_in.grad = None
             if last:
                 stand_in.register_hook(lambda grad: _refuse_any([grad]))
-        self.phase = "idle"
+        self._idle = True
         return grads
 
     def _grads(self) -> list[Tensor | None]:

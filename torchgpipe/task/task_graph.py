@@ -87,7 +87,6 @@ class TaskGraph:
                 except BaseException:
                     modes.set_back()
                     raise
-            self.snapshot.stand_ins.check_without_gradients()
 
     def _recompute(self, inputs: Flat, form: Form, keep: bool) -> None:
         _check_not_cached()
@@ -146,7 +145,6 @@ class TaskGraph:
         roots = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
         if not roots:
             return
-        self.snapshot.stand_ins.phase = "adding"
         # With the stand-ins in place: a layer may run again in backward, by torch.utils.checkpoint.
         snapshot = self.snapshot
         with snapshot.lock, snapshot.stand_ins.in_place(), snapshot.backward(), self.randomness.backward():
