@@ -17,7 +17,7 @@ LIMITS = {
     "torchgpipe/task": 1_900,
     "torchgpipe/engine": 1_000,
     "torchgpipe/skip": 310,
-    "torchgpipe/trace": 1_690,
+    "torchgpipe/trace": 1_675,
     "torchgpipe/balance": 480,
     "torchgpipe/distributed": 2_120,
     "torchgpipe/state": 700,

@@ -68,7 +68,9 @@ def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
     for size in (*right, *refused, *right):
         x = torch.randn(2 * size, WIDTH)
         if size in refused:
-            with pytest.raises((TypeError, RuntimeError), match=f"2, 3, 5, {size} samples it does something else"):
+            with pytest.raises(
+                (TypeError, RuntimeError), match=rf"2, 3, 5, {size} .*samples it does something|asks for"
+            ):
                 model(x)
         else:
             assert differences(model(x), torch.cat([*map(module, x.chunk(2))]), 0.0) == []

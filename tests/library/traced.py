@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -231,6 +232,12 @@ BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
     "pieces": (lambda: does(lambda net, x: torch.cat([net.a(y) for y in x.split(8)])), [1, 8], [9]),
     "a constant": (lambda: does(lambda net, x: net.a(x) * net.scales[len(x) > 8]), [1, 8], [9]),
     "a part that needs contents": (lambda: nn.Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
+    "a seed for many": (
+        lambda: does(lambda net, x: net.a(x) if len(x) < 9 or torch.manual_seed(3) else x),
+        [1, 8],
+        [9],
+    ),
+    "another mode": (lambda: does(lambda net, x: net.a(x) if net.training else net.b(x)), [], [1, 5]),
     "what asks for the device": (lambda: does(lambda net, x: net.a(x) + torch.arange(6, device=x.device)), [1, 9], []),
     "a norm, in training for two or more": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), [1, 9], []),
 }
@@ -243,7 +250,9 @@ CASES: dict[str, Case] = {
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
     "no mask": Case(Masked, rows),
     "by keyword, a mask of one sample": Case(Masked, lambda: {"x": rows(), "mask": torch.arange(WIDTH) % 2 == 0}),
-    "a flag, a mask for each sample": Case(Masked, lambda: {"x": rows(), "mask": rows() > 0, "double": True}),
+    "an object, a mask for each sample": Case(
+        Masked, lambda: {"x": rows(), "mask": rows() > 0, "double": partial(bool, 1)}
+    ),
     "a mask of tokens": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4))),
     "a mask as long as the batch": Case(Square, lambda: (rows(BATCH, WIDTH), torch.randn(BATCH, BATCH))),
     "a mask, said to be shared": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4)), {"shared": ["mask"]}),
@@ -252,5 +261,6 @@ CASES: dict[str, Case] = {
     "used twice, without gradients, and a custom function": Case(Unusual, rows),
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
+    "a set": Case(lambda: does(lambda net, x: {net.b(net.a(x))}), rows),
     "a part that looks at its input": Case(chosen, rows, {"whole": [Choosing]}),
 }

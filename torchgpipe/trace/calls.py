@@ -69,3 +69,5 @@ class Recording:
     """The values in `result`."""
     extra: dict[str, Tensor]
     """Tensors by name that are neither parameters nor buffers."""
+    state: str = ""
+    """In what it was unlike the first recordings, such as the mode."""

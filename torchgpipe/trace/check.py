@@ -1,7 +1,9 @@
 """Checks of a module before it is recorded, of its recordings, and of the layers that are made of them."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.testing import assert_close
 from torchgpipe.trace.calls import Recording
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
-from torchgpipe.trace.recorder import hooks_of
+from torchgpipe.trace.recorder import Notes, hooks_of
 from torchgpipe.trace.refuse import Untraceable, refused, where
 from torchgpipe.trace.signature import Signature
 from torchgpipe.trace.watch import as_it_was
@@ -26,10 +28,23 @@ def check_root(module: nn.Module) -> None:
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         raise Untraceable(f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it")
     for name, part in module.named_modules():
+        if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
+            raise Untraceable(
+                f"{type(module).__name__} has parameters without shapes, such as in {name!r}; run it once"
+            )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(
                 f"{type(module).__name__} has a scripted part, {name!r}; use the module that was scripted"
             )
+
+
+def check_notes(root: nn.Module, notes: Notes) -> None:
+    """Refuse what a recording cannot repeat. Of another mode there will be another recording."""
+    for what, at in notes.values():
+        if what != "training":
+            why = f"it sets or asks for {what}, which may be otherwise, or would be missed, when the layers run"
+            todo = "do that in a submodule of its own; what torch.utils.checkpoint does, the pipeline does itself"
+            raise Untraceable(refused(root, at, why, todo)) from None
 
 
 def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
@@ -63,48 +78,50 @@ def check_state(module: nn.Module, layers: Layers) -> None:
         )
 
 
-def check_sample(module: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> None:
-    """Raise what the module raises on its sample."""
-    if not _on_meta(module, inputs):
-        _run(module, module, signature, inputs)
-
-
-def check_outputs(module: nn.Module, layers: Layers, signature: Signature, inputs: Sequence[Tensor]) -> None:
-    """Refuse layers whose outputs, buffers or gradients on the sample are others than the module's."""
-    if _on_meta(module, inputs):
-        return
-    (found, grads), (expected, wanted) = (_run(module, run, signature, inputs) for run in (layers, module))
-    said = ""
+def check_outputs(
+    module: nn.Module,
+    layers: Layers,
+    signature: Signature,
+    inputs: Sequence[Tensor],
+    expected: tuple[list[Tensor], dict[str, Tensor]],
+) -> None:
+    """Refuse layers whose outputs, buffers or gradients on the sample are others than the module's, `expected`."""
+    values, grads = ran(module, layers, signature, inputs)
+    norms = {name: float(y.nan_to_num().norm()) for name, y in expected[1].items()}
     try:
-        assert_close(found, expected, equal_nan=True)
+        assert_close(values, expected[0], equal_nan=True)
+        for name, y in expected[1].items():
+            # Gradients of a tensor that is used several times are added in another order.
+            most = (1e-3 + 16 * torch.finfo(y.dtype).eps) * norms[name] + 1e-6 * max(norms.values())
+            if grads[name].shape != y.shape or float((grads[name] - y).nan_to_num().norm()) > most:
+                raise AssertionError(f"the gradient of {name} differs")
     except AssertionError as error:
-        said = " ".join(str(error).split())
-    norms = {name: float(y.nan_to_num().norm()) for name, y in wanted.items()}
-    for name, y in wanted.items():
-        # Gradients of a tensor that is used several times are added in another order.
-        most = (1e-3 + 16 * torch.finfo(y.dtype).eps) * norms[name] + 1e-6 * max(norms.values())
-        if grads[name].shape != y.shape or float((grads[name] - y).nan_to_num().norm()) > most:
-            said = said or f"the gradient of {name} differs"
-    if said:
         raise Untraceable(
-            f"the layers of {type(module).__name__} give something else than the module does: {said}\n"
-            "keep a part of it as one layer, whole=[…]"
-        )
+            f"the layers of {type(module).__name__} give something else than the module does: "
+            f"{' '.join(str(error).split())}\nkeep a part of it as one layer, whole=[…]"
+        ) from None
 
 
-def random_kept(module: nn.Module) -> AbstractContextManager[None]:
-    """At the end, put back the random numbers of the module's devices."""
-    return torch.random.fork_rng({x.device for x in (*module.parameters(), *module.buffers()) if x.is_cuda})
+@contextmanager
+def random_kept(module: nn.Module) -> Iterator[None]:
+    """At the end, put back the random states of PyTorch, for the module's devices, too, of Python and of NumPy."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng({x.device for x in (*module.parameters(), *module.buffers()) if x.is_cuda}):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(state)
 
 
-def _on_meta(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
-    return any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers()))
-
-
-def _run(
+def ran(
     module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the outputs of the module, or of its layers, on the sample, with buffers after that, and gradients."""
+    """Run the module, or its layers, on the sample. Return outputs, then buffers, and gradients; on `meta` nothing."""
+    if any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers())):
+        return [], {}
     with random_kept(module), as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         outputs = [*tensors_in(signature.call(run, [x.clone() for x in given]))]

@@ -7,12 +7,13 @@ A tensor goes to the next layer that uses it as an output if that is the followi
 one. `GPipe` needs an output of each layer. Where all tensors would be skips, one stops at the following layer, too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from torchgpipe.trace.calls import Call, Held, Value
+from torchgpipe.trace.parts import within
 
 
 @dataclass
@@ -33,8 +34,8 @@ def cut(calls: Sequence[Call], heavy: Sequence[bool], inputs: int, outputs: Sequ
     """
     starts = [i for i, (call, begins) in enumerate(zip(calls, heavy, strict=True)) if begins]
     # No layer begins between the call that makes a tensor and one that changes it.
-    within = {i for k, call in enumerate(calls) for i in range(call.since + 1, k + 1)}
-    starts = [0, *(i for i in starts[1:] if i not in within)]
+    inside = {i for k, call in enumerate(calls) for i in range(call.since + 1, k + 1)}
+    starts = [0, *(i for i in starts[1:] if i not in inside)]
     layers = [LayerPlan([*calls[a:b]]) for a, b in pairwise([*starts, len(calls)])]
 
     stops: dict[int, list[int]] = {number: [0] for number in range(inputs)}  # value -> the layers that make or use it
@@ -66,29 +67,12 @@ def cut(calls: Sequence[Call], heavy: Sequence[bool], inputs: int, outputs: Sequ
 
 def values_in(value: Any) -> Iterator[int]:
     """Yield the numbers of the values in a call's arguments."""
-    return (x.number for x in _leaves(value) if isinstance(x, Value))
+    return (x.number for x in within(value, Value))
 
 
 def held_in(value: Any) -> Iterator[str]:
     """Yield the names of the module's tensors in a call's arguments."""
-    return (x.name for x in _leaves(value) if isinstance(x, Held))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    inner = parts(value)
-    for x in inner:
-        yield from _leaves(x)
-    if not inner:
-        yield value
-
-
-def parts(value: Any) -> Sequence[Any]:
-    """Return what a tuple, a list, a dictionary or a slice consists of."""
-    if isinstance(value, tuple | list):
-        return value
-    if isinstance(value, Mapping):
-        return [*value.values()]
-    return (value.start, value.stop, value.step) if isinstance(value, slice) else ()
+    return (x.name for x in within(value, Held))
 
 
 def _add(at: list[int], layer: int) -> None:

@@ -35,6 +35,7 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
         Untraceable: the recordings differ otherwise; it says at which line.
     """
     sizes = [recording.size for recording in recordings]
+    shown = ", ".join(f"{recording.size}{recording.state}" for recording in recordings)
     calls = []
     for step in zip(*(recording.calls for recording in recordings), strict=False):
         call = step[0]
@@ -44,16 +45,16 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
                 raise _Differs("it calls something else")
             args, kwargs = general([(c.args, c.kwargs) for c in step], sizes)
         except _Differs as error:
-            raise _refusal(root, sizes, call.where, str(error)) from None
+            raise _refusal(root, shown, call.where, str(error)) from None
         calls.append(Call(call.target, args, kwargs, call.outputs, call.caller, call.since, call.grad, call.where))
     lengths = [len(recording.calls) for recording in recordings]
     if len(set(lengths)) > 1:
         at = max(recordings, key=lambda r: len(r.calls)).calls[min(lengths)].where
-        raise _refusal(root, sizes, at, f"it makes {', '.join(map(str, lengths))} calls")
+        raise _refusal(root, shown, at, f"it makes {', '.join(map(str, lengths))} calls")
     ends = [(r.outputs, r.result[0], r.extra) for r in recordings]
-    if not all(_same(end, ends[0]) for end in ends):
+    if not all(same(end, ends[0]) for end in ends):
         said = ", ".join(_shown(r.result[0]) for r in recordings)[:200]
-        raise _refusal(root, sizes, calls[-1].where, f"it uses other tensors that it holds, or returns {said}; a "
+        raise _refusal(root, shown, calls[-1].where, f"it uses other tensors that it holds, or returns {said}; a "
                        "pipeline can return tensors alone, and what is the same for all")  # fmt: skip
     return calls
 
@@ -71,8 +72,8 @@ class _Differs(Exception):
     pass
 
 
-def _refusal(root: nn.Module, sizes: list[int], where: tuple[str, int], why: str) -> Untraceable:
-    why = f"with batches of {str(sizes)[1:-1]} samples it does something else each time: {why}"
+def _refusal(root: nn.Module, sizes: str, where: tuple[str, int], why: str) -> Untraceable:
+    why = f"with batches of {sizes} samples it does something else each time: {why}"
     which = "keep the module with this line as one layer, whole=[ItsClass]"
     return Untraceable(refused(root, where, why, f"{which}, or say which inputs have no batch dimension, shared=[…]"))
 
@@ -95,12 +96,13 @@ def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
         return {key: general([value[key] for value in values], sizes) for key in first}
     if kind is slice:
         return slice(*general([(value.start, value.stop, value.step) for value in values], sizes))
-    if not all(_same(value, first) for value in values):
+    if not all(same(value, first) for value in values):
         raise _Differs(f"it passes {', '.join(map(_shown, values))}")
     return first
 
 
-def _same(x: Any, y: Any) -> bool:
+def same(x: Any, y: Any) -> bool:
+    """Return whether two values are the same in all that is in them; an object may be a copy of the other."""
     return bool(_form(x) == _form(y))
 
 
@@ -114,7 +116,7 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
         return id(x)
     parts = [*x, *x.values()] if isinstance(x, dict) else x
     if isinstance(x, FunctionType):
-        parts = [x.__code__, x.__defaults__, x.__kwdefaults__]
+        parts = [x.__code__, x.__defaults__, x.__kwdefaults__, [cell.cell_contents for cell in x.__closure__ or ()]]
     elif not isinstance(x, dict | tuple | list):
         try:
             found = x.__reduce_ex__(4)

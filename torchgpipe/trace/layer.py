@@ -58,7 +58,6 @@ class Layer(nn.Module):
         plan: the calls, and which values enter and leave.
         extra: tensors of the module that are neither parameters nor buffers.
         batch: where to find the batch size, if a call needs it.
-        bound: if the module does something else in the other mode, the mode when it was traced, and the line.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Layer(nn.Module):
         *,
         extra: dict[str, Tensor],
         batch: BatchSize | None,
-        bound: tuple[bool, str] | None = None,
     ) -> None:
         super().__init__()
         self.training = root.training
@@ -83,24 +81,18 @@ class Layer(nn.Module):
             [(SkipKey(namespace, name), value) for name, value in skips] for skips in (plan.stashes, plan.pops)
         )
         self._batch = batch
-        self._bound = bound
         # Not sets, whose order differs from process to process: it becomes that of the parameters.
         modules = dict.fromkeys(step.target for step in self._steps if isinstance(step.target, str))
         names = dict.fromkeys(held_in([(step.args, step.kwargs) for step in self._steps]))
         for held in (*sorted(modules, key=len), *sorted(names, key=len)):
             self.hold(root, held, extra)
 
-    sizes: Callable[[Sequence[Tensor]], None] | None = None  # of the first layer
+    sizes: Callable[[Sequence[Tensor], bool], None] | None = None  # of the first layer
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Make the calls; take and return tensors, or tuples of them."""
         if self.sizes is not None:
-            self.sizes(tensors_of(input))
-        if self._bound is not None and self._bound[0] != self.training:
-            raise RuntimeError(
-                f"the module was traced in {'training' if self._bound[0] else 'evaluation'} mode, and in the other it "
-                f"does something else, at {self._bound[1]}; call sequential again in that mode"
-            )
+            self.sizes(tensors_of(input), self.training)
         scope = current_scope()
         values = dict(zip(self._inputs, tensors_of(input), strict=True))
         device = tensors_of(input)[0].device

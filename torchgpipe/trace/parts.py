@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+T = TypeVar("T")
+
+
+def within(value: Any, kind: type[T]) -> Iterator[T]:
+    """Yield what is of this kind in tuples, lists, sets, dictionaries, slices and dataclasses, in their order."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, tuple | list | set):
+        inner = value
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, slice):
+        inner = (value.start, value.stop, value.step)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        inner = [getattr(value, name) for name in value.__dataclass_fields__]
+    for x in inner:
+        yield from within(x, kind)
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples, lists, dictionaries and dataclasses, in their order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for x in value:
-            yield from tensors_in(x)
-    elif isinstance(value, dict):
-        for x in value.values():
-            yield from tensors_in(x)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name))
+    """Yield the tensors in a structure, in their order."""
+    return within(value, Tensor)
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class Slot:
     """The place of a tensor in a structure. Two recordings are compared by its number."""
 
@@ -56,12 +65,6 @@ class Slots:
 
     def put_back(self, value: Any, tensors: Sequence[Tensor]) -> Any:
         """Return a copy of `value` with tensors in place of the slots."""
-        if isinstance(value, Slot):
-            return next(x for slot, x in zip(self._slots, tensors, strict=True) if slot is value)
-        if type(value) in (tuple, list):
-            return type(value)(self.put_back(x, tensors) for x in value)
-        if type(value) is dict:
-            return {key: self.put_back(x, tensors) for key, x in value.items()}
         return copy.deepcopy(value, {id(slot): x for slot, x in zip(self._slots, tensors, strict=True)})
 
     def again(self) -> Slots:

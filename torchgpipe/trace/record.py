@@ -5,20 +5,23 @@ whole: one of PyTorch's own layers, one without submodules, or one with hooks. A
 dtype) becomes none. What needs a tensor's contents cannot be recorded.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Container, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from torchgpipe.trace.calls import Recording
-from torchgpipe.trace.parts import Slots
-from torchgpipe.trace.recorder import Notes, Recorder
+from torchgpipe.trace.check import check_notes, random_kept
+from torchgpipe.trace.generalise import generalise
+from torchgpipe.trace.parts import Slots, tensors_in
+from torchgpipe.trace.recorder import HOOKS, Notes, Recorder, stays_whole
 from torchgpipe.trace.refuse import Untraceable, line_of
 from torchgpipe.trace.signature import Signature
 from torchgpipe.trace.watch import as_it_was, watched
-
-_CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def record(
@@ -31,11 +34,10 @@ def record(
     A module on `meta`, and its inputs, are taken to be on `device`. Raise `Untraceable` where contents are needed.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    random = torch.get_rng_state()
     recorder = Recorder(module, set(whole), fake, notes)
     with as_it_was(module), torch.inference_mode(False), torch.enable_grad(), fake, watched(recorder):
         recorder.put_fakes(device)
-        given = []
+        given, slots = [], Slots()
         for x, batched in zip(inputs, signature.batched, strict=True):
             shape = (size, *x.shape[1:]) if batched else x.shape
             given.append(torch.empty(shape, dtype=x.dtype, device=device or x.device, requires_grad=x.requires_grad))
@@ -43,16 +45,80 @@ def record(
         try:
             with recorder:
                 result = signature.call(module, given)
+                recorder.note_draws()
+            structure = slots.taken(result)
         except Untraceable:
             raise
         except Exception as error:
-            why = "it depends on what is in a tensor, not only on its shape"
-            if not isinstance(error, _CONTENTS):
-                why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+                why = "it depends on what is in a tensor, not only on its shape"
             raise recorder.refusal(line_of(error), why) from error
-        slots = Slots()
-        structure = slots.taken(result)
         outputs = tuple(recorder.number(x) for x in slots.tensors)
-    if device is None and not torch.equal(random, torch.get_rng_state()):
-        raise Untraceable(f"{type(module).__name__} sets a random state; keep what does so as one layer, whole=[…]")
     return Recording(size, recorder.calls, recorder.shapes, (structure, slots.again()), outputs, recorder.extra)
+
+
+class Sizes:
+    """Called with a module's inputs, refuse a batch size for which it does something else than its layers.
+
+    For each new size, mode and autocast, a copy of the module without contents and hooks is recorded, and compared
+    with `recordings`.
+    """
+
+    def __init__(
+        self, module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: Container[nn.Module],
+        recordings: Sequence[Recording],
+    ) -> None:  # fmt: skip
+        self._signature, self._recordings = signature, recordings
+        self._whole = [name for name, m in module.named_modules() if m is not module and stays_whole(m, whole)]
+        self._state = module.training, _autocast(inputs[0])
+        self._known = {(recording.size, *self._state) for recording in recordings}
+        # Recording changes tensors that submodules hold beside parameters and buffers, if the forward does.
+        own = {id(x): x for x in (*module.parameters(), *module.buffers())}
+        held = [x for m in module.modules() for x in tensors_in([*vars(m).values()]) if id(x) not in own]
+        self._plain = [(x, x.detach().clone()) for x in held]
+        memo: dict[int, Any] = {id(x): copied for x, copied in self._plain}
+        for key, x in own.items():
+            y = torch.empty_like(x, device="meta")
+            memo[key] = nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
+        memo |= {id(x): type(x)() for m in module.modules() for name, x in vars(m).items() if name in HOOKS}
+        try:
+            self._module = copy.deepcopy(module, memo)
+        except Exception as error:
+            why = f"cannot be copied, to see what it does with other batch sizes ({type(error).__name__}: {error})"
+            raise Untraceable(f"{type(module).__name__} {why}; make copy.deepcopy work on it") from None
+
+    def __call__(self, tensors: Sequence[Tensor], training: bool) -> None:
+        """Raise `Untraceable` if the layers are not right for the batch size of these inputs, in this mode."""
+        size = next(len(x) for x, batched in zip(tensors, self._signature.batched, strict=True) if batched)
+        state = training, _autocast(tensors[0])
+        if (size, *state) not in self._known and not tensors[0].is_meta:
+            with ThreadPoolExecutor(1) as thread:  # which modes of the present thread do not reach
+                thread.submit(self._check, tensors, size, state).result()
+            self._known.add((size, *state))
+
+    def __deepcopy__(self, memo: object) -> "Sizes":
+        return self
+
+    def _check(self, tensors: Sequence[Tensor], size: int, state: tuple[bool, torch.dtype | None]) -> None:
+        training, cast = state
+        notes: Notes = {}
+        device = tensors[0].device
+        if self._module.training != training:
+            self._module.train(training)
+        for norm in (m for m in self._module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)):
+            norm.training = False  # as the module's may be by then; in training it would refuse a single sample
+        whole = map(self._module.get_submodule, self._whole)
+        with random_kept(self._module), torch.autocast(device.type, cast, enabled=cast is not None):
+            found = record(self._module, whole, tensors, self._signature, size, notes, device)
+        check_notes(self._module, notes)
+        found.extra.update({name: y for name, x in found.extra.items() for y, copied in self._plain if x is copied})
+        if state != self._state:
+            found.state = f" ({'training' if training else 'evaluation'} mode, {cast or 'no'} autocast)"
+        generalise(self._module, [*self._recordings, found])
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    """Return the type to which autocast turns inputs such as this, if it does."""
+    on = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if on else None

@@ -1,6 +1,8 @@
 """`Recorder`: keeps the calls of a module's forward, with what stands for tensors in their arguments."""
 
 import copy
+import random
+import sys
 import threading
 from collections.abc import Callable, Container
 from functools import partial
@@ -49,6 +51,7 @@ class Recorder(TorchFunctionMode):
         self.shapes: list[tuple[int, ...]] = []
         self.extra: dict[str, Tensor] = {}
         self._notes = notes
+        self._random: tuple[Any, ...] | None = random_states()  # as recorded code has to leave them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,7 +70,10 @@ class Recorder(TorchFunctionMode):
             path = self._paths[module]
             if any(id(x) not in self._names for x in module.parameters()):
                 self.note("tensors in the place of parameters, by functional_call")
-            return self.call(partial(self._run_whole, module, partial(run, module)), path, args, kwargs)
+            self.note_draws()
+            result = self.call(partial(self._run_whole, module, partial(run, module)), path, args, kwargs)
+            self._random = self._random and random_states()
+            return result
         self._opened.append(module)
         try:
             return run(module, *args, **kwargs)
@@ -83,7 +89,7 @@ class Recorder(TorchFunctionMode):
         def fake(x: Tensor) -> Tensor:
             if device is None:
                 return self._fake.from_tensor(x)
-            self._device_type = device.type
+            self._device_type, self._random = device.type, None  # other threads may draw meanwhile
             y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
             return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
@@ -106,14 +112,10 @@ class Recorder(TorchFunctionMode):
         if not self.passes():
             self._notes.setdefault(self._opened[-1], (what, where()))
 
-    def check_assigned(self, module: nn.Module, name: str, value: object) -> None:
-        """Refuse a buffer that is replaced in a recorded forward: the layers repeat its calls, not its assignments."""
-        if not self.passes() and module in self._paths and module._buffers.get(name, value) is not value:
-            raise self.refusal(
-                where(),
-                f"a forward replaces the buffer {name!r} of {type(module).__name__}; change it in place: "
-                f"self.{name}.copy_(…)",
-            )
+    def note_draws(self) -> None:
+        """Note that the forward in progress has moved a random state."""
+        if self._random is not None and random_states() != self._random:
+            self.note("a random state")
 
     def add(self, x: Tensor, call: int) -> int:
         """Give a new tensor its number."""
@@ -262,6 +264,14 @@ def stays_whole(module: nn.Module, whole: Container[nn.Module]) -> bool:
 def hooks_of(module: nn.Module) -> bool:
     """Return whether a module has hooks that run when it is called."""
     return any(value for name, value in vars(module).items() if name in HOOKS)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Return what tells the states of the generators that PyTorch, Python and NumPy draw from by default."""
+    numpy = sys.modules.get("numpy")
+    _, keys, *others = numpy.random.get_state() if numpy else ("", b"")
+    with unset_fake_temporarily():
+        return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), bytes(keys), others
 
 
 def _filled(x: Tensor) -> Tensor:

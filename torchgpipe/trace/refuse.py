@@ -44,4 +44,4 @@ _FOLDERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
 def _ours(file: str) -> bool:
-    return file.startswith(_FOLDERS) or "/contextlib.py" in file or file.startswith("<")
+    return file.startswith(_FOLDERS) or file.endswith(("/contextlib.py", "/copy.py")) or file.startswith("<")

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.trace.calls import Call, Recording
-from torchgpipe.trace.check import check_batch, check_outputs, check_root, check_sample, check_state, random_kept
-from torchgpipe.trace.cut import LayerPlan, cut, held_in, parts
+from torchgpipe.trace.check import check_batch, check_notes, check_outputs, check_root, check_state, ran, random_kept
+from torchgpipe.trace.cut import LayerPlan, cut, held_in
 from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
 from torchgpipe.trace.layer import BatchSize, Layer, Layers
-from torchgpipe.trace.record import record
+from torchgpipe.trace.parts import within
+from torchgpipe.trace.record import Sizes, record
 from torchgpipe.trace.recorder import Notes
 from torchgpipe.trace.refuse import Untraceable, refused
 from torchgpipe.trace.signature import Signature
-from torchgpipe.trace.sizes import Sizes
 
 Whole = nn.Module | type[nn.Module]
 
@@ -35,9 +35,9 @@ def sequential(
     are the module's own, and state has its names. The layers and the pipeline are called like the module, and on the
     sample they are compared with it: outputs, and gradients.
 
-    Submodules whose forward reads `training`, or what no recording can repeat, stay whole; with one of more than half
-    of the parameters, the layers refuse the other mode. Later calls need the sample's arguments and shapes, but for
-    the batch size; one for which the module does something else is refused.
+    Submodules whose forward reads `training`, or what no recording can repeat, stay whole, unless they have more than
+    half of the parameters. Later calls need the sample's arguments and shapes, but for the batch size. A batch size,
+    a mode or an autocast for which the module does something else is refused.
 
     Args:
         module: any module, with its parameters on one device.
@@ -55,6 +55,7 @@ def sequential(
     if not inputs:
         raise Untraceable(f"{type(module).__name__} is given no tensor, so there is nothing to split")
     kept = _modules(module, whole)
+    expected = ran(module, module, signature, inputs)
     first: Untraceable | None = None
     try:
         for batched in _choices(signature, inputs, shared):
@@ -66,10 +67,9 @@ def sequential(
                 first = first or error
             else:
                 check_state(module, layers)
-                check_outputs(module, layers, signature, inputs)
+                check_outputs(module, layers, signature, inputs, expected)
                 return layers
         assert first is not None
-        check_sample(module, signature, inputs)
         raise first
     finally:
         del first  # its traceback refers to this frame, and would keep the module
@@ -106,28 +106,24 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
     """Record a module and cut it. Small modules that read the mode, or the like, are added to `whole`."""
     while True:
         notes: Notes = {}
-        recordings: list[Recording] = []
         try:
-            for size in SIZES:
-                recordings.append(record(module, whole, inputs, signature, size, notes))
+            recordings = [record(module, whole, inputs, signature, size, notes) for size in SIZES]
         except Untraceable:
             if not _small_modules(notes, module):
                 raise
-        small = _small_modules(notes, module)
+        whole |= (small := _small_modules(notes, module))
         if not small:
             break
-        whole |= small
     check_batch(module, recordings)
     signature.returns(*recordings[0].result, recordings[0].outputs)
     calls = generalise(module, recordings)
     plans = cut(calls, [_has_parameters(module, call) for call in calls], len(inputs), recordings[0].outputs)
-    bound = next(((module.training, f"{file}:{line}") for _, (file, line) in notes.values()), None)
     namespace = Namespace()
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for k, plan in enumerate(plans):
         batch = _batch(module, plan, recordings)
         name = f"{k}:{_name(module, plan)}"
-        made = Layer(name, module, plan, namespace, extra=recordings[0].extra, batch=batch, bound=bound)
+        made = Layer(name, module, plan, namespace, extra=recordings[0].extra, batch=batch)
         layers[name] = made
     sequence = Layers(layers, signature)
     next(iter(layers.values())).sizes = Sizes(module, signature, inputs, whole, recordings)  # type: ignore[assignment]
@@ -144,18 +140,11 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
 
 def _small_modules(notes: Notes, root: nn.Module) -> set[nn.Module]:
     """Return which modules of notes are to stay whole; where there is none, refuse what cannot be recorded."""
-    small = {m for m in notes if m is not root and not _holds_most(m, root)}
-    for what, at in notes.values():
-        if what != "training" and not small:
-            why = f"it sets or asks for {what}, which may be otherwise, or would be missed, when the layers run"
-            todo = "do that in a submodule of its own; what torch.utils.checkpoint does, the pipeline does itself"
-            raise Untraceable(refused(root, at, why, todo)) from None
+    sizes = {m: sum(p.numel() for p in m.parameters()) for m in (root, *notes)}
+    small = {m for m in notes if m is not root and 2 * sizes[m] <= sizes[root]}
+    if not small:
+        check_notes(root, notes)
     return small
-
-
-def _holds_most(module: nn.Module, root: nn.Module) -> bool:
-    mine, all_of_it = (sum(p.numel() for p in m.parameters()) for m in (module, root))
-    return 2 * mine > all_of_it
 
 
 def _has_parameters(root: nn.Module, call: Call) -> bool:
@@ -175,7 +164,7 @@ def _name(root: nn.Module, plan: LayerPlan) -> str:
 
 
 def _batch(root: nn.Module, plan: LayerPlan, recordings: Sequence[Recording]) -> BatchSize | None:
-    if not any(_grows((call.args, call.kwargs)) for call in plan.calls):
+    if not any(within([(call.args, call.kwargs) for call in plan.calls], Grows)):
         return None
     for number in (*plan.inputs, *(value for _, value in plan.pops)):
         found = batch_of([recording.shapes[number] for recording in recordings])
@@ -183,7 +172,3 @@ def _batch(root: nn.Module, plan: LayerPlan, recordings: Sequence[Recording]) ->
             return BatchSize(number, *found)
     at = plan.calls[0].where
     raise Untraceable(refused(root, at, "from here on no tensor has a batch dimension", "keep more as one layer"))
-
-
-def _grows(value: Any) -> bool:
-    return isinstance(value, Grows) or any(map(_grows, parts(value)))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.trace.generalise import same
 from torchgpipe.trace.parts import Slots
 
 
@@ -61,7 +62,7 @@ class Signature:
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
             taken = slots.taken(value)
-            if taken != self._given[name]:
+            if taken != self._given[name] and not same(taken, self._given[name]):
                 raise ValueError(
                     f"{name} is {taken!r}, but was {self._given[name]!r} in the sample that the module was traced "
                     "with; call sequential again with a sample like this"

@@ -35,22 +35,6 @@ class _Function:
         return self.kind.apply(*args, **kwargs)
 
 
-class _Training:
-    """In place of a module's attribute `training`: tells the recorder that it is read."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __get__(self, module: Any, kind: Any = None) -> Any:
-        if module is None:
-            return self
-        self._recorder.note("training")
-        return module.__dict__["training"]
-
-    def __set__(self, module: Any, value: bool) -> None:
-        module.__dict__["training"] = value
-
-
 @contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
     """Put the recorder's methods in the place of PyTorch's, and at the end PyTorch's back."""
@@ -62,18 +46,24 @@ def watched(recorder: Recorder) -> Iterator[None]:
         return recorder.call_module(module, call, args, kwargs)
 
     def assign_noted(module: nn.Module, name: str, value: Any) -> None:
-        recorder.check_assigned(module, name, value)
+        if vars(module).get("_buffers", {}).get(name, value) is not value:
+            recorder.note(f"another buffer {name!r} (change it in place: self.{name}.copy_(…))")
         assign(module, name, value)
 
     def apply_noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
         run = apply.__get__(None, cls)
         return run(*args, **kwargs) if recorder.passes() else recorder.call(run, _Function(cls), args, kwargs)
 
+    def read_training(module: nn.Module) -> Any:
+        recorder.note("training")
+        return vars(module)["training"]
+
     def noted(owner: Any, name: str, what: str) -> tuple[Any, str, Any]:
         run = getattr(owner, name)
 
         def run_noted(*args: Any, **kwargs: Any) -> Any:
-            if "grad_mode" not in sys._getframe(1).f_code.co_filename:  # where `torch.no_grad` asks
+            # Not where `torch.no_grad`, fake tensors and the recorder ask.
+            if not sys._getframe(1).f_code.co_filename.endswith(("grad_mode.py", "fake_tensor.py", "recorder.py")):
                 recorder.note(what)
             return run(*args, **kwargs)
 
@@ -82,15 +72,15 @@ def watched(recorder: Recorder) -> Iterator[None]:
     replacements = [
         (nn.Module, "__call__", call_noted),
         (nn.Module, "__setattr__", assign_noted),
-        (nn.Module, "training", _Training(recorder)),
+        (nn.Module, "training", property(read_training, lambda module, value: vars(module).update(training=value))),
         (torch.autograd.Function, "apply", classmethod(apply_noted)),
         *(noted(owner, name, "a random state") for owner in (torch, torch.random, torch.cuda)
           for name in dir(owner) if name[0] != "_" and ("seed" in name or "rng_state" in name)),
         *(noted(owner, name, "random numbers beside PyTorch's") for owner in (random, sys.modules.get("numpy.random"))
-          for name in ("random", "uniform", "randint", "choice", "rand", "randn") if hasattr(owner, name)),
+          for name in dir(owner) if name[0].islower() and callable(getattr(owner, name))),
         noted(torch.autocast, "__enter__", "autocast"),
         noted(torch, "is_autocast_enabled", "autocast"),
-        noted(torch, "is_grad_enabled", "the mode of gradients"),
+        *(noted(torch, name, "the mode of gradients") for name in ("is_grad_enabled", "is_inference_mode_enabled")),
         noted(torch, "from_numpy", "an array of NumPy"),
     ]  # fmt: skip
     with _one_at_a_time, ExitStack() as stack:

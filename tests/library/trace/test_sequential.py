@@ -5,6 +5,7 @@ That the layers do what the module does is in tests/behaviours/test_any_model.py
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,17 @@ from torchgpipe import GPipe, pipeline, sequential
 from torchgpipe.balance import balance_by_size
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.trace.parts import tensors_in
+from torchgpipe.trace.recorder import random_states
 
 from ...behaviours.test_any_model import called
 from .. import traced
 from ..traced import CASES, Case, rows
+
+
+def drawing() -> nn.Module:
+    last = traced.does(lambda net, x: torch.manual_seed(3) and net.a(x) * random.random() if x.is_contiguous() else x)
+    return nn.Sequential(nn.Linear(6, 60), nn.Linear(60, 6), last)
+
 
 # A module, and its layers: what each begins with, and the skips that it stashes (+) and pops (-).
 CUTS: dict[str, tuple[Case, list[str]]] = {
@@ -29,13 +37,17 @@ CUTS: dict[str, tuple[Case, list[str]]] = {
     "filled": (CASES["a tensor that is filled"], ["a", "c"]),
     "functions with parameters": (CASES["attention by hand"], ["Tokens", "a +", "b", "c -", "Tokens"]),
     "a part that stays whole": (CASES["a part that looks at its input"], ["0", "1", "2"]),
+    "a small part that seeds and draws": (Case(drawing, rows), ["0", "1", "2"]),
 }
 
 
 @pytest.mark.parametrize("case, expected", CUTS.values(), ids=CUTS)
 def test_cuts(case: Case, expected: list[str]) -> None:
-    found = []
-    for name, layer in sequential(case.make(), case.sample(), **case.options).named_children():
+    found, module, sample = [], case.make(), case.sample()
+    states = random_states()
+    layers = sequential(module, sample, **case.options)
+    assert states == random_states()
+    for name, layer in layers.named_children():
         skips: Any = layer._skips
         marks = "-" * len(skips["pop"]) + "+" * len(skips["stash"])
         found.append(f"{name.partition(':')[2]} {marks}".strip())
@@ -104,11 +116,6 @@ def test_copies() -> None:
         torch.testing.assert_close(torch.func.vmap(other)(many), module(many))
         model = GPipe(other, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
         assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
-
-
-def test_a_small_part_that_seeds_stays_whole() -> None:
-    last = traced.does(lambda net, x: torch.manual_seed(3) and net.a(x) if x.is_contiguous() else x)
-    assert len(sequential(nn.Sequential(nn.Linear(6, 60), nn.Linear(60, 6), last), rows())) == 3
 
 
 def test_training_and_evaluation() -> None:
