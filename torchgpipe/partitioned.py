@@ -172,10 +172,11 @@ class Partitioned(nn.Module, ABC):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm."""
-        with self._together("clip_grad_norm_", max_norm, norm_type) as exchange:
+        alike = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
+        with self._together("clip_grad_norm_", **alike) as exchange:
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, exchange)
 
-    def _together(self, doing: str, *alike: float) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
+    def _together(self, doing: str, **alike: float) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
         """Return a context for what all ranks do together: a function by which each gives a tensor and gets all.
 
         What is `alike` has to be the same on all.

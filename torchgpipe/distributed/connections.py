@@ -20,7 +20,7 @@ import platform
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -41,6 +41,7 @@ from torchgpipe.distributed.wires.wire import Receiver, Sender, WireAddress
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.patience import NOTICE, say
+from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.tensors.microbatch import Flat
 
@@ -195,16 +196,22 @@ class Connections:
             raise RuntimeError(f"every rank has to call the same, but rank {peer} is at its {told}, not its {what}")
         return tensors, about
 
-    def exchange(self, what: str, own: Tensor, alike: Sequence[float] = ()) -> list[Tensor]:
-        """Return what every rank gives, in their order; all do so for the same purpose, and with the same numbers."""
-        numbers = torch.tensor(alike, dtype=torch.float64, device="cpu")
-        self.tell(what, (own.cpu(), numbers))
-        heard: dict[int, Any] = {peer: self.hear(what, peer)[0] for peer in self._others} | {self.own: (own, numbers)}
+    def exchange(self, what: str, own: Tensor, alike: Mapping[str, Any] | None = None) -> list[Tensor]:
+        """Return what every rank gives, in their order; all do so for the same purpose, and with what is `alike`."""
+        self.tell(what, (own.cpu(), packed(alike or {})))
+        heard = {peer: self.hear(what, peer)[0] for peer in self._others}
         for peer, (_, theirs) in heard.items():
-            if str(theirs.tolist()) != str(numbers.tolist()):  # NaN is not equal to itself
-                gives = f"gives {theirs.tolist()} on rank {peer}, and {numbers.tolist()} on rank {self.own}"
-                raise ValueError(f"every rank has to call {what} alike, but it {gives}")
-        return [heard[rank][0] for rank in range(self.n)]
+            self.check_alike(what, alike or {}, unpacked(theirs), peer)
+        return [own if rank == self.own else heard[rank][0] for rank in range(self.n)]
+
+    def check_alike(self, what: str, own: Mapping[str, Any], theirs: Mapping[str, Any], peer: int) -> None:
+        """Raise `ValueError` if this rank and another one call the same with other settings."""
+        for name, value in own.items():
+            if repr(value) != repr(other := theirs.get(name)):  # NaN is not equal to itself
+                raise ValueError(
+                    f"every rank has to call {what} alike, but {name} is {other!r} on rank {peer} and {value!r} on "
+                    f"rank {self.own}"
+                )
 
     def deliver(self, patience: float | None = None) -> None:
         """Send what would be sent later, as the program has no more tasks, and wait until other ranks have it all.

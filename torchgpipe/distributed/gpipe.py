@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.rank_batch import RankBatch
@@ -99,6 +101,8 @@ class DistributedGPipe(Partitioned):
             )
         check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
         self._crossings = skip_layout(self._partitions)
+        named = [(name, None if is_lazy(p) else (*p.shape,)) for name, p in module.named_parameters()]
+        self._alike = crc32(repr(named).encode())
         self._hold([device if j == self.rank else None for j in range(n)], [f"rank {j}" for j in range(n)], init)
         self._connected()  # a rank may fail before its first mini-batch
 
@@ -154,7 +158,7 @@ class DistributedGPipe(Partitioned):
         return cast(Tensor, self(*args, _criterion=lambda output: criterion(output, target), **kwargs))
 
     @contextmanager
-    def _together(self, doing: str, *alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:
+    def _together(self, doing: str, **alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:
         connections = self._connected()
         with connections.call(self._serial, doing):
             yield partial(connections.exchange, doing, alike=alike)
@@ -224,6 +228,8 @@ class DistributedGPipe(Partitioned):
                 "a loss": criterion is not None,
                 "the kind of device": kind,
                 "timeout": self.timeout and float(self.timeout),
+                # Or two pipelines that ranks have made in different orders could train as one.
+                "the checksum of its parameters' names and shapes": getattr(self, "_alike", 0),  # of an older pickle
             }
             batch = RankBatch(connections, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
             return batch.forward(finish)

@@ -1,10 +1,8 @@
 """A program's links to those of other ranks, over wires."""
 
 import sys
-from ast import literal_eval
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from functools import reduce
 from itertools import chain
 from typing import Any
@@ -16,6 +14,7 @@ from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.wires.wire import Receiver, Sender
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
+from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.seeds import Seeds
 from torchgpipe.task.task_graph import leaves
@@ -44,7 +43,7 @@ class Messages(Links):
         for end in (self._before, self._after, *skips):
             if end is not None:
                 end.begin()
-        self._left: dict[int, dict[Crossing, tuple[Hashable, Tensor | None, Tensor | None]]] = defaultdict(dict)
+        self._left: dict[int, dict[Crossing, tuple[Hashable, Flat]]] = defaultdict(dict)
         self._arrived: dict[Crossing, tuple[Any, Flat]] = {}
 
     def check(self) -> None:
@@ -60,25 +59,25 @@ class Messages(Links):
     def expect(self) -> None:
         self._connections.take(self._before)
 
-    def _leave(self, crossing: Crossing, about: Hashable, tensor: Tensor | None, text: Tensor | None = None) -> None:
+    def _leave(self, crossing: Crossing, about: Hashable, tensors: Flat) -> None:
         # All skips of a micro-batch for one rank are one message. They are fetched in another order than they are left.
         other = self._other(crossing)
         left, between = self._left[other], self._between[other]
-        left[crossing] = about, tensor, text
+        left[crossing] = about, tensors
         if len(left) == len(between):
-            abouts, skips, texts = zip(*(left[each] for each in between), strict=True)
+            abouts, skips = zip(*(left[each] for each in between), strict=True)
             sender = self._skips(Sender, other)
             sender.settle(abs(other - self._connections.own))
-            self._connections.give(sender, abouts, (*skips, *texts))
+            self._connections.give(sender, abouts, tuple(chain(*skips)))
             left.clear()
 
     def _fetch(self, crossing: Crossing) -> tuple[Any, Flat]:
         if crossing not in self._arrived:
             other = self._other(crossing)
-            abouts, skips = self._connections.take(self._skips(Receiver, other))
-            n = len(abouts)
-            found = zip(abouts, zip(skips[:n], skips[n:], strict=True), strict=True)
-            self._arrived.update(zip(self._between[other], found, strict=True))
+            abouts, tensors = self._connections.take(self._skips(Receiver, other))
+            each = len(tensors) // len(abouts)
+            for k, arrived in enumerate(self._between[other]):
+                self._arrived[arrived] = abouts[k], tensors[k * each :][:each]
         return self._arrived.pop(crossing)
 
     def _other(self, crossing: Crossing) -> int:
@@ -105,8 +104,8 @@ class Forward(Messages):
 
     def give(self, item: Item) -> None:
         state = (torch.get_rng_state(),) if self._in_order else ()
-        tensors = (*item.flat, _as_text(item, self._connections.own), *state)
-        self._connections.give(self._after, (*_about(item), self._seeds.drew), tensors)
+        about, tensors = self._packed(item)
+        self._connections.give(self._after, (*about, self._seeds.drew), (*tensors, *state))
 
     def take(self) -> Item:
         (*about, drew), tensors = self._connections.take(self._before)
@@ -118,10 +117,25 @@ class Forward(Messages):
         return _item(about, tensors)
 
     def leave(self, i: int, crossing: Crossing, skip: Item) -> None:
-        self._leave(crossing, _about(skip), skip.flat[0], _as_text(skip, self._connections.own))
+        self._leave(crossing, *self._packed(skip))
 
     def fetch(self, i: int, crossing: Crossing) -> Item:
         return _item(*self._fetch(crossing))
+
+    def _packed(self, item: Item) -> tuple[tuple[Hashable, ...], Flat]:
+        """Return what is said of an item, and its tensors with their attributes, if there are any."""
+        name = f"{item.form.__module__}:{item.form.__qualname__}"
+        _form_of(name)  # it raises here rather than there
+        attributes = [{} if x is None else vars(x) for x in item.flat]
+        try:
+            told = packed(attributes) if any(attributes) else None
+        except TypeError as error:
+            raise TypeError(
+                f"outputs of partition {self._connections.own} have attributes "
+                f"({', '.join({}.fromkeys(chain(*attributes)))}), but {error}; return a tensor as an output of its own"
+            ) from None
+        needs = tuple([x is not None and x.requires_grad for x in item.flat])
+        return (name, item.shared, needs), (*item.flat, told)
 
 
 class Backward(Messages):
@@ -136,40 +150,18 @@ class Backward(Messages):
         return self._connections.take(self._before)[1]
 
     def leave(self, i: int, crossing: Crossing, grad: Tensor | None) -> None:
-        self._leave(crossing, "gradient", grad)
+        self._leave(crossing, "gradient", (grad,))
 
     def fetch(self, i: int, crossing: Crossing) -> Tensor | None:
         return self._fetch(crossing)[1][0]
 
 
-def _about(item: Item) -> tuple[Hashable, ...]:
-    name = f"{item.form.__module__}:{item.form.__qualname__}"
-    _form_of(name)  # it raises here rather than there
-    return name, item.shared, tuple([x is not None and x.requires_grad for x in item.flat])
-
-
-def _as_text(item: Item, partition: int) -> Tensor | None:
-    """Return the attributes of an item's tensors as text, of which no code is run; `None` if there are none."""
-    attributes = [{} if x is None else vars(x) for x in item.flat]
-    if not any(attributes):
-        return None
-    text = repr(attributes)
-    with suppress(ValueError, SyntaxError):
-        if literal_eval(text) == attributes:
-            return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
-    raise TypeError(
-        f"outputs of partition {partition} have attributes ({', '.join({}.fromkeys(chain(*attributes)))}), but with a "
-        "tensor only finite numbers, strings, and tuples, lists and dictionaries of them travel between ranks; return "
-        "a tensor as an output of its own"
-    )
-
-
 def _item(about: Sequence[Any], tensors: Flat) -> Item:
     name, shared, needs = about
-    *flat, text = tensors
-    for x, named in zip(flat, literal_eval(bytes(text.tolist()).decode()), strict=True) if text is not None else ():
+    *flat, told = tensors
+    for x, attributes in zip(flat, unpacked(told), strict=True) if told is not None else ():
         if x is not None:
-            vars(x).update(named)
+            vars(x).update(attributes)
     return Item(leaves(tuple(flat), needs), _form_of(name), shared)
 
 

@@ -54,7 +54,7 @@ class RankBatch(Batch):
         with self._seeded():
             if self._first:
                 head = torch.tensor([len(self._micro_batches), self._seeds.base or 0], device="cpu")
-                self._connections.tell("head", (head,), tuple(self._settings.values()))
+                self._connections.tell("head", (head,), tuple(self._settings.items()))
             outputs = self.program.forward(links, self._micro_batches)
             self._connections.deliver()
             self._check_kept()
@@ -91,12 +91,7 @@ class RankBatch(Batch):
 
     def _hear_head(self) -> tuple[int, int]:
         (head,), theirs = self._connections.hear("head", 0)
-        for (name, own), first in zip(self._settings.items(), theirs, strict=True):
-            if own != first:
-                raise ValueError(
-                    f"every rank has to call the pipeline alike, but {name} is {first!r} on rank 0 and {own!r} on rank "
-                    f"{self._connections.own}"
-                )
+        self._connections.check_alike("the pipeline", self._settings, dict(theirs), 0)
         m, base = head.tolist()
         return m, base
 

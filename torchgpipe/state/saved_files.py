@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,33 +26,45 @@ MARK = "saved-by-torchgpipe.json"
 
 
 def marked(path: Path) -> bool:
-    """Return whether a folder was made here; by an older version, if it has no mark but what that has always saved."""
-    if (path / MARK).is_file():
-        return True
+    """Return whether a folder was made here; by an older version, if it has no mark but what that has always saved.
+
+    A link to what is not there now, such as a disk, counts: not to find the newest state must not go unnoticed.
+    """
     with suppress(OSError):
+        if (path / MARK).is_file() or not path.exists():
+            return True
         older = (path / ".metadata").read_bytes()
         return b"training" in older and b"random.0" in older
     return False
 
 
 def remove(path: Path) -> None:
-    """Remove a folder if it was made here, its mark last: what a process that dies has left is still known by it."""
+    """Remove a folder, or a link to one, if it was made here; another one only if it is empty.
+
+    Its mark goes last: what a process that dies has left is still known by it.
+    """
     with suppress(OSError):
+        if marked(path) and path.is_symlink():
+            return path.unlink()
         if marked(path):
             (path / MARK).touch()  # an older version did not
             for each in sorted(path.iterdir(), key=lambda each: each.name == MARK):
-                each.unlink()
-        path.rmdir()  # where it is empty
+                if each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each)
+                else:
+                    each.unlink()
+        path.rmdir()
 
 
-def check(path: Path, ranks: Meeting) -> None:
-    """Raise `ValueError` if a file is not as it was written, where that was noted; each rank looks at some."""
-    sums = json.loads((path / MARK).read_text()) if (path / MARK).exists() else {}
+def check(path: Path, ranks: Meeting) -> dict[str, int]:
+    """Raise `ValueError` if a file is not as it was written; each rank looks at some. Return all checksums."""
+    sums: dict[str, int] = json.loads((path / MARK).read_text()) if (path / MARK).exists() else {}
     for name in sorted(sums)[ranks.own :: ranks.n]:
         with open(path / name, "rb") as file:
             found = reduce(lambda found, content: zlib.crc32(content, found), iter(partial(file.read, 2**20), b""), 0)
         if found != sums[name]:
             raise ValueError(f"{name} is not as it was written, by its checksum")
+    return sums
 
 
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
@@ -67,11 +80,12 @@ def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     results = ranks.through(path, writer.write_data(plan, planner).wait())
     sums = ranks.all(files.sums())
     if ranks.own == 0:
+        for told in path.glob("told-*"):  # which all have read by now
+            told.unlink()
         writer.finish(metadata, results)
-        with open(path / MARK, "w") as file:
-            json.dump({name: each for part in (*sums, files.sums()) for name, each in part.items()}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        every = {name: each for part in (*sums, files.sums()) for name, each in part.items()}
+        (path / MARK).write_text(json.dumps(every))
+        flush(path / MARK)
         flush(path)
 
 
@@ -102,15 +116,16 @@ class _File(io.BufferedWriter):
             super().flush()
 
 
+def blank(saved: Metadata, keys: list[str], device: str) -> dict[str, Any]:
+    """Return the parts of a checkpoint with these keys: of tensors type and shape, and of others `None`."""
+    tensors = {key: meta for key in keys if isinstance(meta := saved.state_dict_metadata[key], TensorStorageMetadata)}
+    made = {key: torch.empty(x.size, dtype=x.properties.dtype, device=device) for key, x in tensors.items()}
+    return dict.fromkeys(keys) | made
+
+
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
     """Return the parts of a checkpoint with these keys."""
-    content: dict[str, Any] = {}
-    for key in keys:
-        meta = saved.state_dict_metadata[key]
-        content[key] = None
-        if isinstance(meta, TensorStorageMetadata):
-            content[key] = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
-    reader = FileSystemReader(path)
+    content, reader = blank(saved, keys, "cpu"), FileSystemReader(path)
     planner = DefaultLoadPlanner(False, False)
     planner.set_up_planner(content, saved, True)
     reader.set_up_storage_reader(saved, True)

@@ -19,16 +19,15 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from torchgpipe.caught import caught
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.state.file_lock import FileLock
-from torchgpipe.state.meeting import meeting
-from torchgpipe.state.saved_files import MARK, check, flush, marked, read, readable, remove, write
+from torchgpipe.state.meeting import ONE_FOLDER, meeting
+from torchgpipe.state.saved_files import MARK, blank, check, flush, marked, read, readable, remove, write
 from torchgpipe.state.state import State, same
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
@@ -128,7 +127,7 @@ class Saves:
 
         Raises:
             ValueError: the state is of another model or optimizer.
-            RuntimeError: a rank does not see the folder of rank 0.
+            RuntimeError: a rank does not see the folder of rank 0; the state is damaged.
             RankFailed: another rank has failed.
         """
         with meeting(model, "load") as ranks:
@@ -136,14 +135,15 @@ class Saves:
             if path is None:
                 return None
             with readable(path):
-                check(path, ranks)
-            ranks.all(None)  # all files are as they were written
+                sums = check(path, ranks)
+            if ranks.all(sums)[0] != sums:
+                raise RuntimeError(f"rank {ranks.own} sees another state in {path} than rank 0: {ONE_FOLDER}")
+            state = State(model, optimizer, ranks.own)
+            here = ranks.all((_forms(state.fixed()), state.kind(), [*state.options()]))
             with readable(path):
                 saved = FileSystemReader(path).read_metadata()
                 training = read(path, saved, ["training"])["training"]
             same_ranks = training["ranks"] == ranks.n
-            state = State(model, optimizer, ranks.own)
-            here = ranks.all((_forms(state.fixed()), state.kind(), [*state.options()]))
             _check_alike(path, saved, training, here)
             with readable(path):
                 content = read(path, saved, state.wanted(saved.state_dict_metadata, same_ranks=same_ranks))
@@ -174,7 +174,8 @@ class Saves:
         """Make a folder to write into; return its name, which no rank has asked its filesystem for before."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
-        self._remove_parts()
+        for name in filter(_PART.fullmatch, os.listdir(self.folder)):
+            remove(self.folder / name)
         name = f"part-{uuid.uuid4().hex}"
         (self.folder / name).mkdir()
         (self.folder / name / MARK).touch()
@@ -194,13 +195,9 @@ class Saves:
 
     def _remove_old(self) -> None:
         for _, name in sorted(self._whole().items())[: -self.keep]:
-            # By a new name first: what is removed in part must not look whole.
-            os.rename(self.folder / name, self.folder / f"part-{uuid.uuid4().hex}")
-        self._remove_parts()
-
-    def _remove_parts(self) -> None:
-        for name in filter(_PART.fullmatch, os.listdir(self.folder)):
-            remove(self.folder / name)
+            part = self.folder / f"part-{uuid.uuid4().hex}"
+            os.rename(self.folder / name, part)  # first: what is removed in part must not look whole
+            remove(part)
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
@@ -220,22 +217,17 @@ class Saves:
 
 def _forms(content: Mapping[str, Any]) -> dict[str, str]:
     """Return type and shape of tensors, and nothing of other parts."""
-    return {key: _form(x.dtype, x.shape) if isinstance(x, Tensor) else "" for key, x in content.items()}
-
-
-def _form(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+    tensors = {key: x for key, x in content.items() if isinstance(x, torch.Tensor)}
+    forms = {key: f"{x.dtype} {[*x.shape]}".removeprefix("torch.") for key, x in tensors.items()}
+    return dict.fromkeys(content, "") | forms
 
 
 def _check_alike(
     path: Path, saved: Metadata, training: dict[str, Any], here: list[tuple[dict[str, str], str | None, list[str]]]
 ) -> None:
     """Raise `ValueError` if a saved state is not of the model and optimizer that ranks have."""
-    there = {
-        key: _form(meta.properties.dtype, meta.size) if isinstance(meta, TensorStorageMetadata) else ""
-        for key, meta in saved.state_dict_metadata.items()
-        if key.startswith(("model.", "generator."))
-    }
+    fixed = [key for key in saved.state_dict_metadata if key.startswith(("model.", "generator."))]
+    there = _forms(blank(saved, fixed, "meta"))
     now = {key: each for forms, _, _ in here for key, each in forms.items()}
     optimizers = sorted({kind for _, kind, _ in here if kind})
     if optimizers:

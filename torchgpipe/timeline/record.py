@@ -6,19 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
-import torch
 from torch import Tensor
 
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.plain import packed, unpacked
 from torchgpipe.plan.replay import Event, Timeline, bubbles
-from torchgpipe.tensors.observe import Kind
 from torchgpipe.timeline.clocks import clocks_ahead
 from torchgpipe.timeline.perfetto import perfetto
 from torchgpipe.timeline.stopwatch import Stopwatch
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass
@@ -84,7 +80,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
             model.observer = None
         with model._together("recording a timeline") as exchange:
             ahead, recording.clock_error = clocks_ahead(exchange)
-            gathered = exchange(_packed(stopwatch.events()))
+            gathered = exchange(packed([tuple(event) for event in stopwatch.events()]))
         recording.over_ranks = len(gathered) > 1
         recording.steps += mini_batches(_unpacked(gathered, ahead), len(model.balance))
         if part is not None and path is not None:
@@ -115,12 +111,7 @@ def mini_batches(events: Iterable[Event], partitions: int) -> list[Timeline]:
     return steps
 
 
-def _packed(events: Sequence[Event]) -> Tensor:
-    rows = [(KINDS.index(kind), *rest) for kind, *rest in events]
-    return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(-1, len(Event._fields))
-
-
 def _unpacked(gathered: Sequence[Tensor], ahead: Sequence[float]) -> Iterator[Event]:
-    for rows, seconds in zip(gathered, ahead, strict=True):
-        for kind, i, j, start, end in rows.tolist():
-            yield Event(KINDS[int(kind)], int(i), int(j), start - seconds, end - seconds)
+    for events, seconds in zip(map(unpacked, gathered), ahead, strict=True):
+        for kind, i, j, start, end in events:
+            yield Event(kind, i, j, start - seconds, end - seconds)

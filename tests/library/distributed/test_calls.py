@@ -120,19 +120,16 @@ def test_errors_between_calls() -> None:
 
     # One rank has begun one more mini-batch than the others.
     ours._serial += rank == 1
-    with pytest.raises(RuntimeError, match=r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"):
-        loss_of(ours)
-    with pytest.raises(RuntimeError, match=r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"):
-        loss_of(ours)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"):
+            loss_of(ours)
     ours.close()
     loss_of(ours).backward()
     loss_of(threads).backward()
     assert_same_gradients(ours, threads)
 
-    for given in ((2.0, 2.0), (1.0, 1.0)):
-        with pytest.raises(
-            (ValueError, RankFailed), match=r"clip_grad_norm_ alike, but it gives \[.\.0, .\.0\] on rank"
-        ):
+    for name, given in (("max_norm", (2.0, 2.0)), ("norm_type", (1.0, 1.0))):
+        with pytest.raises((ValueError, RankFailed), match=f"clip_grad_norm_ alike, but {name} is ..0 on rank . and"):
             ours.clip_grad_norm_(*(given if rank == 1 else (1.0, 2.0)))
         ours.close()
     loss_of(ours).backward()
@@ -168,10 +165,16 @@ def test_errors_between_calls() -> None:
         setattr(ours, name, before)
 
 
-def test_ranks_on_other_kinds_of_devices_are_refused() -> None:
-    model = DistributedGPipe(linears(), [1] * WORLD, device=["cpu", "meta", "cpu"][dist.get_rank()])
-    with pytest.raises((ValueError, RankFailed), match="the kind of device is 'cpu' on rank 0 and 'meta' on rank 1"):
-        loss_of(model)
+def test_ranks_on_other_kinds_of_devices_or_of_another_model_are_refused() -> None:
+    other = dist.get_rank() == 1
+    nested = linears(wrap=nn.Sequential) if other else linears()
+    models = {
+        "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": (linears(), "meta" if other else "cpu"),
+        "the checksum of its parameters' names and shapes is .* on rank 0": (nested, "cpu"),
+    }
+    for message, (layers, device) in models.items():
+        with pytest.raises((ValueError, RankFailed), match=message):
+            loss_of(DistributedGPipe(layers, [1] * WORLD, device=device))
 
 
 def test_wrong_arguments() -> None:

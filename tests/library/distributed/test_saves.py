@@ -118,6 +118,13 @@ def test_failures() -> None:
     model.close()
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}
+    other = Saves(shared_folder())
+    trained(model, optimizer, 0)
+    for step in (0, 1):
+        other.save(step, model, optimizer)
+    with pytest.raises(error, match=r"rank 2 sees another state in .*000002-step-1 than rank 0: all ranks need one"):
+        (other if rank == 2 else saves).load(model, optimizer)
+    model.close()
     # Every rank finds it out, and may hear before that another one has.
     with pytest.raises((ValueError, RankFailed), match=r"is of another model: it lacks model\.\d\.weight") as caught:
         Saves(folder).load(DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.message import HEAD, SLOT, Message, packed
+from torchgpipe.distributed.wires.message import HEAD, SLOT, Message, described
 from torchgpipe.distributed.wires.wire import Receiver, Sender, WireAddress
 
 from .threads import Group, World
@@ -82,10 +82,10 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
         for about in ("short", "long" * SLOT):
             assert_arrives(*wire, about, MESSAGES[name])
     assert len(sender._numbers) == 2
-    described = sum(len(packed(each)) for each in sender._numbers)
+    descriptions = sum(len(described(*each)) for each in sender._numbers)
     dense = sum(x.nbytes for x in MESSAGES[name] if x is not None)
     sent = 4 * PLACED[name][1] if name in PLACED else dense
-    assert sender._group.world.bytes == described + 6 * (HEAD.size + sent)  # type: ignore[attr-defined]
+    assert sender._group.world.bytes == descriptions + 6 * (HEAD.size + sent)  # type: ignore[attr-defined]
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
@@ -160,25 +160,19 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
         sender.settle()
 
 
-REFUSED: dict[str, tuple[Any, Tensor]] = {
-    r"only dense tensors travel .*, but a partition returned a tensor of": ("", torch.eye(3).to_sparse()),
-    r"only None, numbers, text and tuples .*, but got \(1, torch.Size\(\[2\]\)\)": ((1, torch.Size([2])), X),
-    r"only None, numbers, text and tuples .*, but got <class 'str'>": (str, X),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_travel_is_refused(message: str, wire: Wire) -> None:
-    about, x = REFUSED[message]
-    with pytest.raises(TypeError, match=message):
-        wire[0].give(Message(1, about, (x,)))
+def test_what_does_not_travel_is_refused(wire: Wire) -> None:
+    with pytest.raises(TypeError, match=r"only dense tensors travel .*, but a partition returned a tensor of"):
+        wire[0].give(Message(1, "", (torch.eye(3).to_sparse(),)))
+    with pytest.raises(TypeError, match=r"ranks tell each other only None, numbers, text, .* of these, not a Size"):
+        wire[0].give(Message(1, (1, torch.Size([2])), (X,)))
 
 
 def test_nothing_that_comes_is_run(wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = wire
     pickled = b"cos\nmkdir\nV%s/made\n\x85R." % bytes(tmp_path)
     for content in (pickled, pickled + b" " * SLOT, b"[]", b"\xff", b"[" * 9999):
-        monkeypatch.setattr("torchgpipe.distributed.wires.wire.packed", lambda _, content=content: content)
+        described = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        monkeypatch.setattr("torchgpipe.distributed.wires.wire.described", lambda *_, now=described: now)
         sender.give(Message(1, content, ()))
         with pytest.raises(RuntimeError, match="rank 0 is another program, or another version of this one"):
             receiver.take()

@@ -1,6 +1,7 @@
 """Saved states in one process: whole or not there, going on to the same numbers, and what is refused."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -103,10 +104,17 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     for notes in others:
         notes.parent.mkdir()
         notes.touch()
+    elsewhere = tmp_path / "000005-step-4" / "elsewhere"
     assert saves.load(model, optimizer) is None
     for step in (5, 3, 9, 9, 4):
         saves.save(step, model, optimizer)
-    assert all(notes.exists() for notes in others)
+        if step == 5:
+            shutil.copytree(tmp_path / "000001-step-5", tmp_path / "000003-step-2.best", dirs_exist_ok=True)
+            (tmp_path / "000001-step-5" / "more").mkdir()
+        if step == 3:
+            (tmp_path / "000002-step-3").rename(elsewhere)
+            (tmp_path / "000002-step-3").symlink_to(elsewhere)
+    assert all(notes.exists() for notes in others) and (elsewhere / "__0_0.distcp").exists()
     assert {path.name for path in tmp_path.iterdir()} - NOT_ITS_OWN == {"000004-step-9", "000006-step-4", "lock"}
     assert saves.load(model, None) == {"step": 4}
     state = {"model": plain.state_dict()}
@@ -198,6 +206,9 @@ def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
         raise EOFError
     with pytest.raises(RuntimeError, match="rank 0 does not see it/x, which was there just now"):
         Meeting(0, lambda own: [own]).first(Path("it"), lambda: "x")
+    (tmp_path / "000001-step-1").symlink_to(tmp_path / "a disk that is not there")
+    with pytest.raises(RuntimeError, match=r"rank 0 does not see .*000001-step-1, which was there just now"):
+        Saves(tmp_path).load(piped(0), None)
     for elsewhere in ("..", "/tmp"):  # whoever says to be rank 0 must not lead others to what they unpickle
         told = torch.tensor([*json.dumps(elsewhere).encode()], dtype=torch.uint8)
         with pytest.raises(RuntimeError, match="rank 1 does not see"):

@@ -34,11 +34,11 @@ def _end(*, threads_go_on: bool = False) -> None:
     error = sys.exc_info()[1] or (_seen[-1] if _seen else getattr(sys, "last_value", None))
     if isinstance(error, SystemExit):  # `torch.multiprocessing` exits with 1 after an error
         error = error.__context__ if error.code else None
-    for connections in [*open_connections] if error or not threads_go_on else ():  # which may use the pipeline
-        if error is None:
-            connections.close()
-        else:
+    for connections in [*open_connections]:
+        if error is not None:
             connections.fail(error)
+        elif not threads_go_on or connections.liveness.activity.thread == threading.main_thread().ident:
+            connections.close()  # else a thread that goes on may use the pipeline, as others than the main one have
 
 
 threading._register_atexit(partial(_end, threads_go_on=True))  # type: ignore[attr-defined]

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
 from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.wire import Receiver, Sender, WireAddress
 from torchgpipe.engine.relay import Stopped
+from torchgpipe.plain import packed, unpacked
 
 GRACE = 1.0
 """Seconds in which other ranks have to hear a last word."""
@@ -90,7 +92,7 @@ class Liveness:
         """Tell others that this rank has ended, or `why` one has failed, and wait: to close too early might lose it."""
         told = self._monitor.others - {told_by}
         for peer in told:
-            self._tell(peer, Message(0, (_LAST, why), ()))
+            self._tell(peer, _LAST, why)
         awaited = {peer for peer in told if self._monitor.answers(peer)}
         with self._changed:
             self._changed.wait_for(lambda: awaited <= self._answered, GRACE)
@@ -130,24 +132,24 @@ class Liveness:
         """Tell a rank what this one does, unless what it was told last has not arrived yet."""
         with self._telling, suppress(Stopped):
             if self._senders[peer].settled():
-                self._tell(peer, Message(0, (_LABEL, None), (label.packed(),)))
+                self._tell(peer, _LABEL, *label)
 
-    def _tell(self, peer: int, message: Message) -> None:
+    def _tell(self, peer: int, *told: Any) -> None:
         with self._telling, suppress(Stopped):
-            self._senders[peer].give(message)
+            self._senders[peer].give(Message(0, None, (packed(told),)))
 
     def _listen(self, peer: int, address: Callable[[int, Broken], WireAddress]) -> None:
         """Hear what another rank tells, until its last word."""
         try:
             receiver = Receiver(address(peer, partial(self.broken, peer)))
-            while (message := receiver.take()).about[0] != _LAST:
-                if message.about[0] == _LABEL:
-                    self._monitor.heard(peer, Label.unpacked(message.tensors[0]))
+            while (told := unpacked(receiver.take().tensors[0]))[0] != _LAST:
+                if told[0] == _LABEL:
+                    self._monitor.heard(peer, Label(*told[1:]))
                 else:
                     self._has_heard(peer)
-            _, why = message.about
+            _, why = told
             with self._telling, suppress(Stopped):
-                self._senders[peer].give_last(Message(0, (_HEARD, None), ()))
+                self._senders[peer].give_last(Message(0, None, (packed((_HEARD,)),)))
         except Stopped:
             why = self._died(peer)
         self._has_heard(peer)  # it needs no last word any more

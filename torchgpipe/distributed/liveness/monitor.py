@@ -20,14 +20,9 @@ from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from torchgpipe.distributed.liveness.idle import Idle, place
 from torchgpipe.engine.program import Program
 from torchgpipe.tensors._autograd import sharded
-
-_BYTES = 200  # of a label
 
 _TALK = 0.001
 """CPU seconds per second that hearing and telling one other rank may take; about twice what was seen."""
@@ -39,18 +34,6 @@ class Label(NamedTuple):
     calls: int
     waits: bool
     words: str
-
-    def packed(self) -> Tensor:
-        """Return it as a tensor, always of the same size."""
-        content = f"{self.calls} {self.waits:d} {self.words}".encode()[:_BYTES].ljust(_BYTES)
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-    @staticmethod
-    def unpacked(packed: Tensor | None) -> Label:
-        """Return what was packed."""
-        assert packed is not None
-        calls, waits, words = bytes(packed.tolist()).decode(errors="ignore").split(" ", 2)
-        return Label(int(calls), waits == "1", words.rstrip())
 
 
 class Activity:

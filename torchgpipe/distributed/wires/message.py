@@ -7,14 +7,15 @@ from then on. So a message is
     large parts, one by one     what does not fit into the slot
 """
 
-import json
 import struct
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchgpipe.distributed.wires.layout import Layout
+from torchgpipe.plain import packed, unpacked
 from torchgpipe.tensors.microbatch import Flat
 
 SLOT = 2**16
@@ -35,24 +36,9 @@ class Message(NamedTuple):
 Description = tuple[Hashable, tuple[Layout | None, ...]]
 
 
-def packed(description: Description) -> bytes:
-    """Return a description as text; raise `TypeError` if what it says of tensors is not made of plain values."""
-    about, layouts = description
-    plain = [layout and (str(layout.dtype).removeprefix("torch."), *layout[1:]) for layout in layouts]
-    text = json.dumps((about, plain), default=repr).encode()
-    if repr(unpacked(text)) == repr(description):
-        return text
-    raise TypeError(f"only None, numbers, text and tuples of these go with tensors between ranks, but got {about!r}")
-
-
-def unpacked(text: bytes | bytearray) -> Description:
-    """Return the description, and run nothing that the text may say."""
-    about, layouts = _tuples(json.loads(text))
-    return about, tuple([layout and Layout(getattr(torch, layout[0]), *layout[1:]) for layout in layouts])
-
-
-def _tuples(x: Any) -> Any:
-    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
+    """Return a description as bytes; raise `TypeError` if what it says of tensors is not made of plain values."""
+    return packed((about, [layout and (str(layout.dtype).removeprefix("torch."), *layout[1:]) for layout in layouts]))
 
 
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
@@ -99,10 +85,12 @@ class Predicted:
         self._now.append(number)
         self._predict()
 
-    def learn(self, text: bytes | bytearray, rank: int) -> None:
+    def learn(self, description: Tensor, rank: int) -> None:
         """Add the description that has come from a rank."""
         try:
-            self.known.append(unpacked(text))
+            about, layouts = unpacked(description)
+            found = [layout and Layout(getattr(torch, layout[0]), *layout[1:]) for layout in layouts]
+            self.known.append((about, tuple(found)))
         except Exception:
             raise RuntimeError(f"rank {rank} is another program, or another version of this one") from None
 

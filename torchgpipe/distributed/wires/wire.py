@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torchgpipe.distributed.wires.cuda import NEVER, Departure, Transfer
 from torchgpipe.distributed.wires.layout import Memory, dense, disjoint, layout_of, once, placed, row
-from torchgpipe.distributed.wires.message import HEAD, SLOT, Description, Message, Predicted, packed, places, sizes
+from torchgpipe.distributed.wires.message import HEAD, SLOT, Description, Message, Predicted, described, places, sizes
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import Flat
@@ -161,15 +161,13 @@ class Sender(_End):
         flat = [None if x is None else disjoint(x) for x in message.tensors]
         description = message.about, tuple([None if x is None else layout_of(x) for x in flat])
         predicted = self._predicted
-        number, new = self._numbers.setdefault(description, len(predicted.known)), b""
-        if number == len(predicted.known):
-            predicted.known.append(description)
-            new = packed(description)
+        number = self._numbers.setdefault(description, len(predicted.known))
+        new = [described(*description)] if number == len(predicted.known) else []
+        predicted.known += [description] * len(new)
         unused = 0 if number == predicted.number else len(predicted.large())  # receives that are posted in vain
         predicted.note(number)
-        parts = [_bytes(new)] if new else []
-        parts += [row(dense(once(x))) for x in flat if x is not None and not x.is_meta and x.numel()]
-        small, large = [_bytes(HEAD.pack(message.serial, number, len(new)))], list[Tensor]()
+        parts = new + [row(dense(once(x))) for x in flat if x is not None and not x.is_meta and x.numel()]
+        small, large = [_bytes(HEAD.pack(message.serial, number, sum(map(len, new))))], list[Tensor]()
         for part, (_, start) in zip(parts, places(map(len, parts)), strict=True):
             (large if start is None else small).append(part)
         slot = torch.cat(small)
@@ -216,13 +214,13 @@ class Receiver(_End):
         tensors = tuple([None if layout is None else placed(layout, contents) for layout in layouts])
         return Message(serial, about, tensors if self._transfer is None else self._transfer.arrive(tensors))
 
-    def _new(self, length: int) -> bytearray:
+    def _new(self, length: int) -> Tensor:
         """Return the description that comes with this message."""
         ((_, at),) = places([length])
         if at is not None:
-            return self._content[at : at + length]
-        content = bytearray(length)
-        self._gloo(self._receive(torch.frombuffer(content, dtype=torch.uint8)), self._limit)
+            return self._slot[at : at + length]
+        content = _bytes(bytes(length))
+        self._gloo(self._receive(content), self._limit)
         return content
 
     def _posted(self, lengths: Sequence[int]) -> list[tuple[Tensor, Callable[..., Any]]]:
