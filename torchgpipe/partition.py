@@ -181,6 +181,7 @@ class Elsewhere:
         self._names = {n for p in others for n in p.state_dict()} - {n for p in own for n in p.state_dict()}
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Drop their entries, before a state is loaded."""
         for name in self._names:
             state.pop(prefix + name, None)
 

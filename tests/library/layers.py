@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
+from ..behaviours.parts.layers import Do
+
 
 def same(x: Any) -> Any:
     return x
@@ -17,13 +19,8 @@ def linears(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
 
-class Lambda(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
+def Lambda(function: Callable[[Any], Any]) -> nn.Module:
+    return Do(lambda _, x: function(x))
 
 
 @skippable(stash=["skip"])

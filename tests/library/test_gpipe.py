@@ -73,13 +73,6 @@ def test_silence_is_accepted_and_does_nothing() -> None:
     assert not hasattr(model, "silence")
 
 
-def test_a_layer_replaced_in_a_partition_is_noticed() -> None:
-    model = made()
-    model.partitions[1][0] = nn.Linear(2, 2)  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match=r"replaced after the pipeline was made.*wrap them"):
-        model(torch.ones(1, 2))
-
-
 @pytest.mark.parametrize(
     "convert, dtype",
     [

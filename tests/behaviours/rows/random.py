@@ -48,7 +48,6 @@ DRAWS: dict[str, Drawn] = {
     "randint": lambda x: torch.randint(100, x.shape).float(),
     "bernoulli in place": lambda x: torch.empty_like(x).bernoulli_(0.5),
     "normal of a size": lambda x: torch.normal(0.0, 1.0, x.shape),
-    "exponential in place": lambda x: torch.empty_like(x).exponential_(),
     "binomial": lambda x: torch.binomial(torch.full_like(x, 9), torch.full_like(x, 0.5)),
     "dirichlet": lambda x: torch._sample_dirichlet(torch.ones_like(x)),
     "attention with dropout": lambda x: attention(x.detach(), 0.5),

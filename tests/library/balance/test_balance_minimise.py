@@ -44,7 +44,6 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, also if there are no others.
     ([0] * 6, 3, [2, 2, 2]),
-    ([0] * 7, 3, [2, 2, 3]),
     ([0, 0, 0, 5, 0, 0, 0], 7, [1] * 7),
     ([5, 0, 0, 0, 5], 2, [2, 3]),
     ([Fraction(1, 3), Fraction(1, 3), Fraction(2, 3)], 2, [2, 1]),

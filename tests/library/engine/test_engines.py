@@ -1,4 +1,4 @@
-"""Which engine runs a pipeline, its clock cycles, and what a backward of the graph engine leaves.
+"""Which engine runs a pipeline, and what a backward of the graph engine leaves.
 
 What `engine=` refuses is in test_gpipe.py, the graph engine on CUDA in test_simulated.py.
 """
@@ -7,12 +7,9 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from torchgpipe.engine.engines import EngineName
-from torchgpipe.engine.schedule import clock_cycles, overlaps
 
 from ...behaviours.parts.layers import Do
 from ...parts import Fails
@@ -39,15 +36,6 @@ def test_the_engine_is_chosen_once(engine: EngineName, devices: list[str], expec
     assert model._engine is chosen
     for each in (model, pickle.loads(pickle.dumps(model))):
         assert type(each._engine).__name__ == expected
-
-
-@given(m=st.integers(1, 12), n=st.integers(1, 12))
-def test_clock_cycles(m: int, n: int) -> None:
-    """Cycle k holds the tasks (i, j) with i + j = k."""
-    tasks = [(i, j) for j in range(n) for i in range(m)]
-    cycles = [[task for task in tasks if sum(task) == k] for k in range(m + n - 1)]
-    assert list(clock_cycles(m, n)) == cycles
-    assert overlaps(m, n) == any(len(cycle) > 1 for cycle in cycles)
 
 
 def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> None:

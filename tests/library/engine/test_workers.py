@@ -69,22 +69,15 @@ def test_recomputation_starts_before_its_gradient_arrives() -> None:
     assert len(met) == 2
 
 
-def test_each_partition_has_a_thread_of_its_own_for_good() -> None:
-    threads: list[set[threading.Thread]] = [set(), set(), set()]
-    model = pipeline(3, chunks=3, checkpoint="always")
+@pytest.mark.parametrize("chunks, n, workers", [(3, 3, 2), (1, 3, 0), (4, 1, 0)])
+def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, workers: int) -> None:
+    """The caller, which would only wait, runs the last one; where nothing can overlap, all."""
+    before, threads = {*threading.enumerate()}, [set[threading.Thread]() for _ in range(n)]
+    model = pipeline(n, chunks=chunks, checkpoint="always")
     for _ in range(3):
         step(model, lambda task: threads[task.partition].add(threading.current_thread()))
-    assert [len(t) for t in threads] == [1, 1, 1]
-    assert len(set.union(*threads)) == 3
-    # The caller, which would only wait, runs the last partition.
-    assert threads[2] == {threading.current_thread()}
-
-
-@pytest.mark.parametrize("chunks, n", [(1, 3), (4, 1)])
-def test_no_thread_where_nothing_can_overlap(chunks: int, n: int) -> None:
-    before = set(threading.enumerate())
-    step(pipeline(n, chunks=chunks), lambda task: None)
-    assert set(threading.enumerate()) <= before
+    assert [len(t) for t in threads] == [1] * n and threads[-1] == {threading.current_thread()}
+    assert len(set.union(*threads)) == workers + 1 and len({*threading.enumerate()} - before) == workers
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])

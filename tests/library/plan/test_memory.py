@@ -2,13 +2,10 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchgpipe.partitioned
@@ -23,7 +20,7 @@ from torchgpipe.plan.predict import Setup
 from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.microbatch import mapped
 
-from ...behaviours.parts.layers import KINDS, WIDTH, Do, freeze, linear
+from ...behaviours.parts.layers import KINDS, WIDTH, Do, freeze
 
 
 class OnMeta(LiveBytes):
@@ -163,21 +160,6 @@ def test_as_counted_on_a_real_run(
     setup = Setup(shape[0], tuple(balance), chunks, checkpoint, optimizer_named(name, foreach=foreach), zeroed=zeroed)
     predicted = [device.peak for device in setup_memory(counted(build, shape), setup)]
     assert predicted == real_peaks(build(), torch.empty(shape), balance, chunks, checkpoint, make, zeroed=zeroed)
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(st.data())
-def test_any_sequence_of_layers(data: st.DataObject) -> None:
-    kinds: Any = [linear, nn.ReLU, nn.Sigmoid, nn.Identity, lambda: nn.BatchNorm1d(WIDTH), lambda: nn.LayerNorm(WIDTH)]
-    found = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=7))
-    model, x = nn.Sequential(linear(), *(make() for make in found), linear()), torch.empty(12, WIDTH)
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(model) - 1), max_size=2)))
-    balance = [b - a for a, b in pairwise([0, *cuts, len(model)])]
-    chunks, mode = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.sampled_from(MODES))
-    zeroed = data.draw(st.booleans())
-    predicted = setup_memory(count(model, x), Setup(12, tuple(balance), chunks, mode, MOMENTUM, zeroed=zeroed))
-    assert [device.peak for device in predicted] == real_peaks(model, x, balance, chunks, mode, zeroed=zeroed)
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:

@@ -57,7 +57,6 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
         ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),  # never negative, never more than proportional
         ([2.0, 3.0, 7.0, 8.0], {1: 1.5, 2: 2.0, 3: 2.5, 4: 3.0, 6: 5.0, 8: 7.0, 12: 7.5, 16: 8.0, 32: 10.0}),
         ([2.0, 4.0, 3.0, 8.0], {1: 1.25, 4: 3.5, 8: 3.5, 16: 8.0, 32: 16.0}),
-        ([9.0, 8.0, 1.0, 6.0], {1: 6.0, 2: 6.0, 8: 6.0, 16: 6.0, 32: 6.0}),
     ],
 )
 def test_the_curve_through_measurements(seconds: list[float], at: dict[int, float]) -> None:

@@ -21,13 +21,11 @@ def layer(word: str) -> nn.Module:
 
 # Partitions, as strings of layers; the copies with portals, and without: name of the skip, source, target.
 CASES = [
-    ("no skip", [". .", "."], [], []),
     ("inside a partition", ["+a -a", "."], [], []),
     ("past two", ["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),
     ("several over one boundary", ["+a +b", "-b -a"], ["b01", "a01"], ["b01", "a01"]),
     ("crossing each other", ["+a", "+b", "-a", "-b"], ["a02", "b13"], ["a01", "a12", "b12", "b23"]),
     ("nested", ["+a +b", "-b", "-a"], ["b01", "a02"], ["b01", "a01", "a12"]),
-    ("in and across", ["+a -a +b", "-b +c -c"], ["b01"], ["b01"]),
 ]
 
 

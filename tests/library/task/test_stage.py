@@ -11,7 +11,6 @@ from torch import nn
 from torchgpipe import GPipe
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.parameters import InPlace, StandInParameters
-from torchgpipe.task.snapshot import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
 
@@ -45,20 +44,6 @@ def test_which_partitions_run_one_at_a_time(ours: list[nn.Module], theirs: list[
     assert not any(hasattr(lock, "_locks") for stage in (one, other) for lock in locks(stage))
     with one.lock, one.lock, other.lock:
         pass
-
-
-FIRST: dict[str, tuple[nn.Module, bool]] = {
-    "nested": (nn.Sequential(nn.Sequential(nn.Sequential(), nn.Sequential(RELU)), nn.Linear(2, 2)), True),
-    "after what passes its input on": (nn.Sequential(nn.Identity(), nn.Flatten(), nn.Dropout(inplace=True)), True),
-    "later": (nn.Sequential(nn.Linear(2, 2), RELU), False),
-    "in a layer of another kind": (nn.Sequential(nn.ModuleList([RELU])), False),
-    "no layer": (nn.Sequential(), False),
-}
-
-
-@pytest.mark.parametrize("partition, expected", FIRST.values(), ids=FIRST)
-def test_whether_a_partition_begins_in_place(partition: nn.Module, expected: bool) -> None:
-    assert begins_in_place(partition) == expected
 
 
 class Place(dict[str, Any]):

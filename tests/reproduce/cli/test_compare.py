@@ -64,12 +64,12 @@ GRIDS = ["e: throughput, B/A", "", r"n \ m 1 4", "----- ------ ------"]
             "n10m1 8.00 8.00 1.00 0.99-1.01 ~", "n10m4 8.00 16.0 2.00 1.98-2.02 better", "geometric mean of 4 1.41",
             "", "- A: a (1 record, measured on a CPU)",
         ]),
-        ("a b --format markdown --filter n=2 --filter m=4", [
+        ("a b --format markdown --filter n=2,3 --filter row=n2m4", [
             f"## {BETTER}", "", "| row | A | B | B/A | interval | verdict |",
             "|:--------------------|-----:|-----:|-----:|----------:|--------:|",
             "| n2m4 | 8.00 | 16.0 | 2.00 | 1.98-2.02 | better |",
         ]),
-        ("a b c --filter m=4", [
+        ("a b c --filter n=2 --filter n=10 --filter m=4", [
             BETTER, "", "row A B C", "------------------------ ---- --------- ---------", "n2m4 8.00 16.0 missing",
             "x 2.00", "1.98-2.02", "better", "n10m4 8.00 16.0 8.00", "x 2.00 x 1.00", "1.98-2.02 0.99-1.01", "better ~",
             "geometric mean of 1 or 2 x 2.00 x 1.00", "", "- missing in C: 1 row; --all names them",

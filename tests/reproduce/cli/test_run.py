@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,6 +13,7 @@ from reproduce.cli.run import INTERRUPTED
 from reproduce.experiments import Experiment
 from reproduce.records.record import Record, load
 from reproduce.tables.layout import WIDTH
+from torchgpipe.tensors.observe import Kind
 
 Tiny = Mapping[str, Experiment]
 SCRIPT = str(Path(__file__).parents[1] / "tiny.py")
@@ -52,7 +53,7 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
     assert record.run.settings["freed_memory"] == ("kept" if kept else "as the C library does")
     assert (record.run.settings["steps"], record.run.settings["emulate"]) == (2, 8)
     found = {(result.row, result.emulated): result for result in record.results if result.scale == "small"}
-    written = {str(record_path), str(tables_path)}
+    written, orders = {str(record_path), str(tables_path)}, dict[str, list[tuple[int, str, int]]]()
     for row in (row for row in tiny["tiny-speed"].scale("small").rows if row.name in rows):
         for emulated in (True,) if row.devices == 8 else (True, False):
             result = found[row.name, emulated]
@@ -60,9 +61,13 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
             assert len(result.values["utilization"]) == row.devices and sum(result.config["balance"]) == 3 + 6
             assert 0 < sum(result.values["utilization"]) <= row.devices and 0 <= result.values["bubble"] < 1
             trace = f"t-{row.name.replace(' ', '-').replace('/', '-')}{'-emulated' * emulated}"
-            events = json.loads(Path(f"{trace}.json").read_text())["traceEvents"]
-            forwards = [event for event in events if event["ph"] == "X" and event["cat"] == "forward"]
-            assert len(forwards) == (row.chunks or 1) * row.devices
+            whole = json.loads(Path(f"{trace}.json").read_text())
+            tasks = [x for x in whole["traceEvents"] if x["ph"] == "X" and x["cat"] in get_args(Kind)[:3]]
+            assert all(0 <= x["ts"] < x["ts"] + x["dur"] <= 1e6 * whole["otherData"]["step_seconds"][0] for x in tasks)
+            tasks.sort(key=lambda x: (x["tid"], x["ts"]))
+            order = [(x["tid"], x["cat"], x["args"]["micro-batch"]) for x in tasks]
+            assert orders.setdefault(row.name, order) == order, "emulated as in a real run"
+            assert sum(kind == "forward" for _, kind, _ in order) == (row.chunks or 1) * row.devices
             written |= {f"{trace}.json", f"{trace}.png"}
     peaks = found["pipeline-8", False].values
     assert len(peaks["peak_allocated"]) == 8 and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0

@@ -82,7 +82,6 @@ def test_what_the_driver_tells(driver: SimpleNamespace | None, monkeypatch: pyte
         (2, 0, None, None, Devices("cpu", 2, 1)),
         (2, 4, "cpu", 1, Devices("cpu", 1, 2)),
         (16, 0, "cpu", None, Devices("cpu", 8, 2)),
-        (96, 0, "cpu", 96, Devices("cpu", 96, 1)),
         (8, 0, "cpu", 9, "--devices 9: a CPU device is at least one core and this machine offers 8; use at most 8"),
         (2, 4, None, None, Devices("cuda", 4)),
         (2, 0, "cuda", None, "--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.numbers.match import Line, match, pick
+from reproduce.numbers.match import Line, match
 from reproduce.numbers.sources import side_of
 from reproduce.records.record import Record, Result
 
@@ -113,12 +113,3 @@ PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] =
 @pytest.mark.parametrize(("sides", "expected"), PLACED.values(), ids=PLACED)
 def test_which_rows_are_on_a_line(sides: list[list[Record]], expected: list[tuple[str, dict[int, str]]]) -> None:
     assert shape(lines(*sides)) == expected
-
-
-GRID = lines([record(*(row(f"n{n}m{m}", 1.0, config={"partitions": n, "chunks": m}) for n in (2, 10) for m in (1, 4)))])
-
-
-def test_filters_of_one_field_add_up_and_those_of_several_narrow_down() -> None:
-    assert [line.label for line in pick(GRID, ["n=2,10", "m=1"])] == ["n2m1", "n10m1"]
-    assert [line.label for line in pick(GRID, ["n=2", "n=10", "row=n2m4"])] == ["n2m4"]
-    assert shape(pick(lines([ENGINES]), ["engine=ranks"])) == [("x (ranks)", {0: "x"})]

@@ -121,12 +121,6 @@ def test_what_is_called_real(name: str) -> None:
         assert verdicts == {expected} or (noise > 0.2 and TOGETHER in found.worse), seed
 
 
-def test_all_pairs_of_one_restart_are_one_piece_of_evidence() -> None:
-    """Hundreds of pairs from one restart, in which one process happens to be slower, are no evidence."""
-    (decision,) = judge({"a": made(SLOWER, 0.001, restarts=1, rounds=500)}, Rule()).decisions.values()
-    assert (decision.outcome, decision.needed) == ("too few", least_restarts(Rule(), 1))
-
-
 def test_a_restart_gives_the_median_of_its_pairs() -> None:
     samples = Samples(base=[[1.0, 2.0, 4.0, 1.0]], head=[[2.0, 16.0, 400.0, 0.1]])
     assert judge({"a": samples}, Rule()).decisions["a"].ratio == pytest.approx(4.0)

@@ -46,7 +46,6 @@ def test_numbers_stand_only_in_tasks_that_have_room(tasks: int, numbers: int) ->
 @pytest.mark.parametrize(
     ("file", "options", "written"),
     [
-        ("t.json", {}, ["t.json", "t.svg"]),
         ("t.svg", {}, ["t.json", "t.svg"]),
         ("t.png", {}, ["t.json", "t.png"]),
         ("t", {"draw": False}, ["t.json"]),

@@ -1,6 +1,5 @@
-"""Timed steps: every task is in the timeline at its time; GPU utilization comes from the driver."""
+"""Timed steps: GPU utilization comes from the driver. Timelines are tested in test_emulation.py and cli/test_run.py."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -9,40 +8,12 @@ import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.experiments import EXPERIMENTS, Row
-from reproduce.machine.devices import Devices
-from reproduce.run.emulation import Emulation
-from reproduce.run.timed import ask_driver, record_step
-from reproduce.run.training import Balancer, FakeData, Training
+from reproduce.run.timed import ask_driver
 from torchgpipe.timeline.stopwatch import Mark
 
 from ...library.ledger import assert_eventually
 
-ROW = replace(EXPERIMENTS["unet-speed"].scale("small").rows[0], size=(1, 2), input_shape=(3, 64, 64), batch_size=4)
-CPU = Devices("cpu", 2, 1)
 GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
-
-
-PIPELINES = [
-    replace(ROW, partitions=len(balance), balance=balance, chunks=chunks, checkpoint=mode)
-    for balance, chunks in (((65,), 3), ((30, 35), 1), ((30, 35), 4), ((20, 20, 25), 3))
-    for mode in ("never", "except_last", "always")
-]
-
-
-@pytest.mark.parametrize("row", [ROW, *PIPELINES])
-def test_an_emulation_replays_tasks_in_the_order_of_a_real_run(row: Row) -> None:
-    """Of each partition; of all together where they take turns."""
-    emulation = Emulation(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
-    training: Any = Training(row, CPU, FakeData([row], 0), Balancer(CPU), 0)
-    emulation.run()
-    orders = []
-    for timeline in (emulation.step().timeline, record_step(training, CPU)):
-        assert all(0 <= event.start < event.end <= timeline.seconds for event in timeline.tasks)
-        tasks = [event[:3] for event in sorted(timeline.tasks, key=lambda each: each.start)]
-        orders.append([[task for task in tasks if task[2] == j] for j in range(3)] if row.chunks != 1 else [tasks])
-    assert orders[0] == orders[1]
-    assert (training if row is ROW else training.model).observer is None, "nobody watches any more"
 
 
 def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,6 @@ NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablat
         *((lacking(status), [f"| GPipe | 4 | 4 | {cell} | |", f"| pipeline-4 | (36, 40) | {cell} | | | |", *notes])
           for status, cell, notes in (
               ("out of memory", "out of memory", []),
-              ("not run", "not run", []),
               ("failed", "failed", ["failed: naive n4, GPipe n4m4, GPipe n4m32: needs", "failed: pipeline-4: "]),
               ("needs devices", "needs 4 devices", ["not run for want of devices"]))),
         *((record(*MEASURED, device=device, load=load), [NO_LOAD])
@@ -176,7 +175,6 @@ NAMES = [(name, scale) for name in ("amoebanet-speed", "unet-speed", "unet-ablat
                    "ranks, Schedule1F1B: needs 2 devices (naive n2, GPipe n2m4)", "1 row not run for want of devices"]),
         (record(*by("ranks", {"GPipe n2m4": [2.0]})), ["| row | ranks |", "| GPipe n2m4 | 2.00 |", "NOT over threads"]),
         (record(*THREADS), ["NOT of each engine"]),
-        (record(*by("ranks", {"GPipe n8m4": "needs devices"})), ["NOT of each engine"]),
         # the widest numbers, and no words
         *((observed(*each), []) for each in NAMES),
         *((record(*both(*each, utilization=lambda row: [1.0] * row.devices, bubble=0.5)), []) for each in NAMES),

@@ -140,7 +140,6 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (nn.Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
     (nn.Conv2d, 6, {"kernel_size": 3}, True, True),
     (nn.Conv2d, 6, {"kernel_size": 3, "padding": 2, "bias": True}, True, True),
-    (nn.Conv2d, 64, {"kernel_size": 3, "padding": 1}, True, True),
     (nn.Conv2d, 16, {"kernel_size": 3, "stride": 2}, False, True),
     (nn.Conv2d, 16, {"kernel_size": 5}, False, True),
     (nn.Conv2d, 16, {"kernel_size": 3, "dilation": 2}, False, True),
