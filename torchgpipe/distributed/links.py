@@ -14,9 +14,9 @@ from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.wires.wire import Receiver, Sender
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
+from torchgpipe.engine.seeds import Seeds
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.seeds import Seeds
 from torchgpipe.task.task_graph import leaves
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, Form

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.schedule import overlaps
+from torchgpipe.engine.seeds import Seeds, in_order
 from torchgpipe.task.ambient import Ambient, Modes
 from torchgpipe.task.parameters import TOKEN
-from torchgpipe.task.seeds import Seeds, in_order
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms

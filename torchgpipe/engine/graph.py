@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from torchgpipe.engine.schedule import clock_cycles
+from torchgpipe.engine.seeds import in_turn
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.parameters import gate
 from torchgpipe.task.randomness import default_generators
-from torchgpipe.task.seeds import in_turn
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms

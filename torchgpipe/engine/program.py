@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from torchgpipe.engine.seeds import Draws
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.seeds import Draws
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, leaves
 from torchgpipe.tensors.item import Item, shared_by

@@ -1,6 +1,6 @@
 """How one task draws random numbers, such that its recomputation draws those of its first pass (GPipe paper, 2.3).
 
-seeds.py says which task draws in which way.
+engine/seeds.py says which task draws in which way.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torchgpipe.distributed import connections
 from torchgpipe.distributed.wires import cuda
 from torchgpipe.distributed.wires.message import SLOT
 from torchgpipe.engine import batch
-from torchgpipe.task.seeds import Seeds
+from torchgpipe.engine.seeds import Seeds
 
 PATIENCE = 30.0
 GPUS = ["one", "two", "three", "four"]

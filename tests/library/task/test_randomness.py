@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.engine.seeds import Seeds
 from torchgpipe.task import seeded
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.randomness import Randomness
 from torchgpipe.task.seeded import PrivateGenerator, SeededDefault
-from torchgpipe.task.seeds import Seeds
 from torchgpipe.task.stage import Stage
 
 from ...behaviours.rows.random import DRAWS
