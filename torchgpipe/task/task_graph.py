@@ -30,7 +30,7 @@ from torchgpipe.task.randomness import Randomness
 from torchgpipe.task.snapshot import Buffers, LayerSnapshot
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, run_backward
-from torchgpipe.tensors.checkpoint import checkpointing, recomputing
+from torchgpipe.tensors.checkpoint import Passing
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
 from torchgpipe.tensors.observe import NOTHING, Observer, observed
@@ -102,7 +102,7 @@ class TaskGraph:
             torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
             torch.enable_grad(),
             self.ambient.again(),
-            recomputing(),
+            Passing(recomputing=True),
             self.snapshot.second_pass(self._buffers),
             self.randomness.again(),
         ):
@@ -174,7 +174,7 @@ class TaskGraph:
                 # Or what is around the pipeline, such as torch.utils.checkpoint, would count what this graph saves.
                 NOTHING if known else saved_tensors_hooks(Tensor.detach, lambda x: x),
                 without_fast_attention() if self.stage.attends else NOTHING,
-                checkpointing(),
+                Passing(checkpointing=True),
                 self.randomness.first(),
             ):
                 if known:

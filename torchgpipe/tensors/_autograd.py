@@ -102,13 +102,11 @@ def caches_parametrizations() -> bool:
 
 def within_plain_checkpoint(function: str = "") -> bool:
     """Return whether the caller is a layer within `torch.utils.checkpoint`, or within a function there of that name."""
-    plain = sys.modules.get("torch.utils.checkpoint")
-    frame = sys._getframe() if plain is not None else None
-    while frame is not None:
-        if frame.f_code.co_filename == plain.__file__ and function in ("", frame.f_code.co_name):  # type: ignore[union-attr]
-            return True
+    file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
+    frame = sys._getframe() if file is not None else None
+    while frame is not None and not (frame.f_code.co_filename == file and function in ("", frame.f_code.co_name)):
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 DefaultDevice = DeviceContext

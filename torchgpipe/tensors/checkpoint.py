@@ -38,10 +38,13 @@ def is_recomputing() -> bool:
 
 
 class Passing:
-    """Mark what this thread runs: a first pass of a checkpointed task, a recomputation, or neither."""
+    """Mark what this thread runs: a first pass of a checkpointed task, a recomputation; what is not given stays."""
 
-    def __init__(self, *, checkpointing: bool, recomputing: bool) -> None:
-        self._inner = checkpointing, recomputing
+    def __init__(self, *, checkpointing: bool | None = None, recomputing: bool | None = None) -> None:
+        self._inner = (
+            _thread.checkpointing if checkpointing is None else checkpointing,
+            _thread.recomputing if recomputing is None else recomputing,
+        )
 
     def __enter__(self) -> None:
         self._outer = _thread.checkpointing, _thread.recomputing
@@ -49,13 +52,3 @@ class Passing:
 
     def __exit__(self, *_: object) -> None:
         _thread.checkpointing, _thread.recomputing = self._outer
-
-
-def checkpointing() -> Passing:
-    """Mark this thread as running the first pass of a checkpointed task."""
-    return Passing(checkpointing=True, recomputing=_thread.recomputing)
-
-
-def recomputing() -> Passing:
-    """Mark this thread as running the second pass of a checkpointed task."""
-    return Passing(checkpointing=_thread.checkpointing, recomputing=True)

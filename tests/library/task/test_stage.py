@@ -1,7 +1,6 @@
 """Stages: locks, in-place layers, stand-in parameters and modes. What layers see is tested in tests/behaviours."""
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torchgpipe import GPipe
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.parameters import InPlace, StandInParameters
 from torchgpipe.task.stage import Stage
-from torchgpipe.tensors.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
+from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
 
 LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(inplace=True)
 BOTH = nn.Sequential(LAYER, OTHER, nn.Linear(2, 2))
@@ -82,12 +81,12 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # only inspected, not used
 
 
-@pytest.mark.parametrize("outer", [checkpointing, recomputing])
-def test_a_pipeline_among_the_layers_of_another_knows_its_pass(outer: Callable[[], Any]) -> None:
-    with outer():
+@pytest.mark.parametrize("which", ["checkpointing", "recomputing"])
+def test_a_pipeline_among_the_layers_of_another_knows_its_pass(which: str) -> None:
+    with Passing(**{which: True}):
         ambient, expected = Ambient(DEVICES), (is_checkpointing(), is_recomputing())
     with ambient.entered():
-        with checkpointing():
+        with Passing(checkpointing=True):
             assert is_checkpointing()
         assert (is_checkpointing(), is_recomputing()) == expected != (False, False)
     assert not is_checkpointing() and not is_recomputing()
