@@ -14,16 +14,21 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchgpipe import sequential
+from torchgpipe.trace import Untraceable
+
+from ..library.traced import WIDTH, does, rows
 from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
 from .parts.draw import check_redraws, reuse_draws
-from .parts.models import INPUTS, Case, Step, cases
+from .parts.models import AROUND, CHECKPOINT, INPUTS, Case, Step, cases
 from .row import tensors, total
 
 SEED = os.environ.get("SEED")
@@ -45,6 +50,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "cannot defer .*, whose train": ("batch norm, frozen",),
     "draws random numbers within torch.utils.checkpoint": ("dropout, checkpointed",),
     "Inference tensor": ("inference",),
+    "uses the gradient of its parameter": ("as its weight is",),
+    "the default type was": ("a type",),
 }  # fmt: skip
 
 
@@ -81,9 +88,9 @@ class Unmodified(Plain):
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters, also those that layers use without registering them."""
+    """Return all parameters, also those that layers use without registering them, and buffers that take gradients."""
     borrowed = {f"{n} borrows": m.borrowed[0].weight for n, m in model.named_modules() if hasattr(m, "borrowed")}
-    return dict(model.named_parameters()) | borrowed
+    return dict(model.named_parameters()) | borrowed | {n: x for n, x in model.named_buffers() if "taking" in n}
 
 
 def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -94,32 +101,40 @@ def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[T
     model.train(step.training)
     call: Callable[[Any], Any] = model
     if step.run == "functional_call":
-        weights = {name: 2 * p for name, p in model.named_parameters()}
+        weights = {name: 2 * p for name, p in leaves(model).items()}
         call = lambda value: torch.func.functional_call(model, weights, (value,))  # noqa: E731
     with {"no grad": torch.no_grad, "inference": torch.inference_mode}.get(step.run, nullcontext)():
+        given = [INPUTS[case.input](x if torch.is_grad_enabled() else x.detach()) for x in inputs]
+        with AROUND[step.modes[0]]() as mode:
+            results = [call(value) for value in given]
         # `clone`, because an output may be a buffer.
-        outputs = [y.clone() for x in inputs for y in tensors(call(INPUTS[case.input](x)))]
+        outputs = [y.clone() for result in results for y in tensors(result)]
     shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in outputs]
+    if case.engine != "ranks":  # where each counts its own layers' calls
+        shown.append(torch.tensor(getattr(mode, "calls", [])))
     return inputs, shown, outputs
 
 
 def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Tensor | None]:
     """Run the backward of a step, and return all gradients."""
+    for p in [*leaves(model).values()][:: step.every] if step.run == "frozen between" else ():
+        p.requires_grad_(not p.requires_grad)
     everything = {f"input {k}": x for k, x in enumerate(inputs)} | leaves(model)
     wanted = {name: x for name, x in everything.items() if x.requires_grad}
     found: dict[str, Tensor | None] = {}
     if any(y.requires_grad for y in outputs) and step.run != "no backward":
         loss = total(tuple(outputs))
-        if step.run == "autograd.grad" and wanted:
-            grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
-            found = {f"{name} by grad": grad for name, grad in zip(wanted, grads, strict=True)}
-        else:
-            model.train(step.training and step.run != "evaluation between")
-            for p in leaves(model).values() if step.run == "changed between" else ():
-                p.detach().mul_(0.9)
-            if step.run == "backward twice" and outputs[0].requires_grad:
-                total(outputs[0]).backward(retain_graph=True)
-            loss.backward(inputs=[*wanted.values()][::2] or None if step.run == "inputs" else None)
+        with AROUND[step.modes[1]]():
+            if step.run == "autograd.grad" and wanted:
+                grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+                found = {f"{name} by grad": grad for name, grad in zip(wanted, grads, strict=True)}
+            else:
+                model.train(step.training and step.run != "evaluation between")
+                for p in leaves(model).values() if step.run == "changed between" else ():
+                    p.detach().mul_(0.9)
+                if step.run == "backward twice" and outputs[0].requires_grad:
+                    total(outputs[0]).backward(retain_graph=True)
+                loss.backward(inputs=[*wanted.values()][::2] or None if step.run == "inputs" else None)
     return found | {name: x.grad for name, x in everything.items()}
 
 
@@ -133,8 +148,8 @@ def finish(model: nn.Module, step: Step) -> None:
             p.grad.zero_()
         elif step.after != "accumulate":
             p.grad = None
-    if step.after == "freeze" and parameters:
-        parameters[0].requires_grad_(not parameters[0].requires_grad)
+    for p in parameters[:: step.every] if step.after == "freeze" else ():
+        p.requires_grad_(not p.requires_grad)
     if step.after == "reload":
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
@@ -189,26 +204,72 @@ def verdict(case: Case) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)])
-def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
-    models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
-    if n is not None:
-        models //= 10
+def generate(config: pytest.Config, share: float, check: Callable[..., str], *of: Any, shrink: bool) -> Counter[str]:
+    """Check generated cases; return, and print, how many ended in which way."""
+    models = int(os.environ.get("MODELS", 400 if config.getoption("slow") else 150))
+    phases = [*hypothesis.Phase] if shrink else [hypothesis.Phase.generate]
     found: Counter[str] = Counter()
 
-    # Do not shrink a failing case on ranks: each failure takes seconds.
-    phases = [*hypothesis.Phase] if n is None else [hypothesis.Phase.generate]
-
-    @hypothesis.settings(max_examples=models, derandomize=SEED is None, database=None, phases=phases)
-    @hypothesis.given(case=cases(n))
-    def holds(case: Case) -> None:
+    @hypothesis.settings(max_examples=int(share * models), derandomize=SEED is None, database=None, phases=phases)
+    @hypothesis.given(st.tuples(*of))
+    def holds(case: tuple[Any, ...]) -> None:
         found["models"] += 1
-        found[verdict(case) if n is None else current().agreed(n, case, verdict)] += 1
+        found[check(*case)] += 1
 
     try:
         (holds if SEED is None else hypothesis.seed(int(SEED))(holds))()
     finally:
         print("", *(f"{count:6} {what}" for what, count in found.most_common()), sep="\n")
+    return found
+
+
+@pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)])
+def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
+    one, check = n is None, verdict if n is None else lambda case: current().agreed(n, case, verdict)
+    # Do not shrink a failing case on ranks: each failure takes seconds.
+    found = generate(pytestconfig, 1 if one else 0.1, check, cases(n), shrink=one)
     refused = sum(count for what, count in found.items() if what.startswith("refused:"))
     # With few models, more may be refused by chance.
-    assert refused < (0.1 if n is None else 0.4) * found["models"], f"what is refused tests nothing: {found}"
+    assert refused < (0.1 if one else 0.4) * found["models"], f"what is refused tests nothing: {found}"
+
+
+# Forwards with control flow on the batch size, as texts.
+NUMBERS = ["len(x)", "len(x) // {k}", "len(x) % {k}", "min(len(x), {k})", "max(len(x), {k})"]
+FORMS = [
+    "({a} if {n} > {k} else {b})", "({a} if {n} == {k} else {b})", "({a}) * ({n})", "(lambda x: {a})({b})",
+    "sum(({a} for _ in range({n})), {b})", "torch.cat([(lambda x: {a})(x) for x in x.split({k})])",
+    "torch.cat([(lambda x: {a})(x[i : i + {k}]) for i in range(0, len(x), {k})])",
+]  # fmt: skip
+
+
+@st.composite
+def forwards(draw: Callable[..., Any], depth: int = 3) -> str:
+    form = draw(st.sampled_from(FORMS if depth == 3 else ["net.a(x)", "net.b(x)", *FORMS * (depth > 0)]))
+    form = form.replace("{n}", draw(st.sampled_from(NUMBERS))).replace("{k}", str(draw(st.sampled_from([1, 6, 8, 12]))))
+    return form.format(**{each: draw(forwards(depth - 1)) for each in "ab" if f"{{{each}}}" in form})
+
+
+def traced(text: str, sizes: list[int], chunks: int, engine: str, checkpoint: str) -> str:
+    """Trace a forward, and call it with batches of some sizes; return "equal" or "refused"."""
+    net = does(eval(f"lambda net, x: {text}")).double()
+    plain = copy.deepcopy(net)
+    try:
+        layers = sequential(net, rows().double())
+        balance = [1] * (len(layers) > 1) + [max(1, len(layers) - 1)]
+        model = piped(layers, balance, chunks, engine=engine, checkpoint=checkpoint)
+        for x in (torch.randn(size, WIDTH, dtype=torch.float64) for size in sizes):
+            y, expected = model(x), torch.cat([*map(plain, x.chunk(chunks))])
+            for each in (y, expected):
+                total(each).backward()
+            assert differences((y, model), (expected, plain), REORDERED) == []
+    except Untraceable:
+        return "refused"
+    return "equal"
+
+
+def test_generated_sizes(pytestconfig: pytest.Config) -> None:
+    """A traced forward with control flow on the batch size is right for a size, or refuses it."""
+    ways = [st.sampled_from(each) for each in (["graph", "workers"], CHECKPOINT)]
+    sizes = st.lists(st.integers(1, 20), min_size=1, max_size=3)
+    found = generate(pytestconfig, 0.2, traced, forwards(), sizes, st.integers(1, 3), *ways, shrink=True)
+    assert found["equal"] > 0.3 * found["models"], f"what is refused tests nothing: {found}"

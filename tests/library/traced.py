@@ -225,11 +225,7 @@ def does(function: Callable[[Any, Tensor], Any]) -> nn.Module:
 # A module, batch sizes for which it does what it did when it was recorded, and others.
 BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
     "one sample": (lambda: does(lambda net, x: net.b(net.a(x)) if len(x) > 1 else net.b(x)), [2, 9], [1]),
-    "many samples": (lambda: does(lambda net, x: net.a(x) * (1 + (x.shape[0] > 8))), [1, 8], [9]),
-    "a minimum": (lambda: does(lambda net, x: net.a(x) * min(x.size(0), 8)), [1, 8], [9]),
-    "a quotient": (lambda: does(lambda net, x: net.a(x) + x.shape[0] // 8), [1, 7], [8]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),
-    "pieces": (lambda: does(lambda net, x: torch.cat([net.a(y) for y in x.split(8)])), [1, 8], [9]),
     "a constant": (lambda: does(lambda net, x: net.a(x) * net.scales[len(x) > 8]), [1, 8], [9]),
     "a part that needs contents": (lambda: nn.Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
     "a seed for many": (

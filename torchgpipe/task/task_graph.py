@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from torchgpipe.task.ambient import Ambient, Modes, without_fast_attention
 from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
@@ -166,6 +167,7 @@ class TaskGraph:
         # Without the caller's graph: a layer may put hooks on its input, or ask whether it takes a gradient.
         given = leaves(_copied(inputs) if in_place else inputs, self._needs)
         known = self.snapshot.claims.get(self._needs, False)
+        asks = _Asks() if self._needs not in self.snapshot.claims else NOTHING
         with self.snapshot.lock:
             self._buffers = self.snapshot.before_first_pass()
             with (
@@ -181,7 +183,7 @@ class TaskGraph:
                     outputs, out_form = self._run_without_graph(given, form, shared)
                 else:
                     given = self._entered(given)
-                    outputs, out_form = self._build(given, form, shared)
+                    outputs, out_form = self._build(given, form, shared, asks)
                 self.snapshot.after_first_pass()
                 self.randomness.ended()
         if versions(inputs) != self._versions:
@@ -196,7 +198,7 @@ class TaskGraph:
         unchanged = {id(x): need for x, need in [*zip(given, self._needs, strict=True)][in_place:]}
         able = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
         self._claimed = able if known else self._taken()
-        self.snapshot.claims.setdefault(self._needs, self._claimed == able)
+        self.snapshot.claims.setdefault(self._needs, self._claimed == able and not getattr(asks, "asked", False))
         self._edges = None
         return leaves(outputs, self._claimed), out_form
 
@@ -222,12 +224,13 @@ class TaskGraph:
         entered: Flat = _Entrance.apply(self._input_grads, self._needs, inputs, TOKEN)
         return entered
 
-    def _build(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
+    def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
         stand_ins = self.snapshot.stand_ins
         with self.snapshot.lock, stand_ins.in_place():
             aside = stand_ins.show_gradients()
             try:
-                outputs, out_form = self.stage.run(inputs, form, shared)
+                with asks:
+                    outputs, out_form = self.stage.run(inputs, form, shared)
             finally:
                 stand_ins.hide_gradients(aside)
         for name, value in [pair for y in outputs if y is not None for pair in y.__dict__.items()]:
@@ -238,6 +241,16 @@ class TaskGraph:
                 )
         self._edges = [None if y is None or not y.requires_grad else edge_of(y) for y in outputs]
         return outputs, out_form
+
+
+class _Asks(TorchFunctionMode):
+    """Note whether layers ask which tensors take gradients, as without a graph none would."""
+
+    asked, asking = False, {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked |= func in self.asking
+        return func(*args, **(kwargs or {}))
 
 
 class _Entrance(torch.autograd.Function):

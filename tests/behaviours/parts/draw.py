@@ -10,7 +10,7 @@ from torchgpipe import is_recomputing
 
 
 def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    return torch.rand(x.shape, generator=generator).to(x).round()
+    return torch.rand(x.shape, generator=generator, device="cpu").to(x).round()
 
 
 class Draw(nn.Module):

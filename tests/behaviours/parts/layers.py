@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from .draw import Draw, dropout
 from .wiring import merge, with_skips
 
 WIDTH = 4
+Pair = namedtuple("Pair", "one other")
 
 
 class Do(nn.Module):
@@ -117,15 +119,12 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Do(run, inner=nn.Sequential(linear(), nn.Tanh()))
 
 
-def count(self: Any, x: Tensor) -> Tensor:
-    self.calls += self.training
-    return x * (self.calls / 4)
-
-
-def average(self: Any, x: Tensor) -> Tensor:
-    if self.training:
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
-    return x - self.mean
+def as_things_are(x: Tensor) -> Tensor:
+    given = getattr(x, "scale", 2) * (3 if x.requires_grad else 4)
+    default = len(torch.get_default_device().type) * torch.finfo(torch.get_default_dtype()).bits
+    y = x.tanh() * given * default
+    y.scale = 3 + y.mean().item()  # type: ignore[attr-defined]
+    return y
 
 
 def remember(self: Any, x: Tensor) -> Tensor:
@@ -212,8 +211,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "transformer": lambda _: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0, batch_first=True),
     "embedding": lambda _: table(sparse=True),
     "embedding, rescaled": lambda _: table(max_norm=0.5),
-    "count": lambda _: Do(count, calls=torch.ones(1)),
-    "average": lambda _: Do(average, mean=torch.zeros(WIDTH)),
+    "as its weight is": lambda _: Do(lambda self, x: x * self.weight * (2 if self.weight.requires_grad else 3)
+        * (1 if self.weight.grad is None else self.weight.grad.abs().log1p()), weight=weight()),
+    "as things are": lambda _: Do(lambda _, x: as_things_are(x)),
     "remember": lambda _: Do(remember, last=torch.zeros(1, WIDTH)),
     "dropout": lambda _: Draw(),
     "dropout, own generator": lambda _: draw_from(),
@@ -224,10 +224,13 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "and a view": lambda _: Do(lambda _, x: (x, x.view_as(x))),
     "and its half": lambda _: Do(lambda _, x: (x, x[:, :2])),
     "and its input": lambda _: Do(lambda _, x: (x.tanh(), x)),
-    "and integers": lambda _: Do(lambda _, x: (x, torch.arange(len(x)))),
+    "and integers": lambda _: Do(lambda _, x: (x, torch.arange(len(x), device=x.device))),
+    "and detached": lambda _: Do(lambda _, x: (2 * x.detach(), x)),
+    "and a name": lambda _: Do(lambda _, x: Pair(x, 2 * x)),
     "lstm cell": lambda _: nn.LSTMCell(WIDTH, WIDTH),
     "sum": lambda _: Do(lambda _, value: merge(value, Tensor.add)),
     "swap": lambda _: Do(swap),
+    "by name": lambda _: Do(lambda _, value: (value.other, value.one) if isinstance(value, Pair) else value),
     "relu in place": lambda _: nn.ReLU(True),
     "nested relu in place": lambda _: nn.Sequential(nn.ReLU(True)),
     "add in place": lambda _: Do(lambda _, x: x.add_(1)),
@@ -237,9 +240,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "parameter in place": lambda _: Do(decay, scale=Parameter(torch.ones(WIDTH))),
     "and its buffer in place": lambda _: Do(with_decay, scale=torch.ones(WIDTH)),
     "sum in place": lambda _: Do(lambda _, value: merge(value, Tensor.add_)),
-}
+}  # fmt: skip
 TO_SEVERAL = {kind for kind in KINDS if kind.startswith("and ")} | {"twice", "lstm cell"}
-OF_SEVERAL = {"sum", "sum in place", "swap"}
+OF_SEVERAL = {"sum", "sum in place", "swap", "by name"}
 
 
 def only_a_skip() -> nn.Sequential:

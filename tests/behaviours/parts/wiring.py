@@ -28,7 +28,7 @@ STASHES: Stashes = {
     "view of its input": lambda x, y: x.view_as(x),
     "half of its output": lambda x, y: y[:, :2],
     "detached": lambda x, y: y.detach(),
-    "integers": lambda x, y: torch.arange(len(x)),
+    "integers": lambda x, y: torch.arange(len(x), device=x.device),
     "nothing": lambda x, y: None,
 }
 POPS: Pops = {
@@ -81,4 +81,5 @@ def _first(value: Any) -> Tensor:
 def _with_first(value: Any, y: Any) -> Any:
     if isinstance(value, Tensor):
         return y
-    return (*((y,) if isinstance(y, Tensor) else y), *value[1:])
+    parts = (*((y,) if isinstance(y, Tensor) else y), *value[1:])
+    return value._make(parts) if hasattr(value, "_make") and len(parts) == len(value) else parts

@@ -196,6 +196,8 @@ ROWS = [
     Row("statistics of an own norm", made(linear, own_norm, linear), balance=(2, 1), use=steps),
     Row("statistics of an own norm of two partitions", norm_of_two, balance=(2, 2), use=steps,
         refused={"": "change the same buffer"}),
+    Row("statistics of an own norm of two partitions, one micro-batch", norm_of_two, balance=(2, 2), use=steps,
+        chunks=1, refused={"ranks": "change the same buffer"}),
     Row("an observer of quantization", made(linear, FusedMovingAvgObsFakeQuantize, linear), balance=(2, 1), use=steps,
         note="Quantization-aware training, as `prepare_qat` makes it."),
     Row("a sparse buffer", made(linear, sparse, linear), balance=(2, 1), use=steps),

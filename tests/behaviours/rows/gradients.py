@@ -84,6 +84,11 @@ def always_differentiated(self: Any, x: Tensor) -> Tensor:
     return torch.autograd.grad((x.sin() * self.weight).sum(), x, create_graph=True)[0]
 
 
+def thawing() -> nn.Module:
+    weight = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+    return Do(lambda self, x: x * self.weight.requires_grad_(), weight=weight)
+
+
 def thawed_before_backward(run: nn.Module, x: Tensor) -> None:
     """As the discriminator of a GAN, which has to be frozen while the generator's loss is computed."""
     loss = loss_of(run, x)
@@ -110,16 +115,18 @@ def keeps_its_output(self: Any, x: Tensor) -> Tensor:
     return self.kept
 
 
+def _of(grad: Tensor | None) -> Any:
+    return 1 if grad is None else grad.clone()
+
+
 def reading() -> nn.Module:
-    return Do(lambda self, x: x * (self.weight if self.weight.grad is None else self.weight.grad), weight=weight())
+    return Do(lambda self, x: x * self.weight * _of(self.weight.grad), weight=weight())
 
 
-def zeroed_before_backward(run: nn.Module, x: Tensor) -> None:
-    loss_of(run, x).backward()
-    run.zero_grad()
+def changed_before_backward(run: nn.Module, x: Tensor, change: Callable[[nn.Module], None]) -> None:
     loss_of(run, x).backward()
     loss = loss_of(run, x)
-    run.zero_grad()
+    change(run)
     try:
         loss.backward()
     finally:
@@ -208,6 +215,8 @@ ROWS = [
           use=promised) for what, numbers in FROZEN.items()),
     *(Row(f"frozen: {what}, and thawed before backward", partial(freeze, five, *numbers), use=thawed_before_backward)
       for what, numbers in FROZEN.items()),
+    Row("a parameter thawed in forward", made(linear, thawing, linear), balance=(1, 2),
+        without={"ranks": "what takes a gradient there does not come back to the process that compares"}),
     Row("a buffer that takes a gradient", made(linear, scaled, linear), balance=(2, 1), use=steps),
     Row("a buffer that a hypernetwork makes", made(linear, hyper, linear), balance=(2, 1), use=of_a_hypernetwork,
         note="Its output stands in a buffer's place, anew for each step."),
@@ -216,8 +225,10 @@ ROWS = [
         use=forgotten_in_the_end),
     Row("a layer that reads its gradient", made(linear, reading, linear), balance=(2, 1),
         use=three_backwards),
-    Row("a layer that reads its gradient, zeroed before backward", made(linear, reading, linear), balance=(2, 1),
-        use=zeroed_before_backward, refused=dict.fromkeys(("always", "except_last"), "uses the gradient of its")),
+    *(Row(f"a layer that reads its gradient, and {what} before backward", made(linear, reading, linear),
+          balance=(2, 1), use=partial(changed_before_backward, change=change),
+          refused=dict.fromkeys(("always", "except_last"), "uses the gradient of its"))
+      for what, change in (("zeroes it", nn.Module.zero_grad), ("adds to it", lambda run: loss_of(run).backward()))),
     *(Row(f"{what} without a condition", made(linear, partial(weighted, layer), linear),
           balance=(2, 1), use=steps, refused=dict.fromkeys(("always", "except_last"), "asks for gradients"))
       for what, layer in (("a hook", always_hooked), ("`autograd.grad`", always_differentiated))),

@@ -176,9 +176,10 @@ ROWS = [
     Row("mask", of(linear, lambda a: (a, a > 0), lambda a, b: (a.masked_fill(b, 0.5), b))),
     Row("detached", of(linear, lambda a: (a, a.detach()), lambda a, b: (a * b, b))),
     *(Row(what, made(linear, lambda: Do(lambda self, a: (a, a.detach() if self.detach else 1 * a), detach=True),
-        lambda: asking, linear), balance=(2, 2), use=use,
-        without={"one partition": "within a partition, a first pass has no graph to ask for, as the guide says"})
+        lambda: asking, linear), balance=(2, 2), use=use)
       for what, use in (("detached, and the next partition asks", steps), ("detached from some step on", at_last))),
+    Row("a layer that asks what takes a gradient", of(linear, lambda x: x * (3 if x.requires_grad else 4), linear),
+        use=steps, balance=(2, 1)),
     Row("constants", of(linear, lambda a: (a, torch.ones(len(a), 1)), lambda a, b: a * b)),
     Row("nothing takes grad", of(*[lambda a, k: (a, k)] * 3), with_ids),
     Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),

@@ -29,6 +29,7 @@ def layout_of(x: Tensor) -> Layout:
     return Layout(x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else once(x).nbytes, x.is_meta)
 
 
+@torch.inference_mode(False)  # there tensors would not count their changes, which may be refused
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
     """Return a tensor of this layout; its contents are the next of `rows`, if it has any."""
     if not layout.bytes:
