@@ -60,7 +60,7 @@ def tallied() -> Iterator[Tally]:
 
 
 class _Operators(TorchDispatchMode):
-    """Count the operators of one thread."""
+    """Count the operators of this thread, and of workers, which get the modes that are around the call."""
 
     only_watches = True
 
@@ -78,16 +78,9 @@ def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
     start, engine = threading.Thread.start, torch.autograd.Variable._execution_engine
 
     def noted_start(thread: threading.Thread) -> None:
-        run = thread.run
-
-        def watched() -> None:
-            with _Operators(tally):
-                run()
-
         if tally.watches():
             tally.wait("start")
             tally.threads.add(thread)
-            thread.run = watched  # type: ignore[method-assign]
         start(thread)
 
     def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

@@ -246,6 +246,7 @@ class TaskGraph:
 class _Asks(TorchFunctionMode):
     """Note whether layers ask which tensors take gradients, as without a graph none would."""
 
+    only_watches = True
     asked, asking = False, {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

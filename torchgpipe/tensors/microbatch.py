@@ -78,9 +78,11 @@ def scatter(value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None 
 
     if chunks == 1:
         return [value]
+    if isinstance(value, Tensor):
+        return list(value.chunk(chunks))
     parts = max((len(x.chunk(chunks)) for k, x in enumerate(tensors) if split[k]), default=1)
     columns = (x.chunk(chunks) if split[k] else [x] * parts for k, x in enumerate(tensors))
-    return [together(form_of(value), row) for row in zip(*columns, strict=True)]
+    return [together(type(value), row) for row in zip(*columns, strict=True)]
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
