@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.task.randomness import default_generators
+from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.trace.layer import Layers
 
 Init = Callable[[int, nn.Module], object]
@@ -165,12 +166,16 @@ def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) 
 
 
 def shared_buffers(partitions: Iterable[nn.Module], own: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Return which buffers of `own` partitions are in other partitions, too: modules, and names there."""
-    times = Counter(x for partition in partitions for x in {*map(id, partition.buffers())})
+    """Return which buffers of `own` partitions share memory with other partitions': modules, and names there."""
+    times = Counter(x for partition in partitions for x in {*map(_memory, partition.buffers())})
     places = [
         (module, *item) for partition in own for module in partition.modules() for item in module._buffers.items()
     ]
-    return [(module, name) for module, name, x in places if times[id(x)] > 1]
+    return [(module, name) for module, name, x in places if x is not None and times[_memory(x)] > 1]
+
+
+def _memory(x: Tensor) -> int:
+    return id(x) if nn.parameter.is_lazy(x) else storage_of(x)
 
 
 class Elsewhere:

@@ -159,13 +159,13 @@ class StandInParameters:
         )
 
     def check_kept(self, partition: int) -> None:
-        """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
-        frozen = not all([stand_in.requires_grad for stand_in in self._stand_ins])
+        """Raise `RuntimeError` if a layer has replaced, added, frozen or hooked a parameter in its forward."""
+        frozen = not all([x.requires_grad and not x._backward_hooks for x in self._stand_ins])
         moved = [_address(stand_in) for stand_in in self._stand_ins] != [_address(p) for p in self.parameters]
         if frozen or moved or [id(x) for d in self._watched for x in d.values()] != self._ids:
             raise RuntimeError(
-                f"a layer of partition {partition} replaced, added or froze a parameter in its forward, which tasks "
-                "that have graphs of their own cannot follow; do it between steps"
+                f"a layer of partition {partition} replaced, added, froze or hooked a parameter in its forward, which "
+                "tasks that have graphs of their own cannot follow; do it between steps"
             )
         self._frozen = [(d, name, p) for d, name, p in self._frozen if not p.requires_grad]
         for x in [x for module in self._modules for x in module._buffers.values()]:

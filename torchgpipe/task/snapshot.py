@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.parameters import InPlace, StandInParameters
 from torchgpipe.tensors._autograd import storage_of, within_plain_checkpoint
+from torchgpipe.tensors.checkpoint import has_asked, is_recomputing
 from torchgpipe.tensors.item import versions
+from torchgpipe.tensors.microbatch import carrying
 from torchgpipe.tensors.observe import NOTHING
 
 COMPARED = ["cpu", "meta"]
@@ -35,7 +37,7 @@ SMALL = 1 << 16
 class _Slot(NamedTuple):
     """A buffer (or the place for one), how often it was changed in place, and its copy, unless it has a stand-in.
 
-    Others may share its memory. Nobody writes to one that is `constant`.
+    Others may share its memory.
     """
 
     module: nn.Module
@@ -44,10 +46,18 @@ class _Slot(NamedTuple):
     version: list[int | None]
     copy: Tensor | None
     shared: bool
-    constant: bool
 
 
-Buffers = tuple[_Slot, ...]
+class Held(NamedTuple):
+    """What layers held before a first pass, and which of the buffers it has changed in a way that PyTorch counts."""
+
+    buffers: tuple[_Slot, ...]
+    modes: list[bool]
+    hooks: list[list[tuple[Any, ...]]]
+    changed: list[_Slot]
+
+
+NOTHING_HELD = Held((), [], [], [])
 
 
 class LayerSnapshot:
@@ -75,13 +85,12 @@ class LayerSnapshot:
         self._index = index
         self._recomputed = recomputed
         if recomputed:
-            self._modes = [module.training for module in modules]
             self.claims: dict[tuple[bool, ...], bool] = {}
-            self.kind = (*self._modes, *self.stand_ins.needs)
-            self._hooks = [_hooks(module) for module in modules]
+            self.kind = (*[module.training for module in modules], *self.stand_ins.needs)
             self._settings = _settings(modules)
             # Norms that track statistics, in training: there their output does not depend on the statistics.
-            self._norms = {m for m in modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE}
+            norms = [m for m in modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE]
+            self._norms = {norm for norm in norms if norm._buffers.keys() <= _STATISTICS}
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
             self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
 
@@ -118,8 +127,12 @@ class LayerSnapshot:
         with self.lock:
             self.stand_ins.check_kept(self._index)
 
-    def before_first_pass(self) -> Buffers:
-        """Return the buffers as they are now, with copies. The caller holds the lock."""
+    def before_first_pass(self) -> Held:
+        """Return what the layers hold now, with copies of buffers. The caller holds the lock."""
+        modes = [module.training for module in self.modules]
+        return Held(self._buffers_now(), modes, [*map(_hooks, self.modules)], [])
+
+    def _buffers_now(self) -> tuple[_Slot, ...]:
         held = [(m, name, x) for m in self._with_buffers() for name, x in m._buffers.items()]
         if not held:
             return ()
@@ -132,26 +145,28 @@ class LayerSnapshot:
             copies: dict[Any, Any] = {}
             for module, name, x in held:
                 if (storage := storages.get(id(x))) in stale:
-                    constant = isinstance(module, _NormBase) and not module.training
                     copied = _copied(None if id(x) in self.stand_ins.ids else x, times[storage] > 1, copies)
-                    slot = _Slot(module, name, x, versions((x,)), copied, times[storage] > 1, constant)
-                    self._slots[module, name] = slot
+                    self._slots[module, name] = _Slot(module, name, x, versions((x,)), copied, times[storage] > 1)
         return tuple([self._slots[module, name] for module, name, _ in held])
 
-    def after_first_pass(self) -> None:
-        """Raise `RuntimeError` if the first pass of a checkpointed task has changed a parameter."""
+    def after_first_pass(self, held: Held) -> None:
+        """Note which buffers a first pass has changed; raise `RuntimeError` if it has changed a parameter."""
         self.stand_ins.check_unchanged(self._index, forward=True)
+        for slot in held.buffers:
+            now = slot.module._buffers.get(slot.name)
+            if now is not slot.tensor or versions((now,)) != slot.version:
+                held.changed.append(slot)
 
-    def second_pass(self, buffers: Buffers) -> AbstractContextManager[object]:
+    def second_pass(self, held: Held) -> AbstractContextManager[object]:
         """Return a context for a recomputation, in which the layers hold what they held in the first pass.
 
         Raises:
             RuntimeError: something has changed that cannot be put back.
         """
         self.stand_ins.check_unchanged(self._index)
-        same = [module.training for module in self.modules] == self._modes
-        same = same and [_hooks(module) for module in self.modules] == self._hooks
-        return NOTHING if same and not (buffers or self._norms or self._with_buffers()) else self._put_back(buffers)
+        same = [module.training for module in self.modules] == held.modes
+        same = same and [*map(_hooks, self.modules)] == held.hooks
+        return NOTHING if same and not (held.buffers or self._norms or self._with_buffers()) else self._put_back(held)
 
     def _with_buffers(self) -> list[nn.Module]:
         return [module for module in self.modules if module._buffers and module not in self._norms]
@@ -161,7 +176,7 @@ class LayerSnapshot:
         slot = self._slots.get((module, name))
         if slot is None or slot.tensor is not buffer or versions((buffer,)) != slot.version:
             return True
-        if buffer is None or slot.copy is None or slot.constant:
+        if buffer is None or slot.copy is None:
             return False
         if buffer.device.type in COMPARED:
             return not equal(buffer, slot.copy)
@@ -176,32 +191,42 @@ class LayerSnapshot:
         return InPlace("_buffers", norms, [_OfBackward(norm["_buffers"]) for norm in norms]) if norms else NOTHING
 
     @contextmanager
-    def _put_back(self, buffers: Buffers) -> Iterator[None]:
-        replaced = self._first_buffers(buffers)
+    def _put_back(self, held: Held) -> Iterator[None]:
+        replaced = self._first_buffers(held.buffers)
+        put = [(slot, replaced[slot.module][slot.name]) for slot in held.changed]
+        before = versions(tuple([x for _, x in put]))
         norms = [norm.__dict__ for norm in self._norms]
         with (
-            InPlace("training", [module.__dict__ for module in self.modules], self._modes),
-            self._first_hooks(),
+            InPlace("training", [module.__dict__ for module in self.modules], held.modes),
+            self._first_hooks(held.hooks),
             InPlace("track_running_stats", norms, [False] * len(norms)),
             InPlace("_buffers", [module.__dict__ for module in replaced], [*replaced.values()]),
         ):
             yield
+            for (slot, x), version in zip(put, before, strict=True):
+                if not has_asked() and replaced[slot.module].get(slot.name) is x and versions((x,)) == [version]:
+                    raise RuntimeError(
+                        f"a layer of partition {self._index} changed buffer {slot.name!r} of "
+                        f"{type(slot.module).__name__} in its first pass, and not in the recomputation: it decides by "
+                        "something that is no buffer; make that a buffer, ask is_recomputing(), or use "
+                        "checkpoint='never'"
+                    )
 
     @contextmanager
-    def _first_hooks(self) -> Iterator[None]:
-        changed = [(m, hooks) for m, hooks in zip(self.modules, self._hooks, strict=True) if _hooks(m) != hooks]
+    def _first_hooks(self, before: list[list[tuple[Any, ...]]]) -> Iterator[None]:
+        changed = [(m, hooks) for m, hooks in zip(self.modules, before, strict=True) if _hooks(m) != hooks]
         places = [module.__dict__ for module, _ in changed]
         with ExitStack() as stack:
             for k, kind in enumerate(_HOOKS):
                 stack.enter_context(InPlace(kind, places, [OrderedDict(hooks[k]) for _, hooks in changed]))
             yield
 
-    def _first_buffers(self, buffers: Buffers) -> dict[nn.Module, dict[str, Tensor | None]]:
+    def _first_buffers(self, buffers: tuple[_Slot, ...]) -> dict[nn.Module, dict[str, Tensor | None]]:
         """Return by module the buffers as the first pass met them, as copies that may be changed."""
         found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._with_buffers()}
         copies: dict[Any, Any] = {}
         for slot in buffers:
-            x = slot.copy if slot.constant else _copied(slot.copy, slot.shared, copies)
+            x = _copied(slot.copy, slot.shared, copies)
             found.setdefault(slot.module, {})[slot.name] = slot.tensor if x is None else x
         return found | {norm: _WithoutStatistics(norm._buffers) for norm in self._norms}
 
@@ -209,8 +234,13 @@ class LayerSnapshot:
 def _copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
     """Return a copy, one for a buffer that has two places; of those that are `shared`, with memory that is, too."""
     if buffer is not None and id(buffer) not in copies:
-        copies[id(buffer)] = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
+        copied = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
+        copies[id(buffer)] = carrying(copied, buffer)
     return copies.get(id(buffer))
+
+
+_LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _parts(x: Tensor) -> list[Tensor]:
@@ -224,8 +254,17 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def equal(x: Tensor, y: Tensor) -> bool:
-    """Return whether two buffers hold the same; those of device `meta` do."""
-    return x.is_meta or all(torch.equal(a, b) for a, b in zip(_parts(x.detach()), _parts(y), strict=True))
+    """Return whether two buffers hold the same bits; of device `meta` they do, of unknown layouts it is not known."""
+    if x.is_nested or x.layout not in _LAYOUTS:
+        return False
+    parts = zip(_parts(x.detach()), _parts(y), strict=True)
+    return x.is_meta or all(torch.equal(_bits(a), _bits(b)) for a, b in parts)
+
+
+def _bits(x: Tensor) -> Tensor:
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x  # NaN is unlike itself, and -0.0 like 0.0
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
@@ -249,13 +288,18 @@ _HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
+
+
+_GLOBAL = [f"_global{name}" for name in _HOOKS if "_with_" not in name and "_always_" not in name]
 
 
 def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:
     """Return the items of the module's dictionaries of forward hooks, in the order of `_HOOKS`."""
     own = module.__dict__
-    if not own["_forward_hooks"] and not own["_forward_pre_hooks"]:
+    if not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
         return _NO_HOOKS
     return [tuple(own[kind].items()) for kind in _HOOKS]
 
@@ -264,15 +308,21 @@ _NO_HOOKS: list[tuple[Any, ...]] = [()] * len(_HOOKS)
 
 
 def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
-    """Return what layers declare as constants (`__constants__`), as PyTorch's own do, such as a dropout's `p`."""
-    return [
+    """Return what layers declare as constants (`__constants__`), as PyTorch's own do, such as a dropout's `p`.
+
+    And a `forward` that was put on a layer, and hooks of all modules.
+    """
+    more: dict[type, tuple[str, ...]] = {nn.MultiheadAttention: ("num_heads", "head_dim", "dropout")}
+    found: list[tuple[nn.Module, str, object]] = [
         (module, name, module.__dict__.get(name))
         for module in modules
-        for name in getattr(type(module), "__constants__", ())
+        for name in ("forward", *more.get(type(module), ()), *getattr(type(module), "__constants__", ()))
         if name != "track_running_stats"  # a recomputation in another thread may have it exchanged
     ]
+    return found + [(modules[0], name, tuple(vars(nn.modules.module)[name].items())) for name in _GLOBAL]
 
 
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 _STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
 
 
@@ -280,12 +330,23 @@ class _WithoutStatistics(dict[str, Any]):
     """The buffers of a batch norm in a recomputation: it normalizes by its input, and needs no statistics."""
 
     def __getitem__(self, name: str) -> Any:
-        if name in ("running_mean", "running_var"):
+        self._refuse()
+        return super().__getitem__(name)
+
+    def items(self) -> Any:
+        self._refuse()
+        return super().items()
+
+    def values(self) -> Any:
+        self._refuse()
+        return super().values()
+
+    def _refuse(self) -> None:
+        if is_recomputing():  # another thread may look at the layers meanwhile
             raise RuntimeError(
                 "a layer uses the running statistics of a batch norm in training, which have changed since the first "
                 "pass of a checkpointed task; use checkpoint='never', or keep the norm in evaluation mode"
             )
-        return super().__getitem__(name)
 
 
 class _OfBackward(dict[str, Any]):

@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.task.ambient import Ambient, Modes, without_fast_attention
 from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
 from torchgpipe.task.randomness import Randomness
-from torchgpipe.task.snapshot import Buffers, LayerSnapshot
+from torchgpipe.task.snapshot import NOTHING_HELD, Held, LayerSnapshot
 from torchgpipe.task.stage import Stage
-from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, run_backward
+from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, packs_saved_tensors, run_backward
 from torchgpipe.tensors.checkpoint import Passing
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
@@ -53,7 +53,7 @@ class TaskGraph:
     _kept: tuple[Flat, Form] | None = None
     _versions: list[int | None] = field(default_factory=list)
     _shown: Flat = ()  # what the first pass has computed, if a mode may have changed that
-    _buffers: Buffers = ()
+    _held: Held = NOTHING_HELD
     _edges: list[GradientEdge | None] | None = None
     _spent: bool = False
     # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
@@ -104,7 +104,7 @@ class TaskGraph:
             torch.enable_grad(),
             self.ambient.again(),
             Passing(recomputing=True),
-            self.snapshot.second_pass(self._buffers),
+            self.snapshot.second_pass(self._held),
             self.randomness.again(),
         ):
             outputs, _ = self._build(self._entered(_copied(inputs) if in_place else inputs), form)
@@ -151,10 +151,15 @@ class TaskGraph:
         with snapshot.lock, snapshot.stand_ins.in_place(), snapshot.backward(), self.randomness.backward():
             try:
                 run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
-            except BaseException:
+            except BaseException as error:
                 # The graph is half freed. A checkpointed task can build it again.
                 self._edges = None if self.checkpoint else self._edges
-                raise
+                if "through the graph a second time" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"layers of partition {self.stage.index} use a tensor in several micro-batches that has one graph "
+                    "for all, as it was made outside of them; make it a buffer, or in the layer's forward"
+                ) from error
 
     def _take_input_grads(self) -> Flat:
         grads = tuple(self._input_grads) or (None,) * len(self._needs)
@@ -169,12 +174,12 @@ class TaskGraph:
         known = self.snapshot.claims.get(self._needs, False)
         asks = _Asks() if self._needs not in self.snapshot.claims else NOTHING
         with self.snapshot.lock:
-            self._buffers = self.snapshot.before_first_pass()
+            self._held = held = self.snapshot.before_first_pass()
             with (
                 torch.set_grad_enabled(not known) if torch.is_grad_enabled() == known else NOTHING,
                 self.ambient.for_first_pass(),
                 # Or what is around the pipeline, such as torch.utils.checkpoint, would count what this graph saves.
-                NOTHING if known else saved_tensors_hooks(Tensor.detach, lambda x: x),
+                saved_tensors_hooks(Tensor.detach, lambda x: x) if not known and packs_saved_tensors(True) else NOTHING,
                 without_fast_attention() if self.stage.attends else NOTHING,
                 Passing(checkpointing=True),
                 self.randomness.first(),
@@ -184,7 +189,7 @@ class TaskGraph:
                 else:
                     given = self._entered(given)
                     outputs, out_form = self._build(given, form, shared, asks)
-                self.snapshot.after_first_pass()
+                self.snapshot.after_first_pass(held)
                 self.randomness.ended()
         if versions(inputs) != self._versions:
             raise RuntimeError(
@@ -244,10 +249,14 @@ class TaskGraph:
 
 
 class _Asks(TorchFunctionMode):
-    """Note whether layers ask which tensors take gradients, as without a graph none would."""
+    """Note whether layers ask which tensors take gradients, or for gradients: without a graph, none would."""
 
     only_watches = True
-    asked, asking = False, {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")}
+    asked, asking = False, {
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "output_nr")),
+        Tensor.retain_grad, Tensor.numpy, Tensor.__deepcopy__, Tensor.__repr__, Tensor.register_hook,
+        torch.autograd.grad,
+    }  # fmt: skip
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.asked |= func in self.asking

@@ -27,6 +27,12 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward in progress; a later backward has a higher one."""
 
+packs_saved_tensors: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return whether this thread is within `saved_tensors_hooks`, as `torch.utils.checkpoint` is."""
+
+with_forward_mode: Callable[[bool], AbstractContextManager[object]] = forward_ad._set_fwd_grad_enabled
+"""Let gradients go forward, too, where that is switched off, as in the forward of an `autograd.Function`."""
+
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Return whether tensor subclasses see what is called on them; not in the backward of a loss of such a subclass."""
 
@@ -151,6 +157,8 @@ def storage_of(x: Tensor) -> int:
     """Return a number that tensors have in common if and only if they share memory."""
     if x.layout is torch.sparse_coo:
         x = x._values()
-    elif x.layout is not torch.strided:
+    elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         x = x.detach().values()
+    elif x.layout is not torch.strided:
+        return id(x)
     return int(x.untyped_storage()._cdata)

@@ -10,6 +10,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class _Thread(threading.local):
     checkpointing = False
     recomputing = False
+    asked = False  # whether a layer has asked if it is recomputed
 
 
 _thread = _Thread()
@@ -34,7 +35,13 @@ def is_recomputing() -> bool:
 
     A layer with an effect beside its output should have that effect in one of the two passes only.
     """
+    _thread.asked = True
     return _thread.recomputing
+
+
+def has_asked() -> bool:
+    """Return whether the running layers have asked `is_recomputing` in this pass."""
+    return _thread.asked
 
 
 class Passing:
@@ -49,6 +56,7 @@ class Passing:
     def __enter__(self) -> None:
         self._outer = _thread.checkpointing, _thread.recomputing
         _thread.checkpointing, _thread.recomputing = self._inner
+        _thread.asked = False
 
     def __exit__(self, *_: object) -> None:
         _thread.checkpointing, _thread.recomputing = self._outer

@@ -243,9 +243,10 @@ _PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dt
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 # What a tensor is asked for that may be otherwise when the layers run, and what has effects beside its result.
 _NOTED: dict[Any, str] = {
-    **{getattr(Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn", "grad")},
+    **{getattr(Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "_base")},
     **{getattr(Tensor, name).__set__: name for name in ("requires_grad", "grad", "data")},
-    **{f: f.__name__ for f in (Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.requires_grad_,
+    **{f: f.__name__ for f in (Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.dim_order,
+                               Tensor._is_view, Tensor.is_inference, Tensor.requires_grad_,
                                Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)},
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",

@@ -59,6 +59,12 @@ def where_there_was_no_place(layer: Any) -> None:
     layer.inner.register_buffer("late", layer.inner._buffers.get("late", torch.zeros(2)) + 1)
 
 
+def once(layer: Any) -> None:
+    """As a cache that grows; an attribute says whether it has to."""
+    if "grown" not in vars(layer):
+        layer.grown, layer.buffer = True, layer.buffer + 1
+
+
 def two_of_one_memory() -> nn.Module:
     memory = torch.ones(WIDTH)
     return Do(lambda self, x: (self.one.data.add_(1), x * self.other.clone())[1], one=memory, other=memory.view(-1))
@@ -105,9 +111,38 @@ def holding(change: Callable[[Any], object], size: int = 2) -> Callable[[], nn.S
     return made(linear, lambda: Holds(change, size), linear)
 
 
-def reads_statistics() -> nn.Sequential:
+def reads_statistics(read: Callable[[Any], Tensor]) -> nn.Module:
+    return Do(lambda self, x: self.norm(x) + read(self.norm), norm=nn.BatchNorm1d(WIDTH))
+
+
+def adapts() -> nn.Module:
+    """Return a layer that writes the statistics of a norm in evaluation mode."""
+    norm = nn.BatchNorm1d(WIDTH, affine=False).eval()
+    return Do(lambda self, x: (self.norm.running_mean.data.add_(x.detach().mean(0)), self.norm(x))[1], norm=norm)
+
+
+def counts() -> nn.Module:
     norm = nn.BatchNorm1d(WIDTH)
-    return nn.Sequential(linear(), Do(lambda self, x: self.norm(x) + self.norm.running_mean, norm=norm), linear())
+    norm.register_buffer("seen", torch.ones(()))
+    norm.register_forward_hook(lambda layer, args, y: y * layer.seen.add_(1).clone())
+    return norm
+
+
+def marked() -> nn.Module:
+    layer = Do(lambda self, x: x * getattr(self.buffer, "scale", 1), buffer=torch.ones(WIDTH))
+    vars(layer.buffer)["scale"] = 3.0
+    return layer
+
+
+def flips() -> nn.Module:
+    """Return a layer that changes the sign of a zero, which is equal to the other one."""
+    return Do(lambda self, x: (torch.copysign(x, self.buffer), self.buffer.data.neg_())[0], buffer=torch.zeros(()))
+
+
+def views_in_two() -> nn.Sequential:
+    buffer = torch.ones(WIDTH)
+    one, other = (Do(lambda self, x: x * self.buffer.add_(1).clone(), buffer=b) for b in (buffer, buffer.view(1, -1)))
+    return nn.Sequential(linear(), one, other, linear())
 
 
 def own_norm() -> nn.Module:
@@ -177,7 +212,7 @@ def changed_before_backward(run: Any, x: Tensor) -> None:
 
 SAYS = r"partition 1 changed its input in place.*checkpoint='never'"
 UNCOUNTED = "'buffer' of Holds in partition 0 was changed .*, which PyTorch does not count"
-OTHER = "replaced, added or froze a parameter in its forward"
+OTHER = "replaced, added, froze or hooked a parameter in its forward"
 READS = "uses the running statistics of a batch norm"
 OWN_GRAPHS = {"graph never": "", "": OTHER}
 
@@ -198,6 +233,12 @@ ROWS = [
         refused={"": "change the same buffer"}),
     Row("statistics of an own norm of two partitions, one micro-batch", norm_of_two, balance=(2, 2), use=steps,
         chunks=1, refused={"ranks": "change the same buffer"}),
+    *(Row(what, made(linear, layer, linear), balance=(2, 1), use=use) for what, layer, use in (
+        ("statistics of a norm in evaluation mode", adapts, steps), ("a norm with a buffer of its own", counts, steps),
+        ("attributes of a buffer", marked, steps), ("the sign of a zero", flips, steps))),
+    Row("a buffer that grows once", holding(once), balance=(2, 1), use=steps, refused=checkpointed("is no buffer")),
+    Row("one memory in buffers of two partitions", views_in_two, balance=(2, 2), use=steps,
+        refused={"": "change the same buffer"}),
     Row("an observer of quantization", made(linear, FusedMovingAvgObsFakeQuantize, linear), balance=(2, 1), use=steps,
         note="Quantization-aware training, as `prepare_qat` makes it."),
     Row("a sparse buffer", made(linear, sparse, linear), balance=(2, 1), use=steps),
@@ -207,7 +248,9 @@ ROWS = [
     Row("a buffer that comes after them", holding(id), balance=(2, 1), use=then(in_the_free_place)),
     Row("a buffer removed", holding(id), balance=(2, 1), use=then(lambda layer: delattr(layer, "buffer"))),
     Row("two that share memory", made(linear, two_of_one_memory, linear), balance=(2, 1), use=steps),
-    Row("statistics that another layer reads", reads_statistics, refused=checkpointed(READS), balance=(2, 1)),
+    *(Row(f"statistics that another layer reads by {how}", made(linear, partial(reads_statistics, read), linear),
+          refused=checkpointed(READS), balance=(2, 1))
+      for how, read in (("name", lambda norm: norm.running_mean), ("`buffers()`", lambda norm: next(norm.buffers())))),
     # One parameter by two names: its gradients are added up in another order.
     Row("what a layer knows of its parameters", made(linear, Looks, linear), balance=(1, 2), use=steps,
         tolerance=REORDERED),

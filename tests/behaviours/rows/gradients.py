@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..compare import REORDERED
 from ..parts.layers import WIDTH, Do, five, freeze, linear, made, real, weight
@@ -82,6 +83,46 @@ def always_hooked(_: Any, x: Tensor) -> Tensor:
 
 def always_differentiated(self: Any, x: Tensor) -> Tensor:
     return torch.autograd.grad((x.sin() * self.weight).sum(), x, create_graph=True)[0]
+
+
+def constant(x: Any) -> Any:
+    return x
+
+
+def hooks_its_own(self: Any, x: Tensor) -> Tensor:
+    self.weight.register_hook(lambda grad: 2 * grad)
+    return x * self.weight
+
+
+def of_samples(x: Tensor) -> Tensor:
+    grads: Tensor = torch.func.vmap(torch.func.grad(lambda sample: sample.tanh().square().sum()))(x)
+    return grads
+
+
+def forward_too(x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x)).tanh()
+        return x * forward_ad.unpack_dual(dual).tangent
+
+
+def hooked_once(run: Any, x: Tensor) -> None:
+    handle: Any = run[1].register_forward_hook(lambda layer, args, y: (handle.remove(), 3 * y)[1])
+    steps(run, x)
+
+
+def hooked_late(run: Any, x: Tensor) -> None:
+    loss = loss_of(run, x)
+    run[1].register_full_backward_hook(lambda layer, grads, _: tuple(2 * g for g in grads))
+    loss.backward()
+
+
+def hooked_all(run: nn.Module, x: Tensor) -> None:
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda layer, args, y: 2 * y if isinstance(layer, nn.Linear) else None
+    )
+    loss = loss_of(run, x)
+    handle.remove()
+    loss.backward()
 
 
 def thawing() -> nn.Module:
@@ -215,6 +256,14 @@ ROWS = [
           use=promised) for what, numbers in FROZEN.items()),
     *(Row(f"frozen: {what}, and thawed before backward", partial(freeze, five, *numbers), use=thawed_before_backward)
       for what, numbers in FROZEN.items()),
+    Row("a layer that hooks its parameter", made(linear, partial(weighted, hooks_its_own), linear), balance=(2, 1),
+        use=steps, refused={"graph never": "", "": "hooked a parameter in its forward"}),
+    *(Row(f"a layer that uses `{what}`", made(linear, partial(constant, layer), linear), balance=(2, 1), use=steps)
+      for what, layer in (("torch.func.grad", of_samples), ("forward_ad", forward_too))),
+    *(Row(f"a hook {what}", use=use, without={"ranks": "they have other copies of the layers"})
+      for what, use in (("that removes itself", hooked_once), ("of gradients after forward", hooked_late))),
+    Row("a hook of all modules during forward", use=hooked_all,
+        refused=dict.fromkeys(("always", "except_last"), "'_global_forward_hooks' of .* was changed")),
     Row("a parameter thawed in forward", made(linear, thawing, linear), balance=(1, 2),
         without={"ranks": "what takes a gradient there does not come back to the process that compares"}),
     Row("a buffer that takes a gradient", made(linear, scaled, linear), balance=(2, 1), use=steps),
@@ -229,8 +278,7 @@ ROWS = [
           balance=(2, 1), use=partial(changed_before_backward, change=change),
           refused=dict.fromkeys(("always", "except_last"), "uses the gradient of its"))
       for what, change in (("zeroes it", nn.Module.zero_grad), ("adds to it", lambda run: loss_of(run).backward()))),
-    *(Row(f"{what} without a condition", made(linear, partial(weighted, layer), linear),
-          balance=(2, 1), use=steps, refused=dict.fromkeys(("always", "except_last"), "asks for gradients"))
+    *(Row(f"{what} without a condition", made(linear, partial(weighted, layer), linear), balance=(2, 1), use=steps)
       for what, layer in (("a hook", always_hooked), ("`autograd.grad`", always_differentiated))),
     *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
     *(Row(what, use=use) for what, use in USES.items()),

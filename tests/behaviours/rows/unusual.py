@@ -152,7 +152,7 @@ COPIES: list[tuple[str, Callable[[Any], Any], str]] = [
 ]
 KEEPS = "a layer keeps a tensor that has a graph"
 ALWAYS = {"always": "no graph is kept there, as the guide says", "ranks": "others do not have what a layer keeps"}
-REPLACED = "replaced, added or froze a parameter|was changed in place"
+REPLACED = "replaced, added, froze or hooked a parameter|was changed in place"
 
 ROWS = [
     Row("attention in evaluation mode", lambda: nn.Sequential(padded(), linear(), linear()).eval(),
