@@ -91,6 +91,19 @@ class Rehearsal:
         with skip_scope(self.scope):
             self.output = self.layer(value)
 
+    def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
+        """Run the layer as `forward` does; return the storages that its graph keeps, by their ids."""
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            if x.layout is torch.strided:
+                kept[id(x.untyped_storage())] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            self.forward(value)
+        return kept
+
     def results(self) -> list[Tensor]:
         """Return the tensors that the last run put out or stashed."""
         return [*tensors_of(self.output), *(x for x in self.scope.values() if x is not None)]
@@ -167,19 +180,9 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
     """Count the bytes that the layer's forward made for its backward and for later layers."""
     value = rehearsal.prepare()
     entering = [*tensors_of(value), *rehearsal.results()]
-    # Storages by their id, which stays theirs for as long as the dictionary holds them.
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        if x.layout is torch.strided:
-            storage = x.untyped_storage()
-            kept[id(storage)] = storage
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        rehearsal.forward(value)
-    for x in rehearsal.results():
-        keep(x)
+    kept = rehearsal.saved(value)
+    results = [x.untyped_storage() for x in rehearsal.results() if x.layout is torch.strided]
+    kept.update((id(storage), storage) for storage in results)
     for x in (*entering, *rehearsal.layer.parameters(), *rehearsal.layer.buffers()):
         if x.layout is torch.strided:
             kept.pop(id(x.untyped_storage()), None)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -15,7 +16,7 @@ from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
-from torchgpipe.plan.hardware.headroom import check_headroom, room
+from torchgpipe.plan.hardware.headroom import room
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.plan.reason import reason
@@ -189,8 +190,11 @@ def plan(
     if master_weights and any(p.element_size() != 2 for p in module.parameters() if p.requires_grad):
         raise ValueError("master_weights is for parameters in 16 bits: others are updated as they are, so leave it out")
     given = None if memory is None else parse_amount(memory)
-    if headroom is not None:
-        check_headroom(headroom)
+    number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
+    if headroom is not None and not (number and 0 <= headroom < inf):
+        raise ValueError(
+            f"headroom must be a share of the tensors' bytes, from 0 on, such as 0.15 for 15 %; got {headroom!r}"
+        )
     cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
     counts = count(module, sample, device="cpu" if cpu else "cuda", autocast=autocast)
     if node is None:

@@ -100,22 +100,19 @@ class Predictor:
         """Return the seconds of every layer for micro-batches of `size` samples."""
         if size not in self._known:
             layers = self.counts.at(size)
-            known: dict[int, float] = {}
-
-            def total(operators: tuple[Operator, ...]) -> float:
-                if id(operators) not in known:  # layers that behave alike share them
-                    known[id(operators)] = self.hardware.total(operators)
-                return known[id(operators)]
-
-            forward = [total(layer.forward) for layer in layers]
-            self._known[size] = LayerSeconds(
-                forward=forward,
-                graph=forward,
-                backward=[total(layer.backward) for layer in layers],
-                accumulate=[total(layer.accumulate) for layer in layers],
-                layers=layers,
-            )
+            accumulate = self._totals([layer.accumulate for layer in layers])
+            self._known[size] = LayerSeconds(*self._timed(size, layers), accumulate, layers)
         return self._known[size]
+
+    def _timed(self, size: int, layers: Sequence[LayerCount]) -> tuple[list[float], list[float], list[float]]:
+        """Return the layers' seconds of a forward without a graph, of one with it, and of a backward."""
+        forward = self._totals([layer.forward for layer in layers])
+        return forward, forward, self._totals([layer.backward for layer in layers])
+
+    def _totals(self, operators: Sequence[tuple[Operator, ...]]) -> list[float]:
+        """Return the seconds of each layer's operators. Layers that behave alike share theirs."""
+        seconds = {key: self.hardware.total(x) for key, x in {id(x): x for x in operators}.items()}
+        return [seconds[id(x)] for x in operators]
 
     def costs(self, setup: Setup) -> Costs:
         """Return the seconds of every task and copy."""
@@ -123,17 +120,11 @@ class Predictor:
         if len(self.counts) != sum(setup.balance):
             raise ValueError(f"the balance has {sum(setup.balance)} layers, and the model {len(self.counts)}")
         recomputed = checkpointed(setup.checkpoint, len(sizes))
-        forward: list[list[float]] = []
-        backward: list[list[float]] = []
-        recompute: list[list[float]] = []
-        rows: dict[tuple[int, bool, bool], tuple[list[float], list[float], list[float]]] = {}
-        for i, size in enumerate(sizes):
-            # The last one goes backward first: there are no gradients yet to which its own are added.
-            kind = size, i < recomputed, i == len(sizes) - 1 and not setup.zeroed
-            if kind not in rows:
-                rows[kind] = self._row(cuts, *kind)
-            for table, row in zip((forward, backward, recompute), rows[kind], strict=True):
-                table.append(row)
+        # The last one goes backward first: there are no gradients yet to which its own are added.
+        first = None if setup.zeroed else len(sizes) - 1
+        kinds = [(size, i < recomputed, i == first) for i, size in enumerate(sizes)]
+        rows = {kind: self._row(cuts, *kind) for kind in dict.fromkeys(kinds)}
+        forward, backward, recompute = map(list, zip(*(rows[kind] for kind in kinds), strict=True))
         copies, skips = self.copies(setup)
         # On a CPU, partitions that cannot overlap run one after another, each recomputation right before its backward.
         ahead = not self.hardware.cpu or overlaps(len(sizes), len(cuts))

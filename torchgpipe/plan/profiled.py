@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.profile import placed_copy, undisturbed
 from torchgpipe.plan.count.count import Counts
+from torchgpipe.plan.count.footprint import LayerCount
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
 from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup
+from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
@@ -89,18 +90,10 @@ class ProfiledPredictor(Predictor):
         super().__init__(counts, hardware)
         self.profile = profile
 
-    def layers(self, size: int) -> LayerSeconds:
-        """Return the seconds of every layer for micro-batches of `size` samples."""
-        if size not in self._known:
-            layers = self.counts.at(size)
-            self._known[size] = LayerSeconds(
-                forward=[curve.at(size) for curve in self.profile.forward],
-                graph=[curve.at(size) for curve in self.profile.graph],
-                backward=[curve.at(size) for curve in self.profile.backward],
-                accumulate=[self.hardware.total(layer.accumulate) for layer in layers],
-                layers=layers,
-            )
-        return self._known[size]
+    def _timed(self, size: int, layers: Sequence[LayerCount]) -> tuple[list[float], list[float], list[float]]:
+        curves = self.profile.forward, self.profile.graph, self.profile.backward
+        forward, graph, backward = ([curve.at(size) for curve in each] for each in curves)
+        return forward, graph, backward
 
 
 def predictor_here(

@@ -117,30 +117,30 @@ def replay(costs: Costs) -> Timeline:
         down[source].append((target, seconds))
         up[target].append((source, seconds))
 
+    forward: list[tuple[Kind, int, int]] = [("forward", i, j) for i in range(m) for j in range(n)]
+    backward: list[tuple[Kind, int, int]] = [
+        (kind, i, j) for _, i, j in reversed(forward) for kind in ("recompute", "backward")
+    ]
     events: list[Event] = []
-    free = [0.0] * n
-    for i, row in enumerate(costs.forward):
-        arrival = [0.0] * n
-        for j, seconds in enumerate(row):
-            start = max(free[j], arrival[j])
+    begin, free, blocking = 0.0, [0.0] * n, costs.blocking
+    for tasks, targets in ((forward, down), (backward, up)):
+        if events:
+            begin = (max(free) if blocking else free[n - 1]) + costs.loss
+            free = [begin] * n
+        arrival = [[begin] * n for _ in range(m)]
+        for kind, i, j in tasks:
+            seconds, again = getattr(costs, kind)[i][j], kind == "recompute"
+            if again and not seconds:
+                continue
+            start = free[j] if again and costs.ahead else max(free[j], arrival[i][j])
             free[j] = end = start + seconds
-            events.append(Event("forward", i, j, start, end))
-            _send(j, end, down[j], arrival, free, costs.blocking)
-
-    begin = max(free) if costs.blocking else free[n - 1]
-    begin += costs.loss
-    free = [begin] * n
-    for i in reversed(range(m)):
-        arrival = [begin] * n
-        for j in reversed(range(n)):
-            if costs.recompute[i][j]:
-                start = free[j] if costs.ahead else max(free[j], arrival[j])
-                free[j] = start + costs.recompute[i][j]
-                events.append(Event("recompute", i, j, start, free[j]))
-            start = max(free[j], arrival[j])
-            free[j] = end = start + costs.backward[i][j]
-            events.append(Event("backward", i, j, start, end))
-            _send(j, end, up[j], arrival, free, costs.blocking)
+            events.append(Event(kind, i, j, start, end))
+            for target, seconds in () if again else targets[j]:
+                there = end + seconds
+                if blocking and seconds:
+                    there = max(free[j], free[target]) + seconds
+                    free[j] = free[target] = there
+                arrival[i][target] = max(arrival[i][target], there)
     return Timeline(events, max(free), n)
 
 
@@ -162,21 +162,3 @@ def shared(timeline: Timeline, sharing: float) -> Timeline:
         busy += changes[time]
     events = [event._replace(start=stretched[event.start], end=stretched[event.end]) for event in timeline.tasks]
     return Timeline(events, now + timeline.seconds - before, timeline.partitions)
-
-
-def _send(
-    source: int,
-    end: float,
-    targets: Sequence[tuple[int, float]],
-    arrival: list[float],
-    free: list[float],
-    blocking: bool,
-) -> None:
-    """Copy what `source` has made at `end` to its targets."""
-    for target, seconds in targets:
-        there = end + seconds
-        if blocking and seconds:
-            there = max(free[source], free[target]) + seconds
-            free[source] = free[target] = there
-        if there > arrival[target]:
-            arrival[target] = there

@@ -37,7 +37,7 @@ def describe_setup(best: Candidate, bound: float, memory: float, room: float, so
         f"bubble      {best.bubble:.1%} of the devices' time",
         f"memory      at most {amount(best.peak)} of {amount(memory)} on a device, allocated to tensors",
         *([f"{INDENT}{amount(memory - room)} are left to the allocator and to libraries"] if room < memory else []),
-        *_wrapped(f"predicted, not measured: {source}"),
+        *textwrap.wrap(f"predicted, not measured: {source}", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT),
         "",
         "device  layers  model+grads  optimizer  stashed  working  copies    total",
     ]
@@ -79,7 +79,3 @@ def describe_numbers(
         WIDTH,
     )
     return "\n".join(lines)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -15,13 +15,9 @@ from torchgpipe.balance.minimise import minimise_heaviest
 
 def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fraction:
     """Return the exact cost of the heaviest partition."""
-    rest = [Fraction(cost) for cost in costs]
-    sums = []
-    for size in balance:
-        sums.append(sum(rest[:size], start=Fraction(0)))
-        rest = rest[size:]
-    assert not rest
-    return max(sums)
+    assert sum(balance) == len(costs)
+    sums = list(accumulate((Fraction(cost) for cost in costs), initial=Fraction(0)))
+    return max(sums[b] - sums[a] for a, b in pairwise(accumulate(balance, initial=0)))
 
 
 def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fraction:

@@ -14,7 +14,7 @@ from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.live import Live
-from torchgpipe.plan.count.optimizer import OPTIMIZERS, Optimizer, optimizer_named
+from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Setup
 from torchgpipe.tensors.checkpoint import MODES
@@ -55,11 +55,8 @@ def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Count
     return count(build(), torch.empty(shape))
 
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
-
-
 def real_peaks(
-    model: nn.Sequential, x: Tensor, balance: Any, chunks: int, checkpoint: Any, make: Any = SGD, zeroed: bool = False
+    model: nn.Sequential, x: Tensor, balance: Any, chunks: int, checkpoint: Any, make: Any, zeroed: bool = False
 ) -> list[int]:
     """Return each device's peak in the second of two steps, with the optimizer's update.
 
@@ -94,13 +91,6 @@ def real_peaks(
     return list(live.peak)
 
 
-MOMENTUM = Optimizer(state=1)
-
-
-def plain() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 8))
-
-
 def mixed() -> nn.Sequential:
     inner = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64))
     return nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), inner, nn.LayerNorm(64),
@@ -111,6 +101,12 @@ def wide() -> nn.Sequential:
     """Parameters of many sizes: the largest comes after a small one, in the middle, and before a large one."""
     return nn.Sequential(nn.Linear(8, 200, bias=False), nn.Linear(200, 100), nn.ReLU(), nn.Linear(100, 300, bias=False),
                          nn.Linear(300, 100, bias=False), nn.BatchNorm1d(100), nn.Linear(100, 4))  # fmt: skip
+
+
+def twice() -> nn.Sequential:
+    """Layers of one kind follow each other: those of which one saves its output, its input, both or nothing."""
+    kinds = (nn.ReLU, nn.Sigmoid, nn.Identity, lambda: nn.BatchNorm1d(8))
+    return nn.Sequential(nn.Linear(8, 8), *(make() for make in kinds for _ in range(2)), nn.Linear(8, 8))
 
 
 def in_place() -> nn.Sequential:
@@ -131,17 +127,17 @@ def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Seque
 
 # A model, the shape of its input, and balances. With few samples, the peak is in the optimizer's step.
 CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]] = [
-    (plain, (24, 8), [[4], [1, 1, 1, 1]]),
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (functools.partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
     (in_place, (24, 8), [[6], [1, 5], [1, 3, 2]]),
     (lambda: unet(2, 1, 4), (8, 3, 16, 16), [[29], [10, 19], [6, 10, 13]]),
     (weighted(lambda it, x: (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x), (24, 8), [[3], [1, 1, 1]]),  # a view
     (weighted(lambda it, x: (x.sin().sum(0) + it.w).cos() + x), (24, 8), [[3], [1, 1, 1]]),  # copied for a parameter
-    (wide, (8, 8), [[7], [2, 3, 2], [2, 1, 4]]),  # of the last one, nothing to update on the second device
+    (wide, (8, 8), [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]),  # of the last, nothing to update on device 1
     (wide, (4000, 8), [[3, 4]]),
     (functools.partial(freeze, wide, 3), (8, 8), [[3, 4]]),
     (pairs, (24, WIDTH), [[6], [2, 4], [3, 2, 1]]),
+    (twice, (24, 8), [[10], [3, 7], [2, 6, 2]]),
 ]
 ROWS = [(build, shape, balance) for build, shape, balances in CASES for balance in balances]
 
@@ -165,16 +161,15 @@ def test_as_counted_on_a_real_run(
 def test_an_output_that_its_layer_saves_counts_twice() -> None:
     """User and graph share the output's storage. The prediction counts it twice, as if tasks had separate graphs."""
     model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.empty(12, 6)
-    (predicted,) = setup_memory(count(model, x), Setup(12, (2,), 1, "never", MOMENTUM))
-    (real,) = real_peaks(model, x, [2], 1, "never")
+    (predicted,) = setup_memory(count(model, x), Setup(12, (2,), 1, "never"))
+    (real,) = real_peaks(model, x, [2], 1, "never", functools.partial(torch.optim.SGD, lr=0.1, foreach=False))
     assert real < predicted.peak <= real + x.nbytes
 
 
 def test_the_parts_add_up() -> None:
-    (device,) = setup_memory(
-        counted(plain, (24, 8)), Setup(24, (4,), 4, "always", optimizer_named("adam", foreach=True))
-    )
-    parameters = sum(p.nbytes for p in plain().parameters())
+    setup = Setup(24, (8,), 4, "always", optimizer_named("adam", foreach=True))
+    (device,) = setup_memory(counted(mixed, (24, 8)), setup)
+    parameters = sum(p.nbytes for p in mixed().parameters())
     assert device.optimizer == 2 * parameters
     assert device.gradients in (0, parameters)
     model = (device.parameters, device.gradients, device.optimizer, device.update)

@@ -47,7 +47,9 @@ class Alike:
         if id(layer) not in self._layers:
             self._layers[id(layer)] = layer, _state(layer)
         state = self._layers[id(layer)][1]
-        return None if state is None else (state, self._how, isinstance(value, Tensor), *_looks(value), more)
+        numbers: dict[int, int] = {}
+        looks = [_looks(x, numbers) for x in tensors_of(value)]
+        return None if state is None else (state, self._how, isinstance(value, Tensor), *looks, more)
 
 
 def _state(layer: torch.nn.Module) -> object:
@@ -61,15 +63,11 @@ def _state(layer: torch.nn.Module) -> object:
     return written.getvalue()
 
 
-def _looks(value: TensorOrTensors) -> list[object]:
-    """Return what tensors look like, and which of them share a storage."""
-    tensors = tensors_of(value)
-    storages = [x.untyped_storage()._cdata for x in tensors]
-    return [
-        (x.shape, x.dtype, x.stride(), x.storage_offset(), x.requires_grad, x.untyped_storage().nbytes(),
-         storages.index(storage))
-        for x, storage in zip(tensors, storages, strict=True)
-    ]  # fmt: skip
+def _looks(x: Tensor, numbers: dict[int, int]) -> object:
+    """Return what a tensor looks like; `numbers` counts the storages that were met, by their addresses."""
+    storage = x.untyped_storage()
+    number = numbers.setdefault(storage._cdata, len(numbers))
+    return x.shape, x.dtype, x.stride(), x.storage_offset(), x.requires_grad, storage.nbytes(), number
 
 
 class _Shapes(pickle.Pickler):
@@ -82,7 +80,4 @@ class _Shapes(pickle.Pickler):
     def persistent_id(self, item: object) -> object:
         if not isinstance(item, Tensor):
             return None
-        storage = item.untyped_storage()
-        number = self._numbers.setdefault(storage._cdata, len(self._numbers))
-        looks = (item.shape, item.dtype, item.stride(), item.storage_offset(), item.requires_grad)
-        return str((*looks, storage.nbytes(), number))
+        return str(_looks(item, self._numbers))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.plan.hardware._flops import flop_formula
+from torchgpipe.plan.hardware._flops import flops_of
 from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of
 from torchgpipe.plan.hardware.tiles import Grid
 
@@ -25,7 +25,7 @@ def convolution(func: Any, args: Sequence[Any], result: Tensor) -> list[Operator
     image, weight, bias, stride, _, dilation, transposed, _, groups = args
     known = Convolution(image, weight, result, stride, dilation, transposed, groups)
     tensors = [x for x in (image, weight, bias, result) if x is not None]
-    return [known.operator(_flops(func, args, result), tensors, Grid(weight.shape[0], _pixels(result)), result)]
+    return [known.operator(flops_of(func, args, {}, result), tensors, Grid(weight.shape[0], _pixels(result)), result)]
 
 
 def convolution_backward(func: Any, args: Sequence[Any], results: Sequence[Tensor | None]) -> list[Operator]:
@@ -39,7 +39,7 @@ def convolution_backward(func: Any, args: Sequence[Any], results: Sequence[Tenso
         if i == 2:
             operators.append(Operator("elementwise", dtype_of(result), 0.0, float(bytes_of(result))))
             continue
-        flops = _flops(func, (*args[:-1], [i == j for j in range(3)]), results)
+        flops = flops_of(func, (*args[:-1], [i == j for j in range(3)]), {}, results)
         grid = Grid(weight.shape[1], _pixels(image))
         if i == 1:
             flops /= groups  # which the formula leaves out for the weight alone
@@ -94,11 +94,6 @@ class Convolution(NamedTuple):
             Operator("winograd", dtype, 0.0, plain + transformed),
             Operator("winograd", dtype, 2.0 * 36 * weights * tiles, transformed, (), products),
         )
-
-
-def _flops(func: Any, args: Sequence[Any], result: Any) -> float:
-    formula = flop_formula(func)
-    return 0.0 if formula is None else float(formula(*args, out_val=result))
 
 
 def _pixels(image: Tensor) -> float:

@@ -9,7 +9,8 @@ any other follows. Layers that multiply samples with each other are an exception
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
+from torchgpipe.caught import caught
 from torchgpipe.plan.count.alike import Alike
 from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.counter import Counter
-from torchgpipe.plan.count.errors import naming_layer
 from torchgpipe.plan.count.footprint import NOTHING, Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.growth import between, check_growth
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
 from torchgpipe.plan.count.remembered import Remembered
 from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
-from torchgpipe.plan.hardware.operators import Operator
+from torchgpipe.plan.hardware.operators import Operator, dtype_of
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
@@ -34,13 +35,16 @@ from torchgpipe.trace.layer import batched
 
 SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
+ADVICE = (
+    "check the sample's shape and type; layers are counted on device 'meta', where tensors have no values, so one that "
+    "needs values cannot be: find the balance with torchgpipe.balance, which runs the layers"
+)
 
 
 @dataclass(frozen=True)
 class Counts:
     """A model's layers at two micro-batch sizes, and at any other by the straight line through these."""
 
-    model: str
     low: tuple[LayerCount, ...]
     high: tuple[LayerCount, ...]
     input: float
@@ -120,12 +124,12 @@ def count(
             layers = [x._replace(name=name) for name, x in zip(names, counted, strict=True)]
             if memory:
                 storages = StorageNumbers(alike, len(tensors_of(given)))
-                footprints = rehearse(module, given, meta, functools.partial(_measure_layer, layers, storages))
+                footprints = rehearse(module, given, meta, functools.partial(measure_footprint, layers, storages))
                 layers = [x._replace(footprint=y) for x, y in zip(layers, footprints, strict=True)]
             found.append(layers)
     check_growth(found[0], found[1], SIZES)
     one = sum(x[:1].numel() * x.element_size() for x in tensors_of(sample))
-    return Counts(type(module).__name__, tuple(found[0]), tuple(found[1]), float(one), device != "cpu")
+    return Counts(tuple(found[0]), tuple(found[1]), float(one), device != "cpu")
 
 
 def _refuse_compiled(module: nn.Sequential) -> None:
@@ -154,7 +158,7 @@ def _count_layer(
     rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
     layer = rehearsal.layer
     entering = set(rehearsal.scope)
-    with naming_layer(which, value), Counter() as forward:
+    with _naming_layer(which, value), Counter() as forward:
         rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
     stashes = tuple(Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items())
     nbytes = float(sum(x.nbytes for x in tensors_of(rehearsal.output)))
@@ -162,14 +166,12 @@ def _count_layer(
     backward = Counter()
     if roots:
         gradients = [torch.empty_like(x) for x in roots]
-        with naming_layer(which, value), backward:
+        with _naming_layer(which, value), backward:
             torch.autograd.backward(roots, gradients)
     gives = tuple(i in reached for i in range(len(given)))
     trained = [p for p in layer.parameters() if p.requires_grad]
     others = [p for p in layer.parameters() if not p.requires_grad]
-    accumulate = tuple(
-        Operator("elementwise", str(p.dtype).removeprefix("torch."), 0.0, 3.0 * p.nbytes) for p in trained
-    )
+    accumulate = tuple(Operator("elementwise", dtype_of(p), 0.0, 3.0 * p.nbytes) for p in trained)
     counted = LayerCount(
         name="",
         forward=tuple(forward.operators),
@@ -186,6 +188,21 @@ def _count_layer(
     if key is not None:
         alike.counts[key] = counted, rehearsal.output
     return counted
+
+
+@contextmanager
+def _naming_layer(which: str, value: TensorOrTensors) -> Iterator[None]:
+    """Turn whatever a layer raises on this input into one line that names it.
+
+    Raises:
+        ValueError: in place of any exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        given = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in tensors_of(value))
+        raise ValueError(f"{which} fails on {given}: {first.rstrip('.')}; {ADVICE}") from caught(error)
 
 
 class _Entry(torch.autograd.Function):
@@ -206,13 +223,6 @@ class _Entry(torch.autograd.Function):
         if grad is not None:
             ctx.reached.add(ctx.number)
         return None, None, None
-
-
-def _measure_layer(layers: Sequence[LayerCount], storages: StorageNumbers, rehearsal: Rehearsal) -> Footprint:
-    """Measure one layer's memory: only those of its outputs get a gradient to which the next layer gives one."""
-    i = rehearsal.index
-    takes = layers[i + 1].gives if i + 1 < len(layers) else None
-    return measure_footprint(rehearsal, storages, takes=takes, gives=layers[i].gives)
 
 
 def _empty(sample: TensorOrTensors, size: int, batched: Sequence[bool] | None) -> TensorOrTensors:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.plan.count.attention import attention_operator
 from torchgpipe.plan.count.convolution import convolution, convolution_backward
-from torchgpipe.plan.hardware._flops import flop_formula
+from torchgpipe.plan.hardware._flops import flops_of
 from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
@@ -34,20 +34,18 @@ class Counter(TorchDispatchMode):
         self.operators: list[Operator] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with without_torch_function():
-            return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        if func is torch.ops.aten.convolution.default:
-            self.operators += convolution(func, args, result)
-        elif func is torch.ops.aten.convolution_backward.default:
-            self.operators += convolution_backward(func, args, result)
-        elif (fused := attention_operator(func, args, kwargs, result)) is not None:
-            self.operators.append(fused)
-        else:
-            self.operators += _operators(func, args, kwargs, result)
-        return result
+            result = func(*args, **kwargs)
+            if func is torch.ops.aten.convolution.default:
+                self.operators += convolution(func, args, result)
+            elif func is torch.ops.aten.convolution_backward.default:
+                self.operators += convolution_backward(func, args, result)
+            elif (fused := attention_operator(func, args, kwargs, result)) is not None:
+                self.operators.append(fused)
+            else:
+                self.operators += _operators(func, args, kwargs, result)
+            return result
 
 
 def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> list[Operator]:
@@ -55,8 +53,7 @@ def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
     if not outputs or _makes_views(func, args, outputs):
         return []
     inputs = list(tensors_in((args, dict(kwargs))))
-    formula = flop_formula(func)
-    flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+    flops = flops_of(func, args, kwargs, result)
     kind = _kind(func, flops)
     written = sum(map(bytes_of, outputs))
     read = list(map(bytes_of, inputs))

@@ -3,7 +3,6 @@
 A tensor that goes from layer to layer is one storage with one number, whoever saves it.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.hardware.operators import Operator
@@ -82,24 +81,3 @@ class LayerCount(NamedTuple):
     gives: tuple[bool, ...]
     """Which of its inputs get a gradient from it."""
     footprint: Footprint = NOTHING
-
-
-def renumbered(known: Footprint, mapping: Mapping[int, int]) -> Footprint:
-    """Return the footprint of a layer that behaves alike, with its own storages, by the known one's."""
-
-    def storage(number: int | None) -> int | None:
-        return number if number is None or number == SUMMED else mapping[number]
-
-    def trace(changes: Sequence[Change]) -> tuple[Change, ...]:
-        return tuple(Change(x.bytes, storage(x.storage)) for x in changes)
-
-    return known._replace(
-        inputs=tuple(mapping[x] for x in known.inputs),
-        outputs=tuple(mapping[x] for x in known.outputs),
-        saves=tuple(mapping[x] for x in known.saves),
-        sizes=tuple((mapping[x], nbytes) for x, nbytes in known.sizes),
-        first=trace(known.first),
-        later=trace(known.later),
-        first_held=trace(known.first_held),
-        later_held=trace(known.later_held),
-    )

@@ -39,10 +39,9 @@ class Live(TorchDispatchMode):
         """Count neither life nor death of tensors that the caller holds anyway."""
         self._known.update((id(x.untyped_storage()), None) for x in tensors)
 
-    def enter(self, x: Tensor | None, number: int) -> None:
+    def enter(self, x: Tensor, number: int) -> None:
         """Note the death of a storage that entered the layer."""
-        if x is not None:
-            self._watch(x.untyped_storage(), number)
+        self._watch(x.untyped_storage(), number)
 
     def give(self, tensors: Sequence[Tensor]) -> None:
         """Begin the trace: a backward starts from these gradients, whose deaths are noted as `GIVEN`."""
@@ -62,23 +61,21 @@ class Live(TorchDispatchMode):
         return not copied and holders(storage) <= ALONE
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with without_torch_function():
-            return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        in_place = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Tensor)
-        if in_place and id(args[0].untyped_storage()) in self.gradients:
-            self._summed.add(id(args[1].untyped_storage()))
-        for x in tensors_in(result):
-            storage = x.untyped_storage()
-            if id(storage) not in self._known:
-                self.changes.append(Change(float(storage.nbytes()), None))
-                self._watch(storage, None)
-                self._made_by[id(storage)] = func
-            elif id(storage) in self._given and func._schema.is_mutable:
-                self._given_written = True
-        return result
+            result = func(*args, **kwargs)
+            in_place = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Tensor)
+            if in_place and id(args[0].untyped_storage()) in self.gradients:
+                self._summed.add(id(args[1].untyped_storage()))
+            for x in tensors_in(result):
+                storage = x.untyped_storage()
+                if id(storage) not in self._known:
+                    self.changes.append(Change(float(storage.nbytes()), None))
+                    self._watch(storage, None)
+                    self._made_by[id(storage)] = func
+                elif id(storage) in self._given and func._schema.is_mutable:
+                    self._given_written = True
+            return result
 
     def _watch(self, storage: torch.UntypedStorage, number: int | None) -> None:
         if id(storage) in self._known:

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from torchgpipe.balance.profile import Rehearsal
 from torchgpipe.plan.count.alike import Alike
-from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint, Stashed, renumbered
+from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.live import ADDED, GIVEN, Live
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.tensors.microbatch import tensors_of
 
 Needs = Sequence[bool]
+TRACES = ("first", "later", "first_held", "later_held")
 
 
 class StorageNumbers:
@@ -44,11 +45,14 @@ class StorageNumbers:
 
     def again(self, known: Footprint) -> Footprint:
         """Return the footprint of a layer that behaves as a known one, on the present value; go on from its output."""
-        mapping = dict(zip(known.inputs, self.value, strict=True))
+        mapping: dict[int | None, Any] = {None: None, SUMMED: SUMMED}
+        mapping.update(zip(known.inputs, self.value, strict=True))
         for number in (*known.outputs, *known.saves):
             if number not in mapping:
                 mapping[number] = self.new()
-        found = renumbered(known, mapping)
+        new: dict[str, Any] = {x: tuple(mapping[y] for y in getattr(known, x)) for x in ("inputs", "outputs", "saves")}
+        new |= {x: tuple(Change(y.bytes, mapping[y.storage]) for y in getattr(known, x)) for x in TRACES}
+        found = known._replace(sizes=tuple((mapping[x], nbytes) for x, nbytes in known.sizes), **new)
         self.value = found.outputs
         return found
 
@@ -71,12 +75,13 @@ class _Head(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def measure_footprint(rehearsal: Rehearsal, numbers: StorageNumbers, *, takes: Needs | None, gives: Needs) -> Footprint:
-    """Measure the layer of `rehearsal`, whose entering storages are in `numbers`; number those that it puts out.
+def measure_footprint(layers: Sequence[LayerCount], numbers: StorageNumbers, rehearsal: Rehearsal) -> Footprint:
+    """Measure one of the `layers`, whose entering storages are in `numbers`; number those that it puts out.
 
-    `takes` says which of its outputs get a gradient from the layer after it (`None`: all), `gives` which of its inputs
-    get one from it.
+    Only those of its outputs get a gradient to which the layer after it gives one.
     """
+    i = rehearsal.index
+    gives, takes = layers[i].gives, layers[i + 1].gives if i + 1 < len(layers) else None
     key = numbers.layers.behaviour(rehearsal.original, rehearsal.value, (numbers.alike, takes, gives))
     if key is not None and key in numbers.layers.footprints:
         known, rehearsal.output = numbers.layers.footprints[key]
@@ -85,16 +90,15 @@ def measure_footprint(rehearsal: Rehearsal, numbers: StorageNumbers, *, takes: N
     held = [*layer.parameters(), *layer.buffers()]
 
     with torch.no_grad():
-        live, value, _ = _prepared(rehearsal, numbers, held)
+        value, entering = _entering(rehearsal, numbers)
+        live = Live()
+        live.ignore([*held, *(x for x, _ in entering)])
         with live:
             rehearsal.forward(value)
     forward = live.peak()
 
-    del live, value
-    result, popped = _describe(rehearsal, numbers, held, takes, gives)
-    output, scope = rehearsal.output, rehearsal.scope
-    entered = (result.inputs, popped, result.pops)
-    run = _backward(rehearsal, entered, held, takes)
+    del live, value, entering
+    run = _backward(rehearsal, numbers, held, takes)
     graph, traces = run.graph, _variants(run)
     if not run.plain:  # run each case: with and without a holder, the second time with gradients of parameters
         traces = []
@@ -102,14 +106,11 @@ def measure_footprint(rehearsal: Rehearsal, numbers: StorageNumbers, *, takes: N
             for p in layer.parameters():
                 p.grad = None
             for _ in range(2):
-                traces.append(_variants(_backward(rehearsal, entered, held, takes, hold=hold))[0])
+                traces.append(_variants(_backward(rehearsal, numbers, held, takes, hold=hold))[0])
     for p in layer.parameters():
         p.grad = None
-    rehearsal.output, rehearsal.scope = output, scope  # which feed the next layer
-    first, later, first_held, later_held = traces
-    result = result._replace(
-        forward=forward, graph=graph, first=first, later=later, first_held=first_held, later_held=later_held
-    )
+    peaks: dict[str, Any] = {"forward": forward, "graph": graph, **dict(zip(TRACES, traces, strict=True))}
+    result = _describe(rehearsal, numbers, held, takes, gives)._replace(**peaks)
     if key is not None:
         numbers.layers.footprints[key] = result, rehearsal.output
     return result
@@ -117,21 +118,13 @@ def measure_footprint(rehearsal: Rehearsal, numbers: StorageNumbers, *, takes: N
 
 def _describe(
     rehearsal: Rehearsal, numbers: StorageNumbers, held: Sequence[Tensor], takes: Needs | None, gives: Needs
-) -> tuple[Footprint, list[SkipKey]]:
-    """Find what the layer takes, makes and saves; return that and the skips it pops, and move `numbers` on."""
-    _, value, entering = _prepared(rehearsal, numbers, held)
+) -> Footprint:
+    """Find what the layer takes, makes and saves, and move `numbers` on. This run's output feeds the next layer."""
+    value, entering = _entering(rehearsal, numbers)
     popped = [key for key in rehearsal.scope if key in numbers.skips]
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        if x.layout is torch.strided:
-            kept[id(x.untyped_storage())] = x.untyped_storage()
-        return x
-
     values = tensors_of(value)
     versions = [x._version for x in values]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        rehearsal.forward(value)
+    kept = rehearsal.saved(value)
     known = {id(x.untyped_storage()): number for x, number in entering}
     sizes = {number: float(x.untyped_storage().nbytes()) for x, number in entering}
     for x in held:
@@ -166,7 +159,7 @@ def _describe(
         del numbers.skips[key]
     numbers.value = outputs
     numbers.skips.update(stashed)
-    return result, popped
+    return result
 
 
 def _grad_bytes(tensors: Sequence[Tensor], needs: Needs | None) -> float:
@@ -174,18 +167,14 @@ def _grad_bytes(tensors: Sequence[Tensor], needs: Needs | None) -> float:
     return float(sum(x.nbytes for x, need in zip(tensors, wanted, strict=True) if x.requires_grad and need))
 
 
-def _prepared(
-    rehearsal: Rehearsal, numbers: StorageNumbers, held: Sequence[Tensor]
-) -> tuple[Live, Any, list[tuple[Tensor, int]]]:
+def _entering(rehearsal: Rehearsal, numbers: StorageNumbers) -> tuple[Any, list[tuple[Tensor, int]]]:
+    """Return the input for a run, and each tensor that enters, skips too, with the number of its storage."""
     value = rehearsal.prepare()
-    live = Live()
-    live.ignore(held)
     entering = list(zip(tensors_of(value), numbers.value, strict=True))
     for key, x in rehearsal.scope.items():
         if x is not None and key in numbers.skips:
             entering.append((x, numbers.skips[key]))
-    live.ignore([x for x, _ in entering])
-    return live, value, entering
+    return value, entering
 
 
 class _Run(NamedTuple):
@@ -204,29 +193,20 @@ def _variants(run: _Run) -> list[tuple[Change, ...]]:
         trace = [x for x in run.trace if not (held and x.storage == GIVEN)]
         trace = [Change(x.bytes, None) if x.storage == GIVEN else x for x in trace]
         first = tuple(x for x in trace if x.storage != ADDED)
-        later = first
-        if len(first) < len(trace):
-            later = tuple(Change(x.bytes, SUMMED) if x.storage == ADDED else x for x in trace)
+        later = tuple(Change(x.bytes, SUMMED) if x.storage == ADDED else x for x in trace)
         found += [first, later]
     return found
 
 
 def _backward(
-    rehearsal: Rehearsal,
-    entered: tuple[tuple[int, ...], list[SkipKey], tuple[int, ...]],
-    held: Sequence[Tensor],
-    takes: Needs | None,
-    *,
-    hold: bool = False,
+    rehearsal: Rehearsal, numbers: StorageNumbers, held: Sequence[Tensor], takes: Needs | None, *, hold: bool = False
 ) -> _Run:
     """Run forward and backward. Only the graph holds what they make; with `hold`, the outputs' gradients are kept."""
     live = Live()
     gradients = [p.grad for p in held if p.grad is not None]
     live.ignore([*held, *gradients])
     live.gradients = {id(grad.untyped_storage()) for grad in gradients}
-    value: Any = rehearsal.prepare()
-    entering = list(zip([*tensors_of(value), *(rehearsal.scope[key] for key in entered[1])], [*entered[0], *entered[2]],
-                        strict=True))  # fmt: skip
+    value, entering = _entering(rehearsal, numbers)
     while entering:
         live.enter(*entering.pop())
     with live:

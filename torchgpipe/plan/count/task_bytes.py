@@ -1,6 +1,6 @@
 """Add up what layers hold to what one micro-batch's work on a partition takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint
@@ -77,7 +77,29 @@ def task_bytes(
         pending |= {stashed.skip for stashed in layer.stashes}
 
     def backward(trace: str, *, apart: bool = True) -> float:
-        return _backward(footprints, start, stop, saver, others, trace, apart=apart)
+        """Return the peak of a backward beyond what lives when it begins.
+
+        `apart` says that the task has a graph of its own, and adds to the parameters' gradients in place; where all
+        micro-batches share one graph, autograd makes a new sum each time.
+        """
+        live = most = 0.0
+        held = True  # whoever asks for a backward holds the gradients that it starts from
+        for index in reversed(range(start, stop)):
+            layer = footprints[index]
+            if held and not layer.first:
+                continue  # it hands them on
+            changes: Sequence[Change] = getattr(layer, trace + ("_held" if held else ""))
+            held = False
+            for change in changes:
+                number = change.storage
+                if number is not None and (number in others or saver.get(number, index) < index):
+                    continue  # somebody else holds it
+                if number == SUMMED and not apart:
+                    most = max(most, live - change.bytes)
+                live += change.bytes
+                if live > most:
+                    most = live
+        return most
 
     return TaskBytes(
         inputs=0.0 if start == 0 else _total(inputs, size),
@@ -104,38 +126,3 @@ def _begins_in_place(footprints: Sequence[Footprint]) -> bool:
 
 def _total(numbers: set[int], size: dict[int, float]) -> float:
     return sum(size[number] for number in numbers)
-
-
-def _backward(
-    footprints: Sequence[Footprint],
-    start: int,
-    stop: int,
-    saver: Mapping[int, int],
-    others: set[int],
-    trace: str,
-    *,
-    apart: bool,
-) -> float:
-    """Return the peak of a backward through layers start … stop - 1 beyond what lives when it begins.
-
-    `others` are tensors that are kept anyway. `apart` says that the task has a graph of its own, and adds to the
-    parameters' gradients in place; where all micro-batches share one graph, autograd makes a new sum each time.
-    """
-    live = most = 0.0
-    held = True  # whoever asks for a backward holds the gradients that it starts from
-    for index in reversed(range(start, stop)):
-        layer = footprints[index]
-        if held and not layer.first:
-            continue  # it hands them on
-        changes: Sequence[Change] = getattr(layer, trace + ("_held" if held else ""))
-        held = False
-        for change in changes:
-            number = change.storage
-            if number is not None and (number in others or saver.get(number, index) < index):
-                continue  # somebody else holds it
-            if number == SUMMED and not apart:
-                most = max(most, live - change.bytes)
-            live += change.bytes
-            if live > most:
-                most = live
-    return most

@@ -3,12 +3,13 @@
 `tests/library/plan/count/test_counter.py` fails, by name, when it moves.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
 
-def flop_formula(operator: Any) -> Callable[..., int] | None:
-    """Return what counts the operator's floating-point operations, given its arguments and its result as `out_val`."""
-    return flop_registry.get(getattr(operator, "overloadpacket", operator))
+def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Return the floating-point operations of an operator that was called, by its formula; 0 where it has none."""
+    formula = flop_registry.get(getattr(operator, "overloadpacket", operator))
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))

@@ -134,43 +134,39 @@ def load_hardware(name: str | Path) -> Hardware:
         raise ValueError(f"{path}: not JSON ({error})") from error
     try:
         return _decoded(path.stem, data)
-    except _Misfit as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not a hardware description: {error}") from error
-
-
-class _Misfit(Exception):
-    pass
 
 
 def _decoded(name: str, data: Any) -> Hardware:
     if not isinstance(data, dict):
-        raise _Misfit("expected an object")
+        raise ValueError("expected an object")
     optional = {key: data[key] for key in OPTIONAL if key in data}
     known = {"title", "notes", "launch_overlaps", *OPTIONAL, *SCALARS, *TABLES}
     if unknown := sorted(set(data) - known):
-        raise _Misfit(f"{unknown[0]!r} is unknown; known are {', '.join(sorted(known))}")
+        raise ValueError(f"{unknown[0]!r} is unknown; known are {', '.join(sorted(known))}")
     sources: dict[str, str] = {}
     values: dict[str, Any] = {key: _figure(key, data.get(key), sources) for key in SCALARS}
     values.update({key: _figure(key, item, sources, zero=True) for key, item in optional.items()})
     for key in TABLES:
         table = data.get(key)
         if not isinstance(table, dict) or not table:
-            raise _Misfit(f"{key} is missing: expected an object of figures")
+            raise ValueError(f"{key} is missing: expected an object of figures")
         values[key] = {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
     for key in ("compute_efficiency", "memory_efficiency"):
         for item in values[key]:
             kind, _, dtype = item.partition(".")
             if kind not in CLASSES or (dtype and (dtype not in values["peak"] or key != "compute_efficiency")):
-                raise _Misfit(f"{key}.{item} is no class of operators, nor one in a type of numbers that has a peak")
+                raise ValueError(f"{key}.{item} is no class of operators, nor one in a type of numbers that has a peak")
         if "matmul" in values[key]:
             values[key] = {**dict.fromkeys(FUSED, values[key]["matmul"]), **values[key]}
     needed = [kind for kind in CLASSES if kind != WINOGRAD or kind in values["compute_efficiency"]]
     for key, classes in (("compute_efficiency", WORK), ("memory_efficiency", needed)):
         if lacking := [kind for kind in classes if kind not in values[key]]:
-            raise _Misfit(f"{key}.{lacking[0]} is missing")
+            raise ValueError(f"{key}.{lacking[0]} is missing")
     overlaps = data.get("launch_overlaps", True)
     if not isinstance(overlaps, bool):
-        raise _Misfit(f"launch_overlaps has to be true or false, got {overlaps!r}")
+        raise ValueError(f"launch_overlaps has to be true or false, got {overlaps!r}")
     values["devices"] = int(values["devices"])
     values["processors"] = int(values.get("processors", 0))
     title = data.get("title", name)
@@ -180,13 +176,13 @@ def _decoded(name: str, data: Any) -> Hardware:
 def _figure(key: str, figure: Any, sources: dict[str, str], *, zero: bool = False) -> float:
     """Return a figure's value, and note its source."""
     if not isinstance(figure, dict) or set(figure) != {"value", "source"}:
-        raise _Misfit(f"{key} has to be an object with value and source, got {figure!r}")
+        raise ValueError(f"{key} has to be an object with value and source, got {figure!r}")
     value, source = figure["value"], figure["source"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise _Misfit(f"{key}: value has to be a number above 0, got {value!r}")
+        raise ValueError(f"{key}: value has to be a number above 0, got {value!r}")
     if value == 0 and not zero:
-        raise _Misfit(f"{key}: value has to be above 0")
+        raise ValueError(f"{key}: value has to be above 0")
     if not isinstance(source, str) or not source.strip():
-        raise _Misfit(f"{key}: source has to say where the value is from")
+        raise ValueError(f"{key}: source has to say where the value is from")
     sources[key] = source
     return float(value)

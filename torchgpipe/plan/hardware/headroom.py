@@ -17,15 +17,3 @@ def room(memory: float, hardware: Hardware, headroom: float | None = None) -> fl
     if headroom is None:
         headroom = 0.0 if hardware.cpu else HEADROOM
     return (memory - hardware.workspace) / (1 + headroom)
-
-
-def check_headroom(headroom: object) -> None:
-    """Check that `headroom` is a share.
-
-    Raises:
-        ValueError: it is no number from 0 on.
-    """
-    if not isinstance(headroom, (int, float)) or isinstance(headroom, bool) or not 0 <= headroom < float("inf"):
-        raise ValueError(
-            f"headroom must be a share of the tensors' bytes, from 0 on, such as 0.15 for 15 %; got {headroom!r}"
-        )
