@@ -25,7 +25,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -185,10 +185,10 @@ class Rank:
             error = traceback.format_exc()
         self._close(failed=bool(error))
         found: list[Any] = [None]
-        while not all(isinstance(each, _Verdict) for each in found):  # others may still wait for this rank elsewhere
-            found = self.exchange(n, _Verdict(repr(case), error))
-        assert len({each.case for each in found}) == 1, "ranks have drawn different cases"
-        errors = [f"on rank {index}:\n{each.error}" for index, each in enumerate(found) if each.error]
+        while not all(type(each) is list for each in found):  # others may still wait for this rank elsewhere
+            found = self.exchange(n, [repr(case), error])
+        assert len({drawn for drawn, _ in found}) == 1, "ranks have drawn different cases"
+        errors = [f"on rank {index}:\n{raised}" for index, (_, raised) in enumerate(found) if raised]
         assert not errors, "\n".join(errors)
         return result
 
@@ -231,13 +231,6 @@ class Rank:
         own = tcp("127.0.0.1", 0, WORLD, True, wait_for_workers=False) if self.index == 0 else None
         port = self.exchange(WORLD, own and own.port)[0]
         return own or tcp("127.0.0.1", port, WORLD)
-
-
-class _Verdict(NamedTuple):
-    """How a part of a test went on a rank."""
-
-    case: str
-    error: str
 
 
 _current: Rank | None = None

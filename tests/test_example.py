@@ -82,7 +82,7 @@ def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
     One of these is killed while it saves, and then one raises: the numbers are those without failures. Two ranks that
     are started by hand go on to the same. There is no dropout: its masks depend on the balance.
     """
-    alone = started(*training(6, tmp_path / "alone"), "--partitions", "4", faults=[None], DROPOUT="0")
+    alone = started(*training(6, tmp_path / "alone"), "--partitions", "4", faults=[None])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -93,12 +93,11 @@ def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
             *(*node, *where, f"last_call_timeout=5,is_host={int(first is None)}"),
             *training(4, tmp_path / "ranks"),
             faults=[first, [0, "dies while it saves", 6], [1, "raises", 1], None],
-            DROPOUT="0",
         )
         for first in (None, [1, "node", 3])
     ]
     expected = ended(alone)
     steps = [*ended(one), *ended(other, -signal.SIGKILL)]
-    steps += ended(started(*TWO, "--standalone", *training(6, tmp_path / "ranks"), faults=[None], DROPOUT="0"))
+    steps += ended(started(*TWO, "--standalone", *training(6, tmp_path / "ranks"), faults=[None]))
     assert {*steps} == {*expected}
     assert differences(saved(tmp_path / "ranks", 5), saved(tmp_path / "alone", 5)) == []

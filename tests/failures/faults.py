@@ -12,8 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+
+from torchgpipe.distributed.liveness import ending
 
 SILENCE = 2.0  # seconds
 PATIENCE = 20.0  # seconds; only a hang takes as long
@@ -29,10 +33,10 @@ def ends() -> None:
 
 
 def forks_and_ends() -> None:
-    """End, but leave a process that was forked from this one, such as a worker of a data loader, for some seconds."""
-    if not os.fork():
-        time.sleep(1.5 * SILENCE)
-        os._exit(0)
+    """End, but leave a process that was forked from this one, and does not come to run for some seconds."""
+    kept: Any = SimpleNamespace(extend=lambda _: [os.system(f"sleep {1.5 * SILENCE}"), os._exit(0)])
+    ending._kept = kept
+    os.fork()
     ends()
 
 
@@ -41,8 +45,14 @@ def dies() -> None:
 
 
 def dies_before_its_child() -> None:
-    """Die, but leave a program that was started without Python's care for open files."""
+    """Die, but leave a fork, such as a worker of a data loader, and a program that Python did not start."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
+    here, there = os.pipe()
+    if not os.fork():
+        os.write(there, b"it runs")
+        time.sleep(3 * SILENCE)
+        os._exit(0)
+    os.read(here, 1)
     dies()
 
 
@@ -54,10 +64,6 @@ def hangs() -> None:
     time.sleep(FOR_EVER)
 
 
-def is_told_to_end() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def strangers_write() -> None:
     """Write what gloo does not know to each port of this process, as whoever mistakes it for another's."""
     listening = [each for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
@@ -65,10 +71,6 @@ def strangers_write() -> None:
     for each in listening:
         with socket.create_connection(each.getsockname()[:2]) as stranger:
             stranger.sendall(os.urandom(1000))
-
-
-def overflows() -> None:
-    """Let a gradient of this rank be infinite; all ranks have to skip the step."""
 
 
 def takes_another_pipeline() -> None:
@@ -91,7 +93,7 @@ def computes() -> None:
         sum(range(1000))
 
 
-SAY_NOTHING = (dies, dies_before_its_child, is_told_to_end, hangs, hangs_while_the_clock_is_set_back)
+SAY_NOTHING = (dies, dies_before_its_child, hangs, hangs_while_the_clock_is_set_back)
 
 
 def all_stop() -> None:

@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.state.saves import Saves
 
 from ..parts import Fails
-from .faults import SILENCE, Keyboard, cut_off, cuts_links, overflows, takes_another_pipeline
+from .faults import SILENCE, Keyboard, cut_off, cuts_links, takes_another_pipeline
 from .rows import Row
 
 WORLD = 3
@@ -59,9 +58,6 @@ def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
     number, here = 0, row.engine != "ranks" or rank == row.rank
     other = pipeline(row.engine) if row.does is takes_another_pipeline else model
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = ShardedGradScaler("cpu", init_scale=8.0) if row.does is overflows else None
-
     def happens() -> None:
         if row.engine == "ranks":
             time.sleep(SILENCE / 2)  # in which others hear of the place, also on a busy machine
@@ -88,14 +84,7 @@ def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
         model.zero_grad()
         loss = (other if here and number == 2 else model).loss(criterion, X, X)
         if row.does is not None or not here or number != 2:
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            if here and number == 2:
-                next(model.parameters()).grad.fill_(torch.inf)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            assert scaler.get_scale() == (8.0 if number == 1 else 4.0)
+            loss.backward()
         if row.place == "saving":
             saves.save(number, model, None)
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]

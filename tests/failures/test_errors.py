@@ -34,15 +34,8 @@ M, N = 4, 3
 PATIENCE = 300  # seconds; only a hang takes as long
 
 
-class Boom(Exception):
-    """An error that cannot be made from its message alone, as many a library's."""
-
-    def __init__(self, code: int, *, reason: str) -> None:
-        super().__init__(f"{reason} ({code})")
-
-
 ERRORS: dict[str, Callable[[], BaseException]] = {
-    "an error of a library": lambda: Boom(7, reason="out of luck"),
+    "an error that its message alone does not make": lambda: UnicodeDecodeError("utf-8", b"luck", 0, 1, "out of it"),
     "an error of PyTorch": lambda: torch.OutOfMemoryError("tried to allocate too much"),
     "Ctrl-C": KeyboardInterrupt,
     "exit": lambda: SystemExit(3),

@@ -1,4 +1,4 @@
-"""`Ledger`, an observer that counts live bytes made by tasks, and assertions that wait for a moment."""
+"""`Ledger`, an observer that counts live bytes made by tasks, assertions that wait for a moment, and threads."""
 
 import gc
 import threading
@@ -59,3 +59,22 @@ def assert_gone(refs: Sequence[ref[Any]]) -> None:
         return all(each() is None for each in refs)
 
     assert_eventually(gone, lambda: [each() for each in refs])
+
+
+def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> list[Any]:
+    """Run a program in so many threads at once; return what each returns, or its exception."""
+    results: list[Any] = [None] * count
+
+    def run(k: int) -> None:
+        try:
+            results[k] = program(k)
+        except BaseException as error:
+            results[k] = error
+
+    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), "they wait for each other"
+    return results

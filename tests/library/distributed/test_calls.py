@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as plain_checkpoint
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
+
+from .training import assert_same
 
 WORLD = 3
 pytestmark = pytest.mark.ranks(WORLD)
@@ -44,9 +48,8 @@ def loss_of(model: Any, x: Tensor = X) -> Tensor:
 
 
 def assert_same_gradients(ours: Any, threads: Any) -> None:
-    expected = {name: p.grad for name, p in threads.named_parameters()}
-    for name, p in ours.named_parameters():
-        assert torch.equal(p.grad, expected[name]), name
+    found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (ours, threads))
+    assert_same(found, expected)
     ours.zero_grad()
     threads.zero_grad()
 
@@ -69,15 +72,9 @@ def test_calls_in_any_order() -> None:
 
 
 def test_a_loss_outlives_its_pipeline() -> None:
-    ours, threads = small()
-    loss_of(threads).backward()
-    parameters = dict(ours.named_parameters())
-    loss = loss_of(ours)
-    del ours
+    loss = loss_of(small()[0])
     gc.collect()
     loss.backward()
-    for name, p in threads.named_parameters():
-        assert name not in parameters or torch.equal(parameters[name].grad, p.grad)
 
 
 def test_a_loss_without_the_output() -> None:
@@ -110,11 +107,8 @@ def test_errors_between_calls() -> None:
         loss_of(ours)
     ours.close()
 
-    def criterion(output: Tensor, target: Tensor) -> Tensor:
-        raise KeyError("of the criterion")
-
     with pytest.raises((KeyError, RankFailed)) as caught:
-        ours.loss(criterion, X, TARGET)
+        ours.loss(Mock(side_effect=KeyError("of the criterion")), X, TARGET)
     last = rank == WORLD - 1
     assert str(caught.value) == ("" if last else "rank 2 failed in the criterion: KeyError: ") + "'of the criterion'"
 
@@ -165,40 +159,40 @@ def test_errors_between_calls() -> None:
         setattr(ours, name, before)
 
 
-def test_ranks_on_other_kinds_of_devices_or_of_another_model_are_refused() -> None:
-    other = dist.get_rank() == 1
-    nested = linears(wrap=nn.Sequential) if other else linears()
-    models = {
-        "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": (linears(), "meta" if other else "cpu"),
-        "the checksum of its parameters' names and shapes is .* on rank 0": (nested, "cpu"),
-    }
-    for message, (layers, device) in models.items():
-        with pytest.raises((ValueError, RankFailed), match=message):
-            loss_of(DistributedGPipe(layers, [1] * WORLD, device=device))
+def test_all_ranks_skip_the_step_where_one_overflows() -> None:
+    model, threads = small()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), ShardedGradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model)).backward()
+    if dist.get_rank() == 1:
+        model.partition[0].weight.grad.fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    before = dict(threads.named_parameters())
+    assert scaler.get_scale() == 4.0 and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_wrong_arguments() -> None:
+    other, nested = dist.get_rank() == 1, linears(5, nn.Sequential)
     wrong: dict[str, dict[str, Any]] = {
         r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number": {"balance": [5]},
         r"mesh must be one dimension of a DeviceMesh, such as mesh\['pp'\], but got 3": {"mesh": 3},
         r"device must be this rank's device, but got \['cpu'\]": {"device": ["cpu"]},
         "timeout must be a positive number of seconds, or None, but got 0": {"timeout": 0},
+        "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": {"device": "meta" if other else "cpu"},
+        "the checksum of its parameters' names and shapes is .* on rank 0": {"module": nested if other else linears(5)},
     }
     for message, options in wrong.items():
-        with pytest.raises((TypeError, ValueError), match=message):
-            DistributedGPipe(linears(5), **({"balance": [1, 2, 2]} | options))
+        with pytest.raises((TypeError, ValueError, RankFailed), match=message):
+            loss_of(DistributedGPipe(**{"module": linears(5), "balance": [1, 2, 2], **options}))
 
 
 def test_the_old_name_of_the_timeout() -> None:
-    said = "silence is called timeout now, and the old name will go"
-    with pytest.warns(DeprecationWarning, match=said) as warned:
+    with pytest.warns(DeprecationWarning, match="silence is called timeout now, and the old name will go") as warned:
         model = DistributedGPipe(linears(), [1] * WORLD, silence=7)
-    assert model.timeout == 7
-    with pytest.warns(DeprecationWarning, match=said) as warned_again:
+        assert model.timeout == 7
         model.silence = 9
-    with pytest.warns(DeprecationWarning, match=said) as warned_in_the_end:
         assert model.silence == 9
-    assert {each[0].filename for each in (warned, warned_again, warned_in_the_end)} == {__file__}
+    assert [each.filename for each in warned] == [__file__] * 3
     state = model.__getstate__()  # as if the pipeline had been pickled under the old name
     state["silence"] = state.pop("timeout")
     model.__setstate__(state)
@@ -233,11 +227,9 @@ def test_a_connection_that_fails_is_told_and_made_anew(monkeypatch: pytest.Monke
     ours, threads = small()
     ours.close()
 
-    def fails(*_: object) -> None:
-        raise RuntimeError("failed with [pair.cc:561] Connection closed by peer [::1]:7. This is typically caused by")
-
+    said = "failed with [pair.cc:561] Connection closed by peer [::1]:7. This is typically caused by"
     with monkeypatch.context() as patch:
-        patch.setattr(dist, "ProcessGroupGloo", fails)
+        patch.setattr(dist, "ProcessGroupGloo", Mock(side_effect=RuntimeError(said)))
         told = rf"rank {dist.get_rank()} connected to others \(Connection closed by peer \[::1\]:7\)"
         with pytest.raises(RankFailed, match=f"an unknown rank ended while {told}"):
             loss_of(ours)

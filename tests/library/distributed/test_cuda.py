@@ -166,17 +166,11 @@ def test_waits(way: str, streams: Any) -> None:
     assert (departure.before is None, departure.after is None) == ((way == "NCCL"), (way == "staging"))
     back.arrive(departure.tensors)
     assert streams.log == WAITS[way]
-
-
-@pytest.mark.parametrize("way", ["NCCL", "staging"])
-def test_nothing_is_done_where_nothing_is_to_move(way: str, streams: Any) -> None:
-    there, back = ends(way, streams)
     on_host = torch.rand(3, device="meta")  # another kind of device than the GPUs here
-    streams.log.clear()
-    assert there.depart((None, on_host)) == Departure((None, on_host))
-    assert there.depart(()) == Departure(())
+    for nothing in ((), (None, on_host)):
+        assert there.depart(nothing) == Departure(nothing)
     assert back.arrive((None,)) == (None,)
-    assert streams.log == []
+    assert streams.log == WAITS[way], "nothing is to move"
 
 
 def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_of_nccl() -> None:
@@ -200,10 +194,7 @@ def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any) -> None:
     for broken, error in ((True, RuntimeError), (False, Stopped)):
         transfer, _ = ends("NCCL", streams)
         pair: Any = transfer._group
-        if broken:
-            pair.abort()
-        else:
-            transfer.abort()
+        (pair if broken else transfer).abort()
         with pytest.raises(error):
             transfer.depart((X,))
 

@@ -6,45 +6,54 @@ What other ranks see when one fails is tested in test_cuda.py and in failures.
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.distributed.connections import KINDS
 from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.wire import Sender
+from torchgpipe.tensors.checkpoint import MODES
 
 from ...parts import Fails
 from ..layers import Lambda, Pop, Stash
 from ..ledger import assert_eventually
 from ..state.test_saved_files import forked
+from . import training
 from .test_calls import WORLD, loss_of, small
 from .training import adam, assert_same, trained
 
-CHECKPOINTS: tuple[Any, ...] = ("always", "except_last", "never")
 BALANCE = [4, 3, 3]
 pytestmark = pytest.mark.ranks(WORLD)
 
 
 def layers(times: int = 1) -> nn.Sequential:
-    """Return layers with a skip over a rank, dropout, batch norm and a pair of tensors; `times` scales the width."""
+    """Return layers with a skip over a rank, dropout, batch norm and a pair of tensors; `times` scales the width.
+
+    They are on device `meta`.
+    """
     torch.manual_seed(3)
     width = 6 * times
-    return nn.Sequential(
-        nn.Linear(5, 6), Lambda(lambda x: x.repeat(1, times)), Stash(torch.sin), nn.Dropout(0.3),
-        nn.BatchNorm1d(width), nn.Tanh(), Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
-        Lambda(lambda halves: torch.cat(halves, 1)), Pop(), nn.Linear(width, 4),
-    )  # fmt: skip
+    with torch.device("meta"):
+        return nn.Sequential(
+            nn.Linear(5, 6), Lambda(lambda x: x.repeat(1, times)), Stash(torch.sin), nn.Dropout(0.3),
+            nn.BatchNorm1d(width), nn.Tanh(), Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
+            Lambda(lambda halves: torch.cat(halves, 1)), Pop(), nn.Linear(width, 4),
+        )  # fmt: skip
 
 
-def over_threads(module: nn.Sequential, **options: Any) -> GPipe:
-    return GPipe(module, BALANCE, devices=["cpu"] * WORLD, engine="workers", **options)
+def reset(k: int, layer: nn.Module) -> None:
+    getattr(layer, "reset_parameters", int)()
 
 
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
@@ -55,30 +64,16 @@ def seen(model: Any, *sizes: int) -> dict[str, Any]:
 
 def test_equal_to_threads() -> None:
     # Some tensors are so large that they are sent separately from their description, into the memory of earlier ones.
-    cases = [*product((1, 2, 5), CHECKPOINTS, (False, True), [1]), *product((4,), CHECKPOINTS, (False,), [3_000])]
+    cases = [*product((1, 2, 5), MODES, (False, True), [1]), *product((4,), MODES, (False,), [3_000])]
     for chunks, checkpoint, deferred, times in cases:
         options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "deferred_batch_norm": deferred}
-        ours = DistributedGPipe(layers(times), BALANCE, **options)
-        assert_same(seen(ours, 23, 23, 20, 23), seen(over_threads(layers(times), **options), 23, 23, 20, 23))
+        ours = DistributedGPipe(layers(times), BALANCE, init=reset, **options)
+        threads = GPipe(layers(times), BALANCE, init=reset, devices=["cpu"] * WORLD, engine="workers", **options)
+        assert_same(seen(ours, 23, 23, 20, 23), seen(threads, 23, 23, 20, 23))
         with torch.no_grad():
             output = ours.eval()(torch.ones(7, 5))
         assert (output is None) == (dist.get_rank() < WORLD - 1)
         ours.close()
-
-
-def test_layers_on_meta_are_filled() -> None:
-    def reset(k: int, layer: nn.Module) -> None:
-        if isinstance(layer, (nn.Linear, nn.BatchNorm1d)):
-            layer.reset_parameters()
-
-    def on_meta() -> nn.Sequential:
-        with torch.device("meta"):
-            return layers()
-
-    expected = dict(over_threads(on_meta(), init=reset).named_parameters())
-    for balance in (BALANCE, [1, 1, 8]):
-        ours = DistributedGPipe(on_meta(), balance, init=reset)
-        assert_same(dict(ours.named_parameters()), expected)
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +85,7 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         give(sender, message)
 
     monkeypatch.setattr(Sender, "give", noted)
-    ours = DistributedGPipe(layers(), BALANCE, chunks=4, checkpoint="always")
+    ours = DistributedGPipe(layers(), BALANCE, init=reset, chunks=4, checkpoint="always")
     described, sent = [], []
     for size in (20, 20, 15, 20, 15):
         seen(ours, size)
@@ -128,15 +123,46 @@ def test_the_last_ranks_end_first() -> None:
 
 def test_a_process_forks_after_connections_were_closed() -> None:
     gc.collect()  # free process groups of other tests: PyTorch cannot destroy them in a fork
-    model, _ = small()
+    pipelines = [small()[0]]
     for _ in range(2):
-        loss_of(model).backward()
+        loss_of(pipelines[0]).backward()
+        pipelines[0].close()
+    assert forked(lambda: pipelines.pop() and gc.collect()) == 0
+
+
+# Functions of the model, its layers on this rank, and the mesh.
+SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
+    "sharded": lambda model, layers, mesh: fully_shard(layers, mesh=mesh),
+    "replicated": lambda model, layers, mesh: replicate(model, device_mesh=mesh),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("how", SPREAD)
+def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> None:
+    """Over 2 x 2 ranks. Plain layers run forward on each micro-batch, and backward in the opposite order.
+
+    FSDP adds up replicas' gradients after the backward of each micro-batch, and so the plain backward is one for each.
+    `replicate` does it once in the end, and so the plain backward is one.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh["dp"].get_local_rank()
+    plain, spread = training.layers(), SPREAD[how]
+    spread(plain, plain, mesh["dp"])
+
+    def plainly(x: Tensor, target: Tensor) -> Tensor:
+        outputs = [plain(part) for part in x.chunk(3)]
+        ends = outputs if how == "replicated" else [y.detach().requires_grad_() for y in outputs]
+        loss = nn.functional.cross_entropy(torch.cat(ends), target)
+        loss.backward()
+        if how == "sharded":
+            for y, end in reversed([*zip(outputs, ends, strict=True)]):
+                y.backward(end.grad)
+        return loss
+
+    expected = trained(plain, adam(plain), replica, loss_of=plainly)
+    for checkpoint in MODES:
+        model = DistributedGPipe(training.layers(), [3, 5], mesh=mesh["pp"], chunks=3, checkpoint=checkpoint)
+        spread(model, model.partition, mesh["dp"])
+        assert_same(trained(model, adam(model), replica), expected)
         model.close()
-    pipelines = [model]
-    del model
-
-    def drop() -> None:
-        pipelines.clear()
-        gc.collect()
-
-    assert forked(drop) == 0

@@ -1,4 +1,4 @@
-"""Idleness, by a clock of the test's own, and where a thread is; the monitor of a rank, and whom it names.
+"""Ranks that do not come; idleness, by a clock of the test's own; a thread's place; whom a rank's monitor names.
 
 What becomes of real processes is tested with failures.
 """
@@ -10,14 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
+from torchgpipe.distributed import RankFailed, connections
 from torchgpipe.distributed.liveness import idle
 from torchgpipe.distributed.liveness.idle import Idle, cpu_time_of_descendants, place
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
@@ -27,6 +30,40 @@ from ...start import python
 from ..ledger import assert_eventually
 
 PATIENCE = 120  # seconds; only a hang takes as long
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=0.2))
+    monkeypatch.setattr(connections, "NOTICE", 0.1)
+    monkeypatch.setattr(connections, "_get_default_store", lambda: store)
+    with pytest.raises(RuntimeError, match=r"has waited for 0.2 s .* no sign of rank 1, 2;"):
+        connections.Connections([0, 1, 2], 0, None)
+    assert capsys.readouterr().err.startswith("rank 0 has waited for 0.1 s for others to make")
+
+
+def test_a_store_that_ends_and_one_that_another_process_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d: Any = dist
+    kept = [c10d.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)]
+    store = c10d.TCPStore("127.0.0.1", kept[0].port, 2, wait_for_workers=False, timeout=timedelta(seconds=2))
+    monkeypatch.setattr(connections, "_get_default_store", lambda: store)
+    c10d.PrefixStore("torchgpipe/(0, 7)/0", store).set("rank 0 is here", "process 5 on elsewhere")
+    for said in (
+        r"rank 0 is process 5 on elsewhere, and process \d+ on .* says the same: start each rank only once",
+        r"an unknown rank ended while rank 0 connected to others \(",
+    ):
+        with pytest.raises(RankFailed, match=said):
+            connections.Connections([0, 7], 0, None)
+        kept.clear()
+
+
+def test_a_rank_says_what_it_waits_for_and_ends() -> None:
+    waits = "import time; from torchgpipe import patience\n"
+    waits += "patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
+    process = python("-c", f"{waits}with patience.waiting_for('others'): time.sleep(60)")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said == "waited 0.1 s for others\ngave up after 0.2 s of waiting for others\n"
 
 
 class Look(NamedTuple):
@@ -42,10 +79,8 @@ class Look(NamedTuple):
 TASK = "forward of micro-batch 0"
 
 LOOKS: dict[str, list[Look]] = {
-    "a task that hangs": [Look(1, 0, TASK, 0), *(Look(1, 0.01, TASK, k) for k in range(9))],
     "clocks that are not read at once": [Look(1, -1e-6, TASK, 0), *(Look(1, -1e-6, TASK, k) for k in range(9))],
     "hangs after it has computed": [*[Look(1, 0.9, TASK, 0)] * 3, *(Look(1, 0.01, TASK, k) for k in range(1, 9))],
-    "slow but busy": [Look(1, 0.05, TASK, 0)] * 20,
     "other threads compute": [Look(1, 0.1, TASK, 0), *(Look(1, 0.1, TASK, k) for k in range(9))],
     "one task after another": [Look(1, 0, k, 0) for k in range(20)],
     "no task": [Look(1, 0, None, 0)] * 20,
@@ -74,24 +109,15 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_how_long_a_task_has_been_idle(name: str, clocks: SimpleNamespace) -> None:
-    idle = Idle(0.1 if name == "other threads compute" else 0.0)
+    both = [Idle(0.1 if name == "other threads compute" else 0.0) for _ in range(2)]
     for look in LOOKS[name]:
         clocks.time += look.seconds
-        clocks.process += look.cpu + 0.5
-        clocks.thread += 0.5  # what looking itself takes does not count
+        clocks.process += look.cpu
+        clocks.thread += 0.5  # what looking itself takes does not count, as if two threads looked, for two pipelines
         clocks.descendants += look.descendants
-        assert idle.look(look.task, clocks.time) == look.idle
-
-
-def test_what_others_that_look_take_does_not_count(clocks: SimpleNamespace) -> None:
-    """As if two threads looked, for two pipelines."""
-    both, found = [Idle(), Idle()], []
-    for second in range(6):
         for each in both:
             clocks.process += 0.5
-            clocks.thread = (second + 1) * 0.5
-            found.append(each.look(TASK, second))
-    assert found[-2:] == [4, 4]
+            assert each.look(look.task, clocks.time) == look.idle
 
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()\n"
@@ -108,18 +134,10 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
     assert cpu_time_of_descendants() > meanwhile - 0.005  # hundredths, which sum up to another last bit
 
 
-def layer(when: str, wait: Callable[[], object]) -> Tensor:
-    """Call a layer that waits, in forward or in backward."""
+def failing(wait: Callable[[], object]) -> Fails:
     fails = Fails()
-    fails.at(when, wait)
-    y: Tensor = fails(X)
-    return y
-
-
-def hooked(hook: Callable[..., object]) -> nn.Module:
-    layers = nn.Sequential(nn.Tanh())
-    layers[0].register_forward_hook(hook)
-    return layers
+    fails.at("forward", wait)
+    return fails
 
 
 X = torch.ones(1, requires_grad=True)
@@ -127,10 +145,13 @@ HERE = r"<lambda>, test_liveness.py:\d+"
 REACH = r"reach of Fails, parts.py:\d+"
 
 PLACES: dict[str, tuple[Callable[[Callable[[], object]], object], str]] = {
-    "a layer": (lambda wait: layer("forward", wait), REACH),
-    "a function that a layer calls": (lambda wait: layer("forward", lambda: wait()), f"{HERE}, in {REACH}"),
-    "a hook": (lambda wait: hooked(lambda *_: wait())(X), rf"{HERE}, in forward of Sequential, container.py:\d+"),
-    "a backward": (lambda wait: layer("backward", wait).backward(), REACH),
+    "a layer": (lambda wait: failing(wait)(X), REACH),
+    "a hook": (
+        lambda wait: nn.Sequential(
+            nn.Tanh().apply(lambda layer: layer.register_forward_hook(lambda *_: wait()))  # type: ignore[arg-type]
+        )(X),
+        rf"{HERE}, in forward of Sequential, container.py:\d+",
+    ),
     "no layer": (lambda wait: wait(), HERE),
 }
 

@@ -23,6 +23,8 @@ from torchgpipe.distributed.wires.message import SLOT
 from torchgpipe.engine import batch
 from torchgpipe.engine.seeds import Seeds
 
+from ..ledger import at_once
+
 PATIENCE = 30.0
 GPUS = ["one", "two", "three", "four"]
 
@@ -193,22 +195,12 @@ class World:
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
         """Run a program on every rank; return what each returns, or its exception."""
-        results: list[Any] = [None] * self.n
 
-        def rank(index: int) -> None:
+        def rank(index: int) -> Any:
             self.here.rank = index
-            try:
-                results[index] = program(index)
-            except BaseException as error:
-                results[index] = error
+            return program(index)
 
-        threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(self.n)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
-            assert not thread.is_alive(), "ranks wait for each other"
-        return results
+        return at_once(self.n, rank, 2 * PATIENCE)
 
 
 class OfEach(threading.local, UserDict[Any, int]):

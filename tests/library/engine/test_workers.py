@@ -23,6 +23,7 @@ from torchgpipe.tensors.observe import Task
 
 from ...plain import piped
 from ..layers import linears
+from ..ledger import at_once
 
 # Seconds: long enough for a busy machine. A wait ends only when the other side has come.
 WAIT = 120
@@ -129,14 +130,6 @@ def test_no_partition_is_far_ahead_of_the_next() -> None:
     step(pipeline(2, chunks=4), note)
 
 
-def at_once(count: int, function: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=function, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-
-
 class Slow(SimpleQueue[Any]):
     """A queue that lets callers overtake each other between their puts to two workers."""
 
@@ -149,7 +142,7 @@ def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPat
     """All workers must get one caller's programs before another's: otherwise there is a deadlock."""
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
     model, done = pipeline(3, chunks=3), list[Any]()
-    at_once(4, lambda: done.extend(model(torch.ones(3, 2)) for _ in range(5)))
+    at_once(4, lambda _: done.extend(model(torch.ones(3, 2)) for _ in range(5)))
     assert len(done) == 4 * 5
 
 
@@ -166,5 +159,5 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_call(monkeypatch: py
         patched.setattr(threading.Thread, "start", fails_the_second_time)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             model(torch.ones(2, 2))
-    at_once(1, lambda: done.extend(model(torch.ones(2, 2))))
+    at_once(1, lambda _: done.extend(model(torch.ones(2, 2))))
     assert len(done) == 2

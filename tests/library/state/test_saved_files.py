@@ -1,7 +1,6 @@
 """Saved states are whole or not there, wherever the process dies that saves, and of one job only."""
 
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import differences
-from .test_saves import adam, piped, train
+from ..distributed.training import adam, trained
+from .test_saves import piped
 
 PATIENCE = 300  # seconds; only a hang takes as long
 
@@ -92,7 +91,7 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
     saved = [piped(k) for k in (1, 2)]
     optimizers = [*map(adam, saved)]
     for model, optimizer in zip(saved, optimizers, strict=True):
-        train(model, optimizer, torch.Generator(), 1)
+        trained(model, optimizer, 1, [8])
     Saves(tmp_path / "first", keep=1).save(0, saved[0], optimizers[0])
     loaded, found = piped(3), set()
     for k in range(1000):
@@ -126,22 +125,3 @@ def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
     process.kill()
     process.join()
     assert process.exitcode == 0
-
-
-def test_no_space(tmp_path: Path) -> None:
-    """What cannot be written is said in a line, and what was saved before stays."""
-    model, saves = piped(1), Saves(tmp_path)
-    optimizer = adam(model)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for before in ("nothing was saved before", "what was saved before stays"):
-        for size in (0, 100, 3000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
-            try:
-                with pytest.raises(OSError, match=rf"step 1 cannot be saved in .*: File too large; {before}") as caught:
-                    saves.save(1, model, optimizer)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-            assert "\n" not in str(caught.value)
-            assert not [*tmp_path.glob("part-*")]
-        saves.save(0, model, optimizer)
-        assert saves.load(model, optimizer) == {"step": 0}

@@ -20,7 +20,9 @@ from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import differences
 from ...behaviours.parts.layers import Do
+from ..distributed.training import adam, assert_goes_on
 
+F32 = torch.float32
 Optimizers = Callable[[GPipe], torch.optim.Optimizer]
 
 
@@ -31,14 +33,10 @@ def noise(module: Any, x: Tensor) -> Tensor:
 def piped(seed: int, *, width: int = 4, balance: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float32) -> GPipe:
     torch.manual_seed(seed)
     noisy = Do(noise, generator=torch.Generator().manual_seed(7))
-    norm, last = nn.BatchNorm1d(width), nn.Linear(4, 2)
-    layers = nn.Sequential(nn.Linear(3, width), norm, noisy, nn.Dropout(0.3), nn.Linear(width, 4), last)
+    norm, last = nn.BatchNorm1d(width), nn.Linear(4, 4)
+    layers = nn.Sequential(nn.Linear(5, width), norm, noisy, nn.Dropout(0.3), nn.Linear(width, 4), last)
     last.requires_grad_(seed < 0)
     return GPipe(layers.to(dtype), [*balance], devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=True)
-
-
-def adam(model: GPipe) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def in_groups(model: GPipe) -> torch.optim.Optimizer:
@@ -47,47 +45,14 @@ def in_groups(model: GPipe) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.01)
 
 
-def train(model: GPipe, optimizer: torch.optim.Optimizer, data: torch.Generator, steps: int) -> list[Any]:
-    """Return the losses, and all of the model and the optimizer in the end."""
-    dtype = next(model.parameters()).dtype
-    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    losses = []
-    for _ in range(steps):
-        x = torch.rand(8, 3, generator=data).to(dtype)
-        loss = model.loss(nn.functional.mse_loss, x, torch.zeros(8, 2, dtype=dtype))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    schedule.step()
-    state = optimizer.state_dict()
-    return [losses, [*model.state_dict().items()], sorted(state["state"].items()), state["param_groups"]]
-
-
 @pytest.mark.parametrize(
     ("make", "dtype"),
-    [(adam, torch.float32), (in_groups, torch.float32), (torch.optim.NAdam, torch.bfloat16)],
+    [(adam, F32), (in_groups, F32), (lambda model: torch.optim.NAdam(model.parameters()), torch.bfloat16)],
     ids=["adam", "groups", "nadam, whose state is of float32"],
 )
-def test_going_on(make: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """After a save, a new pipeline trains on to the same numbers: of layers, optimizer and generators."""
-    seen = []
-    for run in ("undisturbed", "first", "second"):
-        model = piped(2 if run == "second" else 1, dtype=dtype, balance=(2, 4))
-        optimizer = make(model.parameters() if make is torch.optim.NAdam else model)
-        data = torch.Generator().manual_seed(3)
-        saves = Saves(tmp_path)
-        if run == "second":
-            found = saves.load(model, optimizer)
-            assert found is not None and found["step"] == 7 and found["what"] == [{}, (1, "a")]
-            data.set_state(found["data"])
-        else:
-            train(model, optimizer, data, 2)
-        if run == "first":
-            saves.save(7, model, optimizer, data=data.get_state(), what=[{}, (1, "a")])
-        else:
-            seen.append(train(model, optimizer, data, 2))
-    assert differences(seen[0], seen[1]) == []
+def test_going_on(make: Optimizers, dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the same numbers: of layers, optimizer and generators."""
+    assert_goes_on(tmp_path, lambda seed: (model := piped(seed, dtype=dtype, balance=(2, 4)), make(model)))
 
 
 NOT_ITS_OWN = {
@@ -124,11 +89,10 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert differences(state["model"], model.state_dict()) == []
 
 
-class Slow(torch.optim.SGD):
-    """Keeps something of its own beside the states of parameters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"slow": 1}
+def slow(model: GPipe) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "slow": 1})
+    return optimizer
 
 
 def counting(model: GPipe) -> torch.optim.Optimizer:
@@ -143,9 +107,9 @@ def of_trained(model: GPipe) -> torch.optim.Optimizer:
 
 # Of a state that was saved with an optimizer: the model and the optimizer that would load it, and what is said.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
-    (adam, lambda: piped(1, width=5), adam, r"model.0.weight \(float32 \[4, 3\], here float32 \[5, 3\]\)"),
+    (adam, lambda: piped(1, width=5), adam, r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"),
     (adam, lambda: piped(1, dtype=torch.float64), adam, r"model.0.weight \(float32 .*, here float64 .*\) .* more"),
-    (adam, lambda: GPipe(nn.Sequential(nn.Linear(3, 4)), [1], devices=["cpu"]), adam, "it has besides model.1.weight"),
+    (adam, lambda: GPipe(nn.Sequential(nn.Linear(5, 4)), [1], devices=["cpu"]), adam, "it has besides model.1.weight"),
     (adam, lambda: piped(1), of_trained, "it has besides optimizer of 5.weight, optimizer of 5.bias"),
     (of_trained, lambda: piped(-1), adam, "it lacks optimizer of 5.weight, optimizer of 5.bias"),
     (adam, lambda: piped(1), in_groups, "is of the optimizer Adam, not of SGD"),
@@ -172,15 +136,6 @@ def test_refused(
     assert differences(([*model.state_dict().values()], torch.get_rng_state()), before) == []
 
 
-def test_gradients_of_a_mini_batch_that_failed_are_let_go_of(tmp_path: Path) -> None:
-    model = piped(0)
-    Saves(tmp_path).save(0, model, None)
-    model(torch.ones(4, 3)).sum().backward()
-    assert any(p.grad is not None for p in model.parameters())
-    Saves(tmp_path).load(model, None)
-    assert all(p.grad is None for p in model.parameters())
-
-
 CHANGED = "is not as it was written, by its checksum"
 
 
@@ -204,8 +159,6 @@ def test_a_damaged_state_is_named(part: str, damage: Any, why: str, tmp_path: Pa
 def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"the state in it cannot be read \(EOFError\); if"), readable(Path("it")):
         raise EOFError
-    with pytest.raises(RuntimeError, match="rank 0 does not see it/x, which was there just now"):
-        Meeting(0, lambda own: [own]).first(Path("it"), lambda: "x")
     (tmp_path / "000001-step-1").symlink_to(tmp_path / "a disk that is not there")
     with pytest.raises(RuntimeError, match=r"rank 0 does not see .*000001-step-1, which was there just now"):
         Saves(tmp_path).load(piped(0), None)
@@ -227,8 +180,9 @@ STEP, KEEP = "step must be a whole number", "keep must be a whole number of at l
     [
         *((saving(step), TypeError, STEP) for step in (None, True, 1.5)),
         *((lambda folder, keep=keep: Saves(folder, keep), ValueError, KEEP) for keep in (0, True, 1.0)),
-        (saving(0, lambda model: Slow(model.parameters())), ValueError, "the optimizer holds 'slow' beside the states"),
+        (saving(0, slow), ValueError, "the optimizer holds 'slow' beside the states"),
         (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
+        (lambda folder: saving(0)(folder / "file"), OSError, r"step 0 cannot be saved .*; nothing was saved"),
         # Known before the training.
         (lambda folder: Saves(folder / "file").load(piped(0), None), OSError, r"states cannot be saved in .*file"),
     ],
