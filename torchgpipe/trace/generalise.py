@@ -73,7 +73,7 @@ class _Differs(Exception):
 
 
 def _refusal(root: nn.Module, sizes: str, where: tuple[str, int], why: str) -> Untraceable:
-    why = f"with batches of {sizes} samples it does something else each time: {why}"
+    why = f"with batches of {sizes} samples it does not do the same: {why}"
     which = "keep the module with this line as one layer, whole=[ItsClass]"
     return Untraceable(refused(root, where, why, f"{which}, or say which inputs have no batch dimension, shared=[…]"))
 
