@@ -12,12 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-
-from torchgpipe.distributed.liveness import ending
 
 SILENCE = 2.0  # seconds
 PATIENCE = 20.0  # seconds; only a hang takes as long
@@ -32,11 +28,18 @@ def ends() -> None:
     raise SystemExit
 
 
+def forks() -> None:
+    """Leave a process that was forked from this one, such as a worker of a data loader, for some seconds."""
+    here, there = os.pipe()
+    if not os.fork():
+        os.write(there, b"it runs")
+        time.sleep(3 * SILENCE)
+        os._exit(0)
+    os.read(here, 1)
+
+
 def forks_and_ends() -> None:
-    """End, but leave a process that was forked from this one, and does not come to run for some seconds."""
-    kept: Any = SimpleNamespace(extend=lambda _: [os.system(f"sleep {1.5 * SILENCE}"), os._exit(0)])
-    ending._kept = kept
-    os.fork()
+    forks()
     ends()
 
 
@@ -45,14 +48,9 @@ def dies() -> None:
 
 
 def dies_before_its_child() -> None:
-    """Die, but leave a fork, such as a worker of a data loader, and a program that Python did not start."""
+    """Die, but leave a fork, and a program that Python did not start."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
-    here, there = os.pipe()
-    if not os.fork():
-        os.write(there, b"it runs")
-        time.sleep(3 * SILENCE)
-        os._exit(0)
-    os.read(here, 1)
+    forks()
     dies()
 
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from torchgpipe.distributed.liveness.ending import closing, end_with_process, sockets
+from torchgpipe.distributed.liveness.ending import end_with_process, sockets
 from torchgpipe.distributed.liveness.liveness import GRACE, Broken, Liveness, RankFailed, gist
 from torchgpipe.distributed.liveness.monitor import Activity
 from torchgpipe.distributed.wires.cuda import NEVER, Transfer, connect
@@ -263,11 +263,10 @@ class Connections:
         # Gloo closes the connections of a group if a wait times out. Whatever else should close them, such as
         # `abort()`, does not wake threads that wait. On a broken connection the receive fails at once. All this works
         # after `destroy_process_group()`, too.
-        with closing(self.sockets):
-            for peer in self._others:
-                with suppress(RuntimeError):
-                    never = self._group.recv([torch.empty(0, device="cpu")], peer, KINDS.index("nothing"))
-                    never.wait(timedelta(milliseconds=1))
+        for peer in self._others:
+            with suppress(RuntimeError):
+                never = self._group.recv([torch.empty(0, device="cpu")], peer, KINDS.index("nothing"))
+                never.wait(timedelta(milliseconds=1))
         for sender in self._senders():
             sender.stop()
         for transfer in [*self._transfers.values()]:

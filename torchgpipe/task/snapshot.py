@@ -337,10 +337,6 @@ class _WithoutStatistics(dict[str, Any]):
         self._refuse()
         return super().items()
 
-    def values(self) -> Any:
-        self._refuse()
-        return super().values()
-
     def _refuse(self) -> None:
         if is_recomputing():  # another thread may look at the layers meanwhile
             raise RuntimeError(

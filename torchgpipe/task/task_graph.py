@@ -252,14 +252,18 @@ class _Asks(TorchFunctionMode):
     """Note whether layers ask which tensors take gradients, or for gradients: without a graph, none would."""
 
     only_watches = True
-    asked, asking = False, {
-        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "output_nr")),
-        Tensor.retain_grad, Tensor.numpy, Tensor.__deepcopy__, Tensor.__repr__, Tensor.register_hook,
-        torch.autograd.grad,
-    }  # fmt: skip
+    asked, asking = False, {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")}
+    names = (
+        "grad",
+        "register_hook",
+        "retain_grad",
+        "numpy",
+        "__deepcopy__",
+        "__repr__",
+    )  # no set: compilers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked |= func in self.asking
+        self.asked |= func in self.asking or getattr(func, "__name__", "") in self.names
         return func(*args, **(kwargs or {}))
 
 

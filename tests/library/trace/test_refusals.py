@@ -173,7 +173,7 @@ def test_called_otherwise(pipeline: bool, given: dict[str, Any], message: str) -
     [
         (lambda: sequential(traced.Residual(), rows(7)), RuntimeError, r"cannot be multiplied \(5x7 and 6x6\)"),
         (lambda: AUTOCAST(sequential(does(lambda net, x: net.b(x).to(net.a(x).dtype)), rows()))(rows()), Untraceable,
-         r"2, 3, 5, 5 \(training mode, torch.bfloat16 autocast\) samples it does something else"),
+         r"2, 3, 5, 5 \(training mode, torch.bfloat16 autocast\) samples it does not do the same"),
         (lambda: sequential(traced.Residual(), rows(), shared=["y"]), ValueError,
          r"shared names \['y'\], but the tensors are in \['x'\]"),
         (lambda: sequential(traced.Residual(), rows(), whole=[nn.Conv2d]), ValueError,

@@ -3,11 +3,9 @@
 import atexit
 import multiprocessing
 import os
-import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -71,21 +69,6 @@ def _leave_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all)
-
-
-@contextmanager
-def closing(ours: set[tuple[int, str]]) -> Iterator[None]:
-    """End the connections of those sockets that are closed within: a fork that has not run yet has them, too."""
-    copies = {}
-    for number, name in ours & sockets():
-        with suppress(OSError):  # it may be closed by now
-            copies[number, name] = socket.socket(fileno=os.dup(number))
-    yield
-    for each in copies.keys() - sockets():
-        with suppress(OSError):
-            copies[each].shutdown(socket.SHUT_RDWR)
-    for copy in copies.values():
-        copy.close()
 
 
 def sockets() -> set[tuple[int, str]]:
