@@ -30,7 +30,7 @@ from torchgpipe.task.parameters import gate
 from torchgpipe.task.randomness import default_generators
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
-from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, with_forward_mode
+from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward, refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.copy import NO_FENCE, CopyPath, CopyStreams, StreamFence, current_stream, using
 from torchgpipe.tensors.item import Item, Portals, shared_by, unshared, versions
@@ -220,8 +220,11 @@ class _TaskNode(torch.autograd.Function):
         ctx.task, ctx.tied = task, tied
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
-        with with_forward_mode(True):
+        let_gradients_go_forward(True)
+        try:
             outputs, task.form = task.forward(inputs, item.form, item.shared)
+        finally:
+            let_gradients_go_forward(False)
         task.departure.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0)) if tied else outputs

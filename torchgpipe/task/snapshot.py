@@ -293,7 +293,9 @@ _HOOKS = (
 )
 
 
-_GLOBAL = [f"_global{name}" for name in _HOOKS if "_with_" not in name and "_always_" not in name]
+_GLOBAL = [
+    vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS if "_with_" not in name and "_always_" not in name
+]
 
 
 def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:
@@ -319,7 +321,8 @@ def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
         for name in ("forward", *more.get(type(module), ()), *getattr(type(module), "__constants__", ()))
         if name != "track_running_stats"  # a recomputation in another thread may have it exchanged
     ]
-    return found + [(modules[0], name, tuple(vars(nn.modules.module)[name].items())) for name in _GLOBAL]
+    found.append((modules[0], "hooks of all modules", [(*each.items(),) for each in _GLOBAL] if any(_GLOBAL) else []))
+    return found
 
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}

@@ -30,8 +30,8 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 packs_saved_tensors: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 """Return whether this thread is within `saved_tensors_hooks`, as `torch.utils.checkpoint` is."""
 
-with_forward_mode: Callable[[bool], AbstractContextManager[object]] = forward_ad._set_fwd_grad_enabled
-"""Let gradients go forward, too, where that is switched off, as in the forward of an `autograd.Function`."""
+let_gradients_go_forward: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+"""Switch forward-mode gradients on or off; they are off in the forward of an `autograd.Function`."""
 
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Return whether tensor subclasses see what is called on them; not in the backward of a loss of such a subclass."""

@@ -263,7 +263,7 @@ ROWS = [
     *(Row(f"a hook {what}", use=use, without={"ranks": "they have other copies of the layers"})
       for what, use in (("that removes itself", hooked_once), ("of gradients after forward", hooked_late))),
     Row("a hook of all modules during forward", use=hooked_all,
-        refused=dict.fromkeys(("always", "except_last"), "'_global_forward_hooks' of .* was changed")),
+        refused=dict.fromkeys(("always", "except_last"), "'hooks of all modules' of .* was changed")),
     Row("a parameter thawed in forward", made(linear, thawing, linear), balance=(1, 2),
         without={"ranks": "what takes a gradient there does not come back to the process that compares"}),
     Row("a buffer that takes a gradient", made(linear, scaled, linear), balance=(2, 1), use=steps),

@@ -24,6 +24,7 @@ PRIVATE = [
     ("torch._C._functorch.peek_interpreter_stack", "tensors/_autograd.py"),
     ("torch._C._autograd._top_saved_tensors_default_hooks", "tensors/_autograd.py"),
     ("torch._C._is_torch_function_enabled", "tensors/_autograd.py"),
+    ("torch._C._set_fwd_grad_enabled", "tensors/_autograd.py"),
     ("torch._C._get_dispatch_stack_at", "tensors/_autograd.py"),
     ("torch._C._get_function_stack_at", "tensors/_autograd.py"),
     ("torch._C._len_torch_dispatch_stack", "tensors/_autograd.py"),
