@@ -3,12 +3,12 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from torchgpipe.engine.engines import Engine, EngineName, check_engine, make_engine
+from torchgpipe.engine.graph import GraphEngine
 from torchgpipe.engine.workers import WorkersEngine
 from torchgpipe.partition import Init, choose_devices, shared_buffers
 from torchgpipe.partitioned import Partitioned
@@ -17,6 +17,7 @@ from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather
 
 Device = int | str | torch.device
+EngineName = Literal["auto", "graph", "workers"]
 
 
 class GPipe(Partitioned):
@@ -59,7 +60,7 @@ class GPipe(Partitioned):
     """
 
     devices: list[torch.device]
-    _engine: Engine
+    _engine: GraphEngine | WorkersEngine
 
     def __init__(
         self,
@@ -81,17 +82,24 @@ class GPipe(Partitioned):
         if silence is not None:
             warnings.warn("GPipe(silence=…) does nothing any more, and will go", DeprecationWarning, stacklevel=2)
         self.devices = chosen = choose_devices(devices, len(self.balance))
-        check_engine(engine, chosen)
+        if engine not in get_args(EngineName):
+            allowed = ", ".join(map(repr, get_args(EngineName)))
+            raise ValueError(f"engine must be one of {allowed}, but got {engine!r}")
+        if engine == "workers" and any(device.type != "cpu" for device in chosen):
+            raise ValueError(f"engine={engine!r} is for CPU devices, but got {sorted({str(d) for d in chosen})}")
         self._switches = (engine, dependency, copy_streams, portals)
         self._hold(chosen, chosen, init)
 
     def _build(self) -> None:
         super()._build()
         engine, dependency, copy_streams, _ = self._switches
-        self._engine = make_engine(engine, self._stages, dependency=dependency, copy_streams=copy_streams)
-        if isinstance(self._engine, WorkersEngine):
+        on_cpu = [stage.device.type == "cpu" for stage in self._stages]
+        if engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu)):
+            self._engine = WorkersEngine(self._stages)
             # Only of the workers: the engine holds the layers, which may hold this module, so it would live forever.
             weakref.finalize(self, self._engine.workers.close)
+        else:
+            self._engine = GraphEngine(self._stages, dependency=dependency, copy_streams=copy_streams)
 
     def _layout(self) -> list[Crossing]:
         self._shared_buffers = shared_buffers(self.partitions, self.partitions)

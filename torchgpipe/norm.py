@@ -18,14 +18,11 @@ def clip_grad_norm_(
     of other ranks.
     """
     given = [p for p in parameters if p.grad is not None]
-    norms = [_whole(torch.linalg.vector_norm(p.grad, norm_type)) for p in given if p.grad is not None]
+    parts = [torch.linalg.vector_norm(p.grad, norm_type) for p in given if p.grad is not None]
+    # That of a parameter that FSDP has sharded is in parts, too.
+    norms: list[Tensor] = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in parts]
     here = norms[0].device if norms else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
     total: Tensor = torch.linalg.vector_norm(torch.cat([x.to(here) for x in gather(own)]), norm_type)
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)
     return total
-
-
-def _whole(x: Tensor) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x  # one whose parameter FSDP has sharded
-    return whole

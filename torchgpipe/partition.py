@@ -61,14 +61,11 @@ def check_module(module: object) -> None:
     seen: dict[nn.Module, str] = {}
     # Not `named_children`: it leaves out a layer's second place.
     for name, layer in module._modules.items():
-        if layer is None:
-            continue
-        if layer in seen:
+        if layer is not None and (other := seen.setdefault(layer, name)) != name:
             raise ValueError(
-                f"layers {seen[layer]!r} and {name!r} are the same module; a layer can be in one place only, "
+                f"layers {other!r} and {name!r} are the same module; a layer can be in one place only, "
                 "so give each place a layer of its own"
             )
-        seen[layer] = name
 
 
 def _overridden(kind: type) -> list[str]:
@@ -182,8 +179,7 @@ class Elsewhere:
     """A hook that leaves out what a state says of partitions that are not this process's `own`."""
 
     def __init__(self, partitions: Iterable[nn.Module], own: Sequence[nn.Module]) -> None:
-        others = [partition for partition in partitions if partition not in own]
-        self._names = {n for p in others for n in p.state_dict()} - {n for p in own for n in p.state_dict()}
+        self._names = {n for p in partitions for n in p.state_dict()} - {n for p in own for n in p.state_dict()}
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Drop their entries, before a state is loaded."""

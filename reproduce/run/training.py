@@ -17,7 +17,7 @@ from reproduce.run.engines.engines import Work
 from torchgpipe import GPipe
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.balance.profile import profile_times
-from torchgpipe.engine.engines import EngineName
+from torchgpipe.gpipe import EngineName
 from torchgpipe.plan import plan
 from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch

@@ -113,7 +113,10 @@ def rehearse(
     module: nn.Sequential, sample: TensorOrTensors, device: torch.device, measure: Callable[[Rehearsal], T]
 ) -> Iterator[T]:
     """Measure the layers in turn; `measure` runs a layer once or more, and its last run feeds the next."""
-    cut_off = functools.partial(_detach, device=device)
+
+    def cut_off(x: Tensor) -> Tensor:
+        return x.detach().to(device).requires_grad_(x.requires_grad)
+
     value = mapped(cut_off, sample)
     waiting: Scope = {}
     known: dict[int, tuple[TensorOrTensors, TensorOrTensors]] = {}  # by id, on meta, where they take no memory
@@ -228,11 +231,6 @@ def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
             else:
                 x.fill_(1)
     return layer
-
-
-def _detach(x: Tensor, device: torch.device) -> Tensor:
-    """Cut a tensor off from its graph, on the device."""
-    return x.detach().to(device).requires_grad_(x.requires_grad)
 
 
 def _fresh(x: Tensor) -> Tensor:

@@ -231,8 +231,7 @@ class DistributedGPipe(Partitioned):
                 # Or two pipelines that ranks have made in different orders could train as one.
                 "the checksum of its parameters' names and shapes": getattr(self, "_alike", 0),  # of an older pickle
             }
-            batch = RankBatch(connections, stage, self._crossings, settings, self.observer, micro_batches, owner=self)
-            return batch.forward(finish)
+            return RankBatch(connections, settings, micro_batches, owner=self).forward(finish)
 
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:

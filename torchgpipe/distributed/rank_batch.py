@@ -1,6 +1,6 @@
 """One rank's part of a mini-batch: its program, and what ranks agree on before and after that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +9,9 @@ from torch import Tensor
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.links import Backward, Forward
 from torchgpipe.engine.batch import Batch, linked, one_node
-from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.stage import Stage
+from torchgpipe.partitioned import Partitioned
 from torchgpipe.task.task_graph import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
-from torchgpipe.tensors.observe import Observer
 
 
 class RankBatch(Batch):
@@ -26,20 +24,21 @@ class RankBatch(Batch):
     def __init__(
         self,
         connections: Connections,
-        stage: Stage,
-        crossings: Sequence[Crossing],
         settings: dict[str, Any],
-        observer: Observer | None,
         micro_batches: list[TensorOrTensors],
-        owner: object,
+        owner: Partitioned,
     ) -> None:
         self._owner = owner  # a pipeline that is collected closes its connections
         self._connections, self._serial = connections, connections.serial
-        self._micro_batches, self._crossings = micro_batches, crossings
+        self._micro_batches, self._crossings = micro_batches, owner._layout()
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
         self._first, self._last = connections.own == 0, connections.own + 1 == connections.n
-        m, base = (len(micro_batches), None) if self._first else self._hear_head()
-        super().__init__([stage], connections.n, m, settings["checkpoint"], observer, base)
+        m, base = len(micro_batches), None
+        if not self._first:
+            (head,), theirs = connections.hear("head", 0)
+            connections.check_alike("the pipeline", self._settings, dict(theirs), 0)
+            m, base = head.tolist()
+        super().__init__(owner._stages, connections.n, m, owner.checkpoint, owner.observer, base)
         (self.program,) = self.programs
         connections.liveness.activity.program = self.program
 
@@ -51,7 +50,7 @@ class RankBatch(Batch):
         """
         inputs = [x for micro_batch in self._micro_batches for x in tensors_of(micro_batch)]
         links = Forward(self._connections, self._crossings, self._seeds, in_order=not self._overlaps)
-        with self._seeded():
+        with self._seeded:
             if self._first:
                 head = torch.tensor([len(self._micro_batches), self._seeds.base or 0], device="cpu")
                 self._connections.tell("head", (head,), tuple(self._settings.items()))
@@ -88,12 +87,6 @@ class RankBatch(Batch):
             grads = self.program.backward(links, ambient, output_grads, keep=keep)
             self._connections.deliver()  # what was not sent would be lost if the process ended now
         return grads
-
-    def _hear_head(self) -> tuple[int, int]:
-        (head,), theirs = self._connections.hear("head", 0)
-        self._connections.check_alike("the pipeline", self._settings, dict(theirs), 0)
-        m, base = head.tolist()
-        return m, base
 
 
 class _Through(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.schedule import overlaps
-from torchgpipe.engine.seeds import Seeds, in_order
+from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.task.ambient import Ambient, Modes
 from torchgpipe.task.parameters import TOKEN
 from torchgpipe.task.stage import Stage
@@ -42,14 +42,11 @@ class Batch(ABC):
         recomputed = checkpointed(mode, m) if ambient.grad else 0
         self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, alone=len(stages) < n, base=base)
         # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another, as plain layers do.
-        self._tasks_have_seeds = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
-        draws = self._seeds.of if self._tasks_have_seeds else in_order
+        seeded = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
+        self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
+        draws = self._seeds.of if seeded else in_turn
         self.programs = [Program(stage, n, m, recomputed, ambient, draws, observer) for stage in stages]
         self.snapshots = [program.snapshot for program in self.programs if program.snapshot is not None]
-
-    def _seeded(self) -> AbstractContextManager[object]:
-        """Return a context for the forward, in which the tasks' seeds are drawn, if they have any."""
-        return self._seeds if self._tasks_have_seeds else NOTHING
 
     def _check_kept(self) -> None:
         """Check, after the forward, that layers have kept their parameters, and modes their state."""

@@ -25,15 +25,15 @@ from torch import Tensor
 
 from torchgpipe.engine.schedule import clock_cycles
 from torchgpipe.engine.seeds import in_turn
+from torchgpipe.skip.scope import SkipKey
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.parameters import gate
-from torchgpipe.task.randomness import default_generators
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward, refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.copy import NO_FENCE, CopyPath, CopyStreams, StreamFence, current_stream, using
-from torchgpipe.tensors.item import Item, Portals, shared_by, unshared, versions
+from torchgpipe.tensors.item import Item, shared_by, unshared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, TensorOrTensors, form_of, tensors_of, together
 from torchgpipe.tensors.observe import Observer, observed
 
@@ -66,8 +66,7 @@ class _MiniBatch:
         self._stages = engine.stages
         self._engine = engine
         self._observer = observer
-        devices = {stage.device for stage in engine.stages}
-        self._ambient = Ambient(devices, threads=engine.tied)  # autograd has one for each GPU
+        self._ambient = Ambient(engine.copies.devices, threads=engine.tied)  # autograd has one for each GPU
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
         # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share autocast's copy of
         # a weight, and their gradients would be added up in its low precision.
@@ -76,7 +75,8 @@ class _MiniBatch:
         if self._apart:
             refuse_transforms()
         self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
-        self._portals: Portals = {}
+        # The skips that are under way, by micro-batch (torchgpipe paper, section 3.3).
+        self._portals: dict[tuple[int, SkipKey], Item] = {}
         self._paths: dict[tuple[int, int], CopyPath] = {}
         self._items = [self._item(x) for x in micro_batches]
         self._given = self._items[0].flat
@@ -91,7 +91,7 @@ class _MiniBatch:
         held: frozenset[int] = frozenset()
         if self._apart:
             partition, recomputed = self._partitions[j], i < self._checkpointed
-            randomness = in_turn(partition.defaults, stage.generators, recomputed=recomputed)
+            randomness = in_turn(i, stage, recomputed)
             task = _Task(
                 stage, partition.snapshot, self._ambient, randomness, i, self._observer, recomputed,
                 partition=partition, arrival=item.fence, departure=fence,
@@ -100,7 +100,7 @@ class _MiniBatch:
             form, held = task.form, partition.snapshot.held
         else:
             item.fence.arrive(item.flat)
-            with observed(self._observer, "forward", i, j), in_turn((), (), recomputed=False).first():
+            with observed(self._observer, "forward", i, j), in_turn(i, stage, False).first():
                 outputs, form = stage.run(item.flat, item.form, item.shared)
             fence.leave()
         # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.
@@ -168,7 +168,6 @@ class _Partition:
         self.snapshot = stage.snapshot(recomputed=recomputed)
         self.gate = gate(self.snapshot.stand_ins, stage.device)
         self.stream = current_stream(stage.device)
-        self.defaults = default_generators(stage.device)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -48,7 +48,10 @@ class Workers:
             with closing(Workers(self._count)) as others:
                 return others.run(relay, programs)
         try:
-            self._run_all(relay, self._in_contexts(programs))
+            # In copies of the caller's context, where an interrupt can leave nothing behind.
+            context = contextvars.copy_context()
+            context.run(_running.set, (*_running.get(), self))
+            self._run_all(relay, [partial(context.copy().run, program) for program in programs])
             if relay.error is not None:
                 raise relay.error
         finally:
@@ -56,12 +59,6 @@ class Workers:
             if self._closed:
                 with self._lock:
                     self._end()
-
-    def _in_contexts(self, programs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-        """Return programs that run in copies of the caller's context, where an interrupt can leave nothing behind."""
-        context = contextvars.copy_context()
-        context.run(_running.set, (*_running.get(), self))
-        return [partial(context.copy().run, program) for program in programs]
 
     def _run_all(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run the programs to their ends; a first interrupt ends each after its present task."""
@@ -136,9 +133,6 @@ def _wait(ends: list[threading.Lock]) -> None:
 
 def _serve(inbox: Inbox) -> None:
     """Run the programs that come, in a thread that refers to its inbox only: while it waits it keeps nothing alive."""
-    while True:
-        program = inbox.get()
-        if program is None:
-            return
+    while (program := inbox.get()) is not None:
         program()
         del program

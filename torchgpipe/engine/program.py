@@ -129,9 +129,16 @@ class Program:
             for i in reversed(range(self._m)):
                 self.doing = f"backward of micro-batch {i}"
                 checkpointed = i < self._checkpointed
-                if checkpointed:
+                if checkpointed:  # wait for both neighbours (see the top of this file), then recompute
+                    if not first:
+                        links.admit()
+                    if not last:
+                        links.expect()
+                    links.check()
                     needed = not (last and all_none(output_grads[i]))
-                    self._recompute(i, links, keep=keep, needed=needed)
+                    if needed:
+                        with self.computes(f"recomputation of micro-batch {i}"):
+                            self._graphs[i].recompute(keep=keep)
                 grads: Flat = output_grads[i] if last else links.take()
                 grads = (*grads, *(links.fetch(i, departure) for departure in stage.departures))
 
@@ -152,17 +159,6 @@ class Program:
                     links.give(grads)
                 del grads
         return results
-
-    def _recompute(self, i: int, links: Links, *, keep: bool, needed: bool) -> None:
-        """Wait for both neighbours (see the top of this file), then recompute micro-batch i, if that is `needed`."""
-        if self._j > 0:
-            links.admit()
-        if self._j + 1 < self._n:
-            links.expect()
-        links.check()
-        if needed:
-            with self.computes(f"recomputation of micro-batch {i}"):
-                self._graphs[i].recompute(keep=keep)
 
     @contextmanager
     def computes(self, task: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import chain, pairwise
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,20 +19,16 @@ class Stopped(Exception):
 class Relay:
     """Link `length` programs in a row by queues, and remember the first exception of any of them.
 
-    A program gets at most `LEAD` items ahead of the next one: results that nobody needs yet only fill memory. Once a
+    A program gets at most one item ahead of the next one: results that nobody needs yet only fill memory. Once a
     program has failed, every call that waits raises `Stopped`.
     """
 
-    LEAD = 1
-
     def __init__(self, length: int) -> None:
-        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
         # Whoever gives an item takes a ticket before, and whoever takes the item puts it back. Two simple queues are
         # much quicker than one with a limit.
-        self._tickets: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(length - 1)]
-        for tickets in self._tickets:
-            for _ in range(self.LEAD):
-                tickets.put(None)
+        self._ends: list[End] = [(SimpleQueue(), SimpleQueue()) for _ in range(length - 1)]
+        for _, tickets in self._ends:
+            tickets.put(None)
         self._lock = threading.Lock()
         self.stopped = False
         self.error: BaseException | None = None
@@ -39,8 +36,7 @@ class Relay:
     def links(self) -> list[Links]:
         """Return each program's links, in their order. They refer to the relay: it keeps none, or that were a cycle."""
         left: dict[tuple[int, Crossing], Any] = {}
-        ends = list(zip(self._queues, self._tickets, strict=True))
-        return [Queues(self, a, z, left) for a, z in zip([NO_END, *ends], [*ends, NO_END], strict=True)]
+        return [Queues(self, a, z, left) for a, z in pairwise([NO_END, *self._ends, NO_END])]
 
     def stop(self, error: BaseException) -> None:
         """Stop every program as soon as its present task is over; the first error is the one that counts."""
@@ -48,7 +44,7 @@ class Relay:
             if not self.stopped:
                 self.stopped, self.error = True, error
         # Also if stopped already: Ctrl-C may have ended an earlier `stop` halfway.
-        for queue in (*self._queues, *self._tickets):
+        for queue in chain(*self._ends):
             queue.put(_STOP)
 
     def attempt(self, program: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ A layer may set the default generator back by itself and draw again in backward,
 private generator it would draw other numbers. So where the first task has drawn, its backward is watched, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -37,22 +37,18 @@ APART = 1_000_003
 _under_way = 0  # forwards that have seeds and have not ended, in all threads
 
 
-def in_turn(defaults: Sequence[torch.Generator], own: Sequence[torch.Generator], *, recomputed: bool) -> Randomness:
-    """Return how a task draws whose mini-batch runs in one thread: from the generators as they are.
+def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
+    """Return how a task draws whose mini-batch runs task after task: from the generators as they are, as a plain run.
 
-    `defaults` are those of the task's device, and `own` the layers'. `recomputed` says whether the task will run twice.
+    `recomputed` says whether the task will run twice.
     """
+    own = stage.generators if recomputed else ()
     if PrivateGenerator.present() is None:
-        return Randomness([*defaults, *own] if recomputed else ())
+        return Randomness([*default_generators(stage.device), *own] if recomputed else ())
     # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
     # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
     seed = int(torch.randint(2**62, (), device="cpu"))
-    return Randomness(own if recomputed else (), lambda: PrivateGenerator(seed, lambda: None))
-
-
-def in_order(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return how a task draws where the programs' tasks run one after another: as a plain run does."""
-    return in_turn(default_generators(stage.device), stage.generators, recomputed=recomputed)
+    return Randomness(own, lambda: PrivateGenerator(seed, lambda: None))
 
 
 class Seeds:

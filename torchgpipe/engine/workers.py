@@ -55,23 +55,17 @@ class _MiniBatch(Batch):
 
     def forward(self, micro_batches: list[TensorOrTensors]) -> list[Item]:
         """Run every task's forward; return the outputs without a graph."""
-
-        def forward(program: Program, links: Links) -> list[Item]:
-            return program.forward(links, micro_batches)
-
-        with self._seeded():
-            *_, outputs = self._run(forward)
+        with self._seeded:
+            *_, outputs = self._run(lambda program, links: program.forward(links, micro_batches))
         self._check_kept()
         return outputs
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run every task's backward; return the gradients of the micro-batches' inputs."""
         ambient = self._begin_backward()
-
-        def backward(program: Program, links: Links) -> list[Flat]:
-            return program.backward(links, ambient, output_grads, keep=keep)
-
-        grads, *_ = self._run(backward, reverse=True)
+        grads, *_ = self._run(
+            lambda program, links: program.backward(links, ambient, output_grads, keep=keep), reverse=True
+        )
         ambient.ended(refuse=self._threads)
         return grads
 

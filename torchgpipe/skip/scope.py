@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import uuid4
 
 from torch import Tensor
 
 
+@dataclass(slots=True, unsafe_hash=True)
 class Namespace:
     """Set skip names apart: the same name in two namespaces is two skips.
 
@@ -16,16 +18,7 @@ class Namespace:
     still finds its skips.
     """
 
-    __slots__ = ("_id",)
-
-    def __init__(self) -> None:
-        self._id = uuid4().hex
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self._id == other._id
-
-    def __hash__(self) -> int:
-        return hash(self._id)
+    _id: str = field(default_factory=lambda: uuid4().hex, init=False)
 
     def __repr__(self) -> str:
         return f"<Namespace {self._id[:8]}>"

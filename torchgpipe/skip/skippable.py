@@ -5,6 +5,7 @@ A skippable layer works in a `GPipe` and in a plain `nn.Sequential` alike.
 
 import functools
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any, TypeVar
 
@@ -15,25 +16,23 @@ from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
 
+@dataclass(slots=True, eq=False)
 class stash:
     """Say, by `yield stash(name, tensor)`, that a later layer will pop `tensor` (or `None`) under `name`."""
 
-    __slots__ = ("name", "tensor")
+    name: str
+    tensor: Tensor | None
 
-    def __init__(self, name: str, tensor: Tensor | None) -> None:
-        if not (tensor is None or isinstance(tensor, Tensor)):
-            raise TypeError(f"stash({name!r}, …) takes a tensor or None, but got {type(tensor).__name__}")
-        self.name = name
-        self.tensor = tensor
+    def __post_init__(self) -> None:
+        if not (self.tensor is None or isinstance(self.tensor, Tensor)):
+            raise TypeError(f"stash({self.name!r}, …) takes a tensor or None, but got {type(self.tensor).__name__}")
 
 
+@dataclass(slots=True, eq=False)
 class pop:
     """Ask, by `tensor = yield pop(name)`, for what an earlier layer stashed under `name`."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
@@ -90,8 +89,7 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
 
 
 def _declared(layer: nn.Module) -> dict[str, frozenset[str]]:
-    names: Any = layer._skips  # the class's, or the layer's own
-    return names  # type: ignore[no-any-return]
+    return layer._skips  # type: ignore[return-value]  # the class's, or the layer's own
 
 
 def _all_declared(layer: nn.Module) -> frozenset[str]:

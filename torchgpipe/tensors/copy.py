@@ -15,14 +15,14 @@ paths share a stream.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.tensors.microbatch import Flat, carrying
-from torchgpipe.tensors.observe import NOTHING, Observer, observed
+from torchgpipe.tensors.observe import Observer, observed
 
 Ends = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
 """The streams at both ends of a path; `None` off CUDA."""
@@ -167,17 +167,13 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def using(*streams: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Make `streams` the current ones of their devices; pass over `None`."""
-    on = [stream for stream in streams if stream is not None]
-    return _using(on) if on else NOTHING
-
-
 @contextmanager
-def _using(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+def using(*streams: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make `streams` the current ones of their devices; pass over `None`."""
     with ExitStack() as stack:
         for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
         yield
 
 

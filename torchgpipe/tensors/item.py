@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from torchgpipe.skip.scope import SkipKey
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.tensors.copy import NO_FENCE, StreamFence
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
@@ -61,10 +60,6 @@ class Item:
                 f"an input of partition {partition} was changed in place before the partition took it: a layer returns "
                 "memory that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
             )
-
-
-Portals = dict[tuple[int, SkipKey], Item]
-"""The skips of a mini-batch that are under way, by micro-batch (torchgpipe paper, section 3.3)."""
 
 
 def shared_by(outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()) -> Shared:

@@ -17,14 +17,11 @@ from torch import Tensor
 
 ROUNDS = 50
 
-Exchange = Callable[[Tensor], list[Tensor]]
-"""Gives all ranks a tensor, and returns what each of them gave."""
 
-
-def clocks_ahead(exchange: Exchange) -> tuple[list[float], float]:
+def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float], float]:
     """Return by how many seconds each rank's `time.perf_counter` is ahead of rank 0's, and the largest error of that.
 
-    All ranks call this at once.
+    All ranks call this at once. `exchange` gives all ranks a tensor, and returns what each of them gave.
     """
     stamps = []
     for _ in range(ROUNDS):

@@ -2,12 +2,10 @@
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import Tensor
 
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.plain import packed, unpacked
@@ -82,7 +80,9 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
             ahead, recording.clock_error = clocks_ahead(exchange)
             gathered = exchange(packed([tuple(event) for event in stopwatch.events()]))
         recording.over_ranks = len(gathered) > 1
-        recording.steps += mini_batches(_unpacked(gathered, ahead), len(model.balance))
+        of_ranks = zip(map(unpacked, gathered), ahead, strict=True)
+        events = [Event(kind, i, j, start - s, end - s) for own, s in of_ranks for kind, i, j, start, end in own]
+        recording.steps += mini_batches(events, len(model.balance))
         if part is not None and path is not None:
             part.write_bytes(perfetto(recording.steps, path.stem, recording.row, clock_error=recording.clock_error))
             os.replace(part, path)
@@ -109,9 +109,3 @@ def mini_batches(events: Iterable[Event], partitions: int) -> list[Timeline]:
         begin, end = Timeline(moved, 0.0, partitions).window
         steps.append(Timeline(moved, end - begin, partitions))
     return steps
-
-
-def _unpacked(gathered: Sequence[Tensor], ahead: Sequence[float]) -> Iterator[Event]:
-    for events, seconds in zip(map(unpacked, gathered), ahead, strict=True):
-        for kind, i, j, start, end in events:
-            yield Event(kind, i, j, start - seconds, end - seconds)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.engine.engines import EngineName
+from torchgpipe.gpipe import EngineName
 
 from ...behaviours.parts.layers import Do
 from ...parts import Fails
