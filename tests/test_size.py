@@ -11,21 +11,21 @@ STATEMENTS = 26_000  # in all; docstrings are none. Lines can be had by squeezin
 
 # Lines of Python. A folder's limit holds for the folders within it together; "." is all.
 LIMITS = {
-    ".": 46_000,
-    "torchgpipe": 13_800,
-    "torchgpipe/tensors": 665,
+    ".": 45_400,
+    "torchgpipe": 13_700,
+    "torchgpipe/tensors": 660,
     "torchgpipe/task": 1_920,
     "torchgpipe/engine": 1_100,
     "torchgpipe/skip": 310,
     "torchgpipe/trace": 1_680,
     "torchgpipe/balance": 480,
-    "torchgpipe/distributed": 2_130,
+    "torchgpipe/distributed": 2_110,
     "torchgpipe/state": 700,
     "torchgpipe/plan": 3_700,
     "torchgpipe/timeline": 380,
     "reproduce": 10_000,
     "benchmarks": 2_300,
-    "tests": 19_400,
+    "tests": 19_200,
     "examples": 300,
 }
 

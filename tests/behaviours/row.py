@@ -14,7 +14,7 @@ from ..conftest import covering
 from ..plain import Plain, Tensors, piped
 from .compare import differences
 from .parts.draw import check_redraws, reuse_draws
-from .parts.layers import five, real
+from .parts.layers import WIDTH, five, real
 
 ENGINES = ("graph", "workers", "ranks")
 """The engines that rows run on. To add an engine or a schedule, add a name here that `piped` knows."""
@@ -43,7 +43,7 @@ def total(outputs: Tensors) -> Tensor:
 
 
 def step(run: nn.Module, value: Tensors, loss: Callable[[Any], Tensor] = total) -> list[Tensor]:
-    """Run forward and backward; return copies of the outputs from before the backward."""
+    """Run forward and backward; return copies of the outputs from before that, which take gradients as they do."""
     run.zero_grad()
     outputs = run(value)
     shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in tensors(outputs)]
@@ -56,10 +56,21 @@ def steps(run: nn.Module, value: Tensors) -> list[list[Tensor]]:
     return [step(run, value) for _ in range(3)]
 
 
-def promised(run: nn.Module, value: Tensors) -> Any:
-    """Run a step, and return which outputs require grad: this must be the same without a pipeline."""
-    outputs = step(run, value)
-    return outputs, [y.requires_grad for y in outputs]
+def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
+    y: Tensor = run(torch.randn(8, WIDTH) if x is None else x)
+    return y.square().sum()
+
+
+def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], list[Tensor | None]]:
+    """Change something between forward and backward; return the gradients of what were the parameters before."""
+
+    def use(run: Any, x: Tensor) -> list[Tensor | None]:
+        parameters, loss = [*run.parameters()], loss_of(run, x)
+        change(run, x)
+        loss.backward()
+        return [p.grad for p in parameters]
+
+    return use
 
 
 @dataclass(frozen=True, eq=False)

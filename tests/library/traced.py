@@ -30,11 +30,6 @@ class Residual(Net):
         return self.c(x + y) + y
 
 
-class Branches(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.a(x), self.b(x), self.c(x)], dim=1)
-
-
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +45,11 @@ class InPlace(nn.Module):
         return self.out(y) * view
 
 
-class Filled(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.zeros(x.shape[0], 2, WIDTH, dtype=x.dtype, device=x.device)
-        y[:, 0] = self.a(x)
-        y[:, 1] = self.b(x)
-        return self.c(y).flatten(1)
+def filling(net: Any, x: Tensor) -> Tensor:
+    y = torch.zeros(x.shape[0], 2, WIDTH, dtype=x.dtype, device=x.device)
+    y[:, 0] = net.a(x)
+    y[:, 1] = net.b(x)
+    return net.c(y).flatten(1)
 
 
 class Tokens(Net):
@@ -194,10 +188,6 @@ class Choosing(Net):
         return self.a(x) if x.sum() > 0 else self.b(x)
 
 
-def chosen() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH))
-
-
 def in_blocks(net: Any, x: Tensor) -> Tensor:
     return torch.cat([net.a(x[i : i + 8]) for i in range(0, len(x), 8)])
 
@@ -216,10 +206,10 @@ def rows(*shape: int) -> Tensor:
 
 def does(function: Callable[[Any, Tensor], Any]) -> nn.Module:
     """Return a module with this forward, which may use what it holds."""
-    a, b, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    a, b, c, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
     holds: dict[str, Any] = {"count": torch.zeros(()), "scales": [torch.ones(()), 2 * torch.ones(())]}
     call = Do(lambda _, given: given[0](given[1]))
-    return Do(function, a=a, b=b, call=call, hidden=[hidden], draws=torch.Generator(), **holds)
+    return Do(function, a=a, b=b, c=c, call=call, hidden=[hidden], draws=torch.Generator(), **holds)
 
 
 # A module, batch sizes for which it does what it did when it was recorded, and others.
@@ -240,9 +230,9 @@ BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
 
 CASES: dict[str, Case] = {
     "residual": Case(Residual, rows),
-    "branches from one input": Case(Branches, rows),
+    "branches from one input": Case(lambda: does(lambda net, x: torch.cat([net.a(x), net.b(x), net.c(x)], 1)), rows),
     "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
-    "a tensor that is filled": Case(Filled, rows),
+    "a tensor that is filled": Case(lambda: does(filling), rows),
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
     "no mask": Case(Masked, rows),
     "by keyword, a mask of one sample": Case(Masked, lambda: {"x": rows(), "mask": torch.arange(WIDTH) % 2 == 0}),
@@ -258,5 +248,7 @@ CASES: dict[str, Case] = {
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
     "a set": Case(lambda: does(lambda net, x: {net.b(net.a(x))}), rows),
-    "a part that looks at its input": Case(chosen, rows, {"whole": [Choosing]}),
+    "a part that looks at its input": Case(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH)), rows, {"whole": [Choosing]}
+    ),
 }

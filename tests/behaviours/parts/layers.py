@@ -72,6 +72,11 @@ def weight() -> Parameter:
     return Parameter(torch.rand(WIDTH))
 
 
+def acting(act: Callable[[Any], object]) -> nn.Module:
+    """Return a layer that does something to itself, then multiplies by its weight."""
+    return Do(lambda self, x: (act(self), x * self.weight)[1], weight=weight())
+
+
 def norm(layer: nn.Module) -> nn.Module:
     """Apply a norm to two channels of two values each, so that a micro-batch may have one sample."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe import is_checkpointing, is_recomputing
 
 from ..parts.layers import WIDTH, Do, linear, real
-from ..row import Row, step, steps
-from .gradients import loss_of
+from ..row import Row, amid, loss_of, step, steps
 
 Change = Callable[[Any, Tensor], object]
 
@@ -28,27 +27,14 @@ def block() -> nn.Module:
 
 
 def layers(last: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
-    return nn.Sequential(linear(), nn.Dropout(0.0), block(), last())
+    dropout = nn.Dropout(0.0)
+    dropout.register_forward_hook(lambda module, inputs, y: 3 * y)
+    return nn.Sequential(linear(), dropout, block(), last())
 
 
 def scale() -> nn.Module:
     """Scale by a constant buffer."""
     return Do(lambda self, x: x * self.by.clone(), by=torch.full((1,), 2.0))
-
-
-def with_change(change: Change) -> Callable[[Any, Tensor], Any]:
-    """Change something between forward and backward."""
-
-    def use(run: Any, x: Tensor) -> list[Tensor | None]:
-        parameters = [*run.parameters()]
-        if len(run[1]._forward_hooks) == 0 and isinstance(run[3], nn.LeakyReLU):
-            run[1].register_forward_hook(lambda module, inputs, y: 3 * y)
-        loss = loss_of(run, x)
-        change(run, x)
-        loss.backward()
-        return [p.grad for p in parameters]
-
-    return use
 
 
 def replaced_between_steps(run: Any, x: Tensor, replacement: Callable[[], nn.Module]) -> Any:
@@ -74,12 +60,6 @@ def with_another_value(run: nn.Module, x: Tensor) -> None:
     loss = loss_of(run, x)
     by.reset(token)
     loss.backward()
-
-
-def in_inference_mode(run: nn.Module, x: Tensor) -> None:
-    loss = loss_of(run, x)
-    with torch.inference_mode():
-        loss.backward()
 
 
 # What may happen between forward and backward without any consequence, given a layer to do it to.
@@ -258,9 +238,9 @@ ROWS = [
     Row("a mode that counts, for threads", met, balance=(2, 2, 2), use=partial(counted, safe=True), without=APART),
     Row("a mode whose count matters", met, balance=(2, 2, 2), refused={"workers": STATE, "": "depends on state"},
         use=partial(counted, by=lambda calls: once(calls) * calls[0]), without={"never": "of another order"}),
-    *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change))
+    *(Row(what, partial(layers, last), balance=(2, 2), use=amid(change))
       for what, (last, change) in HARMLESS.items()),
-    *(Row(what, partial(layers, last), balance=(2, 2), use=with_change(change),
+    *(Row(what, partial(layers, last), balance=(2, 2), use=amid(change),
           refused={"always": says, "except_last": f"{says}|modified by an inplace operation"},
           without={"never": "then autograd alone decides"})
       for what, (last, change, says) in REFUSED.items()),
@@ -270,7 +250,7 @@ ROWS = [
         for k in range(4))), balance=(2, 2), use=with_another_value),
     *(Row(f"{kind.__name__} for the inside of a layer", layers, use=partial(replaced_between_steps, replacement=make))
       for kind, make in ((nn.BatchNorm1d, lambda: nn.BatchNorm1d(WIDTH)), (nn.Dropout, lambda: nn.Dropout(0.0)))),
-    Row("a backward in inference mode", use=in_inference_mode),
+    Row("a backward in inference mode", use=within(nullcontext, torch.inference_mode)),
     *(Row(f"{what}{'' if training else ' in evaluation'}", partial(reporting, training=training),
           partial(real, grad=training), (3, 2, 2), use=within(*contexts))
       for what, contexts in PASSES.items() for training in (True, False)),

@@ -16,7 +16,7 @@ from ...library.traced import Squared
 from ...plain import Plain
 from ..compare import REORDERED
 from ..parts.layers import KINDS, WIDTH, Do, linear, made, real
-from ..row import Row, steps
+from ..row import Row, amid, steps
 
 LARGE = snapshot.SMALL // 4 + 1  # elements
 
@@ -68,17 +68,6 @@ def once(layer: Any) -> None:
 def two_of_one_memory() -> nn.Module:
     memory = torch.ones(WIDTH)
     return Do(lambda self, x: (self.one.data.add_(1), x * self.other.clone())[1], one=memory, other=memory.view(-1))
-
-
-def then(change: Callable[[Any], object]) -> Callable[[Any, Tensor], Any]:
-    """Change the layer between forward and backward."""
-
-    def use(run: Any, x: Tensor) -> Any:
-        y = run(x)
-        change(run[1])
-        y.square().sum().backward()
-
-    return use
 
 
 class Kind(nn.Parameter):
@@ -153,8 +142,8 @@ def own_norm() -> nn.Module:
     )  # fmt: skip
 
 
-def norm_of_two() -> nn.Sequential:
-    norm = own_norm()
+def norm_of_two(make: Callable[[], nn.Module] = own_norm) -> nn.Sequential:
+    norm = make()
     return nn.Sequential(*(nn.Sequential(norm) if k % 3 == 0 else linear() for k in range(4)))
 
 
@@ -225,14 +214,11 @@ ROWS = [
     Row("a count in the passes", holding(in_place), balance=(2, 1), use=steps),
     *(Row(f"a count by `.data`, which PyTorch does not count, {size} elements", holding(by_data, size), balance=(2, 1),
           use=steps) for size in (2, LARGE)),
-    Row("a count on a device to wait for", holding(by_data), balance=(2, 1), use=without_comparing),
-    Row("a large one on a device to wait for", holding(by_data, LARGE), balance=(2, 1), use=without_comparing,
-        refused=checkpointed(UNCOUNTED)),
+    *(Row(f"a count on a device to wait for, {size} elements", holding(by_data, size), balance=(2, 1),
+          use=without_comparing, refused=refused) for size, refused in ((2, {}), (LARGE, checkpointed(UNCOUNTED)))),
     Row("statistics of an own norm", made(linear, own_norm, linear), balance=(2, 1), use=steps),
-    Row("statistics of an own norm of two partitions", norm_of_two, balance=(2, 2), use=steps,
-        refused={"": "change the same buffer"}),
-    Row("statistics of an own norm of two partitions, one micro-batch", norm_of_two, balance=(2, 2), use=steps,
-        chunks=1, refused={"ranks": "change the same buffer"}),
+    *(Row(f"statistics of an own norm of two partitions, m={m}", norm_of_two, balance=(2, 2), use=steps, chunks=m,
+          refused={by: "change the same buffer"}) for m, by in ((3, ""), (1, "ranks"))),
     *(Row(what, made(linear, layer, linear), balance=(2, 1), use=use) for what, layer, use in (
         ("statistics of a norm in evaluation mode", adapts, steps), ("a norm with a buffer of its own", counts, steps),
         ("attributes of a buffer", marked, steps), ("the sign of a zero", flips, steps))),
@@ -245,8 +231,9 @@ ROWS = [
     Row("another buffer in the passes", holding(another), balance=(2, 1), use=steps),
     Row("a buffer that comes in the passes", holding(in_the_free_place), balance=(2, 1), use=steps),
     Row("a buffer that is registered in the passes", holding(where_there_was_no_place), balance=(2, 1), use=steps),
-    Row("a buffer that comes after them", holding(id), balance=(2, 1), use=then(in_the_free_place)),
-    Row("a buffer removed", holding(id), balance=(2, 1), use=then(lambda layer: delattr(layer, "buffer"))),
+    Row("a buffer that comes after them", holding(id), balance=(2, 1), use=amid(lambda run, _:
+        in_the_free_place(run[1]))),
+    Row("a buffer removed", holding(id), balance=(2, 1), use=amid(lambda run, _: delattr(run[1], "buffer"))),
     Row("two that share memory", made(linear, two_of_one_memory, linear), balance=(2, 1), use=steps),
     *(Row(f"statistics that another layer reads by {how}", made(linear, partial(reads_statistics, read), linear),
           refused=checkpointed(READS), balance=(2, 1))

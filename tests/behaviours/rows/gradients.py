@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ...library.layers import same
 from ..compare import REORDERED
-from ..parts.layers import WIDTH, Do, five, freeze, linear, made, real, weight
-from ..row import Row, promised, step, steps
+from ..parts.layers import WIDTH, Do, acting, five, freeze, linear, made, real, weight
+from ..row import Row, amid, loss_of, step, steps
 
 
 def fan() -> nn.Sequential:
@@ -20,11 +21,6 @@ def fan() -> nn.Sequential:
 
 def backward_from(part: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Any]:
     return lambda run, x: step(run, x, lambda outputs: part(*outputs))
-
-
-def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
-    y: Tensor = run(torch.randn(8, WIDTH) if x is None else x)
-    return y.square().sum()
 
 
 def thawed_between_steps(run: nn.Module, _: Tensor) -> list[Any]:
@@ -85,13 +81,8 @@ def always_differentiated(self: Any, x: Tensor) -> Tensor:
     return torch.autograd.grad((x.sin() * self.weight).sum(), x, create_graph=True)[0]
 
 
-def constant(x: Any) -> Any:
-    return x
-
-
-def hooks_its_own(self: Any, x: Tensor) -> Tensor:
-    self.weight.register_hook(lambda grad: 2 * grad)
-    return x * self.weight
+def hooks_weight(layer: Any) -> None:
+    layer.weight.register_hook(lambda grad: 2 * grad)
 
 
 def of_samples(x: Tensor) -> Tensor:
@@ -110,35 +101,11 @@ def hooked_once(run: Any, x: Tensor) -> None:
     steps(run, x)
 
 
-def hooked_late(run: Any, x: Tensor) -> None:
-    loss = loss_of(run, x)
-    run[1].register_full_backward_hook(lambda layer, grads, _: tuple(2 * g for g in grads))
-    loss.backward()
-
-
 def hooked_all(run: nn.Module, x: Tensor) -> None:
     handle = nn.modules.module.register_module_forward_hook(
         lambda layer, args, y: 2 * y if isinstance(layer, nn.Linear) else None
     )
-    loss = loss_of(run, x)
-    handle.remove()
-    loss.backward()
-
-
-def thawing() -> nn.Module:
-    weight = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
-    return Do(lambda self, x: x * self.weight.requires_grad_(), weight=weight)
-
-
-def thawed_before_backward(run: nn.Module, x: Tensor) -> None:
-    """As the discriminator of a GAN, which has to be frozen while the generator's loss is computed."""
-    loss = loss_of(run, x)
-    run.requires_grad_(True)
-    loss.backward()
-
-
-def scaled() -> nn.Module:
-    return Do(lambda self, x: x * self.by, by=torch.rand(WIDTH).requires_grad_())
+    amid(lambda *_: handle.remove())(run, x)
 
 
 def hyper() -> nn.Module:
@@ -166,10 +133,8 @@ def reading() -> nn.Module:
 
 def changed_before_backward(run: nn.Module, x: Tensor, change: Callable[[nn.Module], None]) -> None:
     loss_of(run, x).backward()
-    loss = loss_of(run, x)
-    change(run)
     try:
-        loss.backward()
+        amid(lambda run, _: change(run))(run, x)
     finally:
         run.zero_grad()
 
@@ -235,50 +200,50 @@ SUMS: dict[str, Use] = {
 RETAIN = "retain_graph=True"
 
 
-def weighted(forward: Any) -> nn.Module:
-    return Do(forward, weight=weight())
-
-
 def forgotten_in_the_end(run: Any, x: Tensor) -> Any:
     seen = steps(run, x)
     run[1].kept = None
     return seen
 
 
-def three_backwards(run: nn.Module, x: Tensor) -> None:
-    for _ in range(3):
-        loss_of(run, x).backward()
-
-
 ROWS = [
-    *(Row(f"frozen: {what}", partial(freeze, five, *numbers), use=promised) for what, numbers in FROZEN.items()),
-    *(Row(f"frozen: {what}, input takes none", partial(freeze, five, *numbers), lambda: real(grad=False),
-          use=promised) for what, numbers in FROZEN.items()),
-    *(Row(f"frozen: {what}, and thawed before backward", partial(freeze, five, *numbers), use=thawed_before_backward)
-      for what, numbers in FROZEN.items()),
-    Row("a layer that hooks its parameter", made(linear, partial(weighted, hooks_its_own), linear), balance=(2, 1),
+    *(Row(f"frozen: {what}{how}", partial(freeze, five, *numbers), partial(real, grad=grad), use=use)
+      for what, numbers in FROZEN.items() for how, grad, use in (
+          ("", True, step), (", input takes none", False, step),
+          # As the discriminator of a GAN, which has to be frozen while the generator's loss is computed.
+          (", and thawed before backward", True, amid(lambda run, _: run.requires_grad_(True))))),
+    Row("a layer that hooks its parameter", made(linear, partial(acting, hooks_weight), linear), balance=(2, 1),
         use=steps, refused={"graph never": "", "": "hooked a parameter in its forward"}),
-    *(Row(f"a layer that uses `{what}`", made(linear, partial(constant, layer), linear), balance=(2, 1), use=steps)
+    *(Row(f"a layer that uses `{what}`", made(linear, partial(same, layer), linear), balance=(2, 1), use=steps)
       for what, layer in (("torch.func.grad", of_samples), ("forward_ad", forward_too))),
     *(Row(f"a hook {what}", use=use, without={"ranks": "they have other copies of the layers"})
-      for what, use in (("that removes itself", hooked_once), ("of gradients after forward", hooked_late))),
+      for what, use in (("that removes itself", hooked_once), ("of gradients after forward", amid(lambda run, _:
+          run[1].register_full_backward_hook(lambda layer, grads, _: tuple(2 * g for g in grads)))))),
     Row("a hook of all modules during forward", use=hooked_all,
+<<<<<<< HEAD
         refused=dict.fromkeys(("always", "except_last"), "'hooks of all modules' of .* was changed")),
     Row("a parameter thawed in forward", made(linear, thawing, linear), balance=(1, 2),
+=======
+        refused=dict.fromkeys(("always", "except_last"), "'_global_forward_hooks' of .* was changed")),
+    Row("a parameter thawed in forward",
+        partial(freeze, made(linear, partial(acting, nn.Module.requires_grad_), linear), 1), balance=(1, 2),
+>>>>>>> h-rows
         without={"ranks": "what takes a gradient there does not come back to the process that compares"}),
-    Row("a buffer that takes a gradient", made(linear, scaled, linear), balance=(2, 1), use=steps),
+    Row("a buffer that takes a gradient", made(linear, lambda: Do(
+        lambda self, x: x * self.by, by=torch.rand(WIDTH).requires_grad_()), linear), balance=(2, 1), use=steps),
     Row("a buffer that a hypernetwork makes", made(linear, hyper, linear), balance=(2, 1), use=of_a_hypernetwork,
         note="Its output stands in a buffer's place, anew for each step."),
     Row("a buffer that keeps an output with its graph",
         made(linear, lambda: Do(keeps_its_output, kept=torch.zeros(1), weight=weight()), linear), balance=(2, 1),
         use=forgotten_in_the_end),
     Row("a layer that reads its gradient", made(linear, reading, linear), balance=(2, 1),
-        use=three_backwards),
+        use=lambda run, x: [loss_of(run, x).backward() for _ in range(3)]),
     *(Row(f"a layer that reads its gradient, and {what} before backward", made(linear, reading, linear),
           balance=(2, 1), use=partial(changed_before_backward, change=change),
           refused=dict.fromkeys(("always", "except_last"), "uses the gradient of its"))
       for what, change in (("zeroes it", nn.Module.zero_grad), ("adds to it", lambda run: loss_of(run).backward()))),
-    *(Row(f"{what} without a condition", made(linear, partial(weighted, layer), linear), balance=(2, 1), use=steps)
+    *(Row(f"{what} without a condition", made(linear, partial(lambda f: Do(f, weight=weight()), layer), linear),
+          balance=(2, 1), use=steps)
       for what, layer in (("a hook", always_hooked), ("`autograd.grad`", always_differentiated))),
     *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
     *(Row(what, use=use) for what, use in USES.items()),

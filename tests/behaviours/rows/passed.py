@@ -1,6 +1,5 @@
 """What goes in, between partitions and out, and how it is split; skips reach their layer, whatever lies between."""
 
-from collections import namedtuple
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from torchgpipe.skip import Namespace
 
 from ...plain import Plain
-from ..parts.layers import WIDTH, Do, linear, made, only_a_skip, real
+from ..parts.layers import WIDTH, Do, Pair, linear, made, only_a_skip, real
 from ..parts.wiring import OnFirst, with_skips
-from ..row import Row, promised, step, steps
+from ..row import Row, step, steps
+from .between import within
 
 plain = partial(real, grad=False)
 
@@ -93,8 +93,7 @@ def output_changed(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(stashing("a", lambda x, y: y), *between, nn.ReLU(inplace=True), linear(), popping())
 
 
-Two = namedtuple("Two", "a b")
-HERE: Any = type("Here", (Two,), {})
+HERE: Any = type("Here", (Pair,), {})
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
@@ -115,7 +114,13 @@ def handing_on(make: Any, take: Any) -> Any:
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
     y = run(x)
-    return isinstance(run, Plain) or type(y) is Two, y[0]
+    return isinstance(run, Plain) or type(y) is Pair, y[0]
+
+
+def undivided(run: Any, x: Tensor) -> Any:
+    y = run(x) if not isinstance(run, Plain) else nn.Sequential.forward(run, x)  # without concatenation
+    y.backward()
+    return y.detach()
 
 
 def asking(a: Tensor, b: Tensor) -> Tensor:
@@ -128,11 +133,6 @@ def at_last(run: Any, x: Tensor) -> Any:
         run[1].detach, x.grad = number > 0, None
         shown = step(run, x)
     return shown
-
-
-def without_grad(run: nn.Module, x: Tensor) -> Any:
-    with torch.no_grad():
-        return [run(x) for _ in range(3)]
 
 
 # Layers, and layers per partition.
@@ -184,8 +184,17 @@ ROWS = [
     Row("nothing takes grad", of(*[lambda a, k: (a, k)] * 3), with_ids),
     Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),
     Row("no parameters", of(torch.sin, torch.exp, torch.square)),
+    Row("a loss of one micro-batch", of(linear, linear, Tensor.sum), chunks=1, use=undivided),
     Row("nothing", of(linear, lambda a: None, linear), refused={"": "output of partition 1 must be .* got NoneType"}),
     Row("a number", of(linear, lambda a: (a, 2.0), linear), refused={"": "of partition 1 must .* element 1 is float"}),
+    Row("no output", of(linear, lambda a: (), linear), refused={"": "got an empty tuple"}),
+    Row("a tensor or a tuple", of(linear, linear, lambda a: a if len(a) > 2 else (a,)),
+        refused={"": "micro-batch 0 returned a tensor and micro-batch 2 a tuple of 1"}),
+    *(Row(f"a scalar in, {m} micro-batches", of(lambda *_: _[0], linear, linear), lambda: (real(), torch.tensor(1.0)),
+          chunks=m, refused={"": "needs a batch dimension, but tensor 1 is a scalar"}) for m in (1, 3)),
+    Row("two batch sizes in", of(lambda a, b: a, linear, linear), lambda: (real(), torch.zeros(4)),
+        refused={"": r"one batch size \(dimension 0\), but they have \[8, 4\]"}),
+    Row("a loss beside a tensor", of(linear, linear, lambda a: (a, a.sum())), refused={"": "returned a scalar"}),
     Row("a loss", of(linear, linear, Tensor.sum), refused={"": "returned a scalar; move a loss"}),
     Row("attributes of tensors (`y.scale = 3.0`)", of(linear, marked, lambda x: x, scaled),
         note="Between ranks: numbers, strings, and tuples, lists and dictionaries of them."),
@@ -195,16 +204,16 @@ ROWS = [
         refused={"ranks": r"outputs of partition 0 have attributes \(scale\)"}),
     Row("an attribute that takes a gradient", of(linear, lambda x: marked(x, more=x.sin()), lambda x: x * x.more),
         refused={"graph never": "", "": "attribute.*more"}, balance=(2, 1)),
-    Row("named tuples between layers", handing_on(Two._make, lambda two: two.a * two.b),
+    Row("named tuples between layers", handing_on(Pair._make, lambda two: two.one * two.other),
         note="Between ranks, if their class is at the top of a module."),
     Row("a named tuple of PyTorch", handing_on(torch.return_types.max, lambda two: two.values * two.indices)),
-    Row("a named tuple of no module", handing_on(HERE._make, lambda two: two.a * two.b),
+    Row("a named tuple of no module", handing_on(HERE._make, lambda two: two.one * two.other),
         refused={"ranks": "which ranks do not find"}),
-    Row("a named tuple out", made(linear, linear, lambda: Do(lambda _, x: Two(x.tanh(), x))), use=named_out,
+    Row("a named tuple out", made(linear, linear, lambda: Do(lambda _, x: Pair(x.tanh(), x))), use=named_out,
         without={"ranks": "other ranks show what the last one has"}),
-    *(Row(f"types {d}", typed(d), partial(torch.randn, 8, WIDTH, dtype=d, requires_grad=True), use=promised)
+    *(Row(f"types {d}", typed(d), partial(torch.randn, 8, WIDTH, dtype=d, requires_grad=True))
       for d in (F16, BF16, C64)),
-    Row("several types", typed(*SEVERAL), balance=(2, 2, 2, 3), use=promised),
+    Row("several types", typed(*SEVERAL), balance=(2, 2, 2, 3)),
     *(Row(f"{b} samples, {m} micro-batches", given=batch(b), chunks=m)
       for b, m in ((13, 8), (13, 2), (8, 8), (8, 3), (1, 2), (1, 20), (0, 3), (8, 20))),
     *(Row(f"a balance of {balance}", given=batch(13), balance=balance, chunks=8)
@@ -212,21 +221,19 @@ ROWS = [
     *(Row(f"without {switch}", given=batch(13), balance=(2, 1, 1, 1), chunks=8, options={switch: False},
           without={"ranks": "they have no such components"})
       for switch in ("dependency", "portals", "copy_streams")),
-    *(Row(what, build, balance=balance) for what, (build, balance) in CASES.items()),
-    *(Row(f"{what}, input takes none", build, partial(real, grad=False), balance)
-      for what, (build, balance) in CASES.items()),
-    *(Row(f"{what}, through", build, balance=balance, options={"portals": False}, without=WHOLE)
-      for what, (build, balance) in CASES.items()),
+    *(Row(f"{what}{how}", build, partial(real, grad=grad), balance, options=options, without=without)
+      for what, (build, balance) in CASES.items()
+      for how, grad, options, without in (("", True, {}, {}), (", input takes none", False, {}, {}),
+                                          (", through", True, {"portals": False}, WHOLE))),
     *(Row(f"{PATTERN} at {a} and {b}{how}", partial(paired, PATTERN), balance=(a, b - a, 7 - b), options=options,
           without={"one partition": "once is enough", "one micro-batch": "likewise", "observed": "likewise", **more})
       for a, b in combinations(range(1, 7), 2)
       for how, options, more in (("", {}, {}), (", through", {"portals": False}, WHOLE))),
-    Row("a skip that is the output changed in place", output_changed, balance=(2, 2), use=steps),
     *(Row(f"a skip that is the output changed in place, {balance}", output_changed, balance=balance, use=steps,
-          refused=APART) for balance in ((1, 3), (1, 1, 2))),
+          refused=refused) for balance, refused in (((2, 2), {}), ((1, 3), APART), ((1, 1, 2), APART))),
     # The partition between hands on what shares memory with a skip.
     Row("a skip that is the output, handed on and changed in place", lambda: output_changed(nn.Identity()),
         balance=(1, 1, 3), use=steps, refused=APART),
-    Row("likewise without a gradient", output_changed, balance=(1, 3), use=without_grad,
+    Row("likewise without a gradient", output_changed, balance=(1, 3), use=within(torch.no_grad),
         refused={"workers": SHARES, "ranks": SHARES}),
 ]  # fmt: skip

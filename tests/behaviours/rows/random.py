@@ -89,20 +89,11 @@ def under_way(run: nn.Module, x: Tensor) -> Any:
     return [y.detach() for y in outputs]
 
 
-def leaves_the_callers_numbers_alone(run: nn.Module, x: Tensor) -> bool:
-    y = run(x)
+def takes_nothing(act: Callable[[], object]) -> bool:
+    """Return whether the caller's numbers stay where they are."""
     before = torch.get_rng_state()
-    y.sum().backward()
+    act()
     return torch.equal(torch.get_rng_state(), before)
-
-
-def takes_nothing(run: nn.Module, x: Tensor) -> list[bool]:
-    found = []
-    for _ in range(2):
-        before = torch.get_rng_state()
-        step(run, x)
-        found.append(torch.equal(torch.get_rng_state(), before))
-    return found
 
 
 def from_evaluation_and_back(run: nn.Module, x: Tensor) -> Any:
@@ -183,7 +174,6 @@ def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
         except ArithmeticError:
             failed = True
         assert failed or when == "recompute", "nothing has failed"
-        vars(layer)["error"] = None
         norms = [x.track_running_stats for x in run.modules() if hasattr(x, "track_running_stats")]
         return [b.clone() for b in run.buffers()], norms, step(run, x)
 
@@ -201,17 +191,17 @@ ROWS = [
     Row("`fork_rng`, `set_rng_state` in a layer", partial(layers, set_back), use=all_differ, **MORE,
         note="The state is that of the task."),
     Row("several steps", layers, use=steps, **MORE),
-    Row("backward leaves the caller's numbers alone", layers, use=leaves_the_callers_numbers_alone, **MORE),
+    Row("backward leaves the caller's numbers alone", layers, **MORE,
+        use=lambda run, x: takes_nothing(run(x).sum().backward)),
     Row("two forwards, then two backwards", layers, use=under_way, **MORE, tolerance=REORDERED),
-    *(Row(f"no numbers are taken by {what}", alone(layer), use=takes_nothing, **MORE)
+    *(Row(f"no numbers are taken by {what}", alone(layer), **MORE,
+          use=lambda run, x: [takes_nothing(partial(step, run, x)) for _ in range(2)])
       for what, layer in QUIET.items()),
-    Row("one partition draws the numbers of a plain run", made(linear, nn.Dropout, linear), balance=(3,), use=steps),
-    Row("one micro-batch draws the numbers of a plain run", made(linear, nn.Dropout, linear),
-        use=steps, chunks=1),
-    Row("from evaluation to training and back", layers, use=from_evaluation_and_back, **MORE),
-    Row("from evaluation to training, any engine", layers, use=from_evaluation_and_back, **MORE, **AUTO),
-    Row("sizes", layers, use=sizes, **MORE),
-    Row("sizes, any engine", layers, use=sizes, **MORE, **AUTO),
+    *(Row(f"{what} draws the numbers of a plain run", made(linear, nn.Dropout, linear), balance=balance, use=steps,
+          chunks=m) for what, balance, m in (("one partition", (3,), 3), ("one micro-batch", (1, 1, 1), 1))),
+    *(Row(f"{what}{which}", layers, use=use, **MORE, **options)
+      for what, use in (("from evaluation to training and back", from_evaluation_and_back), ("sizes", sizes))
+      for which, options in (("", {}), (", any engine", AUTO))),
     Row("a first draw in a later micro-batch", made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3),
         lambda: torch.arange(8.0).unsqueeze(1).repeat(1, 4),
         refused={"workers always": WRONG, "ranks always": WRONG}, **MORE),

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torchgpipe.skip import Namespace
 
 from ...library.layers import Pop, Stash
-from ..parts.layers import WIDTH, Do, five, linear, made, weight
+from ..parts.layers import WIDTH, Do, acting, five, linear, made, weight
 from ..row import Row, step, steps
+from .buffers import norm_of_two
 
 
 def long() -> Tensor:
@@ -69,14 +70,12 @@ def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
     return torch.equal(y, given.grad)  # type: ignore[arg-type]
 
 
-def rewriting(self: Any, x: Tensor) -> Tensor:
-    self.weight.data = self.weight.sign()
-    return x * self.weight
+def rewrites(layer: Any) -> None:
+    layer.weight.data = layer.weight.sign()
 
 
-def marking(self: Any, x: Tensor) -> Tensor:
-    self.weight.seen = True
-    return x * self.weight
+def marks_weight(layer: Any) -> None:
+    layer.weight.seen = True
 
 
 def marks(run: nn.Module, x: Tensor) -> bool:
@@ -115,11 +114,6 @@ def with_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
         return run[0].weight.grad.clone()
     finally:
         run.zero_grad()
-
-
-def shared_norm() -> nn.Sequential:
-    norm = nn.BatchNorm1d(WIDTH, affine=False)
-    return nn.Sequential(*(Do(lambda self, x: self.norm(x), norm=norm) if k % 3 == 0 else linear() for k in range(4)))
 
 
 def with_other_buffers(run: nn.Module, x: Tensor) -> Tensor:
@@ -167,10 +161,9 @@ ROWS = [
         use=masks_are_alike, refused={"workers": "random numbers in backward"}),
     Row("a layer that sets the seed", made(lambda: seeding, nn.Identity), long, (1, 1),
         use=masks_are_alike, refused={"workers": "manual_seed", "ranks": "manual_seed"}),
-    Row("a parameter whose data are replaced in forward", made(lambda: Do(rewriting, weight=weight()), linear),
-        balance=(1, 1), use=steps, refused={"": REPLACED, "graph never": ""}),
-    Row("what a layer writes on a parameter", made(*[lambda: Do(marking, weight=weight())] * 2), balance=(1, 1),
-        use=marks),
+    Row("a parameter whose data are replaced in forward", made(partial(acting, rewrites), linear), balance=(1, 1),
+        use=steps, refused={"": REPLACED, "graph never": ""}),
+    Row("what a layer writes on a parameter", made(*[partial(acting, marks_weight)] * 2), balance=(1, 1), use=marks),
     Row("a graph that a layer keeps", made(lambda: Do(penalized, weight=weight(), of_output=False), linear),
         balance=(1, 1), use=partial(with_penalty, observed=False),
         refused={"graph never": "", "": KEEPS}, without=ALWAYS),
@@ -181,7 +174,8 @@ ROWS = [
     *(Row(f"{how} of {what}", made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
           use=partial(copied, duplicate=duplicate, used=used), note=note if used else "")
       for how, duplicate, note in COPIES for what, used in (("a new model", False), ("a used model", True))),
-    Row("a norm of two partitions whose buffers were replaced", shared_norm, balance=(2, 2), use=with_other_buffers,
+    Row("a norm of two partitions whose buffers were replaced",
+        partial(norm_of_two, lambda: nn.BatchNorm1d(WIDTH, affine=False)), balance=(2, 2), use=with_other_buffers,
         refused={"": "change the same buffer"}),
     *([Row("gradients of another type", lambda: five().bfloat16(), lambda: torch.randn(6, WIDTH).bfloat16(),
            use=of_another_type)] if hasattr(torch.Tensor, "grad_dtype") else []),

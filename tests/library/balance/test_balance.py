@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance import balance_by_size, balance_by_time
+from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.skip import Namespace
 from torchgpipe.skip.scope import current_scope
 
@@ -189,6 +190,11 @@ OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_size, X, {"param_scale": float("nan")}, "param_scale must be .* got nan"),
     (balance_by_size, (X, X[:1]), {"chunks": 2}, "one batch size"),
 ]
+COSTS = [
+    ([1, -2], "not negative, got -2 for layer 1"),
+    ([1, float("nan")], "not negative, got nan for layer 1"),
+    ([1, 1, float("inf")], "finite and not negative, got inf for layer 2"),
+]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +202,7 @@ OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     [
         *((each, arguments, {"device": "cpu"}, *rest) for arguments, *rest in MISUSE for each in BALANCES.values()),
         *((each, (1, RELUS, sample), options, ValueError, said) for each, sample, options, said in OF_ONE),
+        *((minimise_heaviest, (costs, 1), {}, ValueError, said) for costs, said in COSTS),
     ],
 )
 def test_misuse(balance_by: Any, arguments: Any, options: Any, error: type[Exception], message: str) -> None:

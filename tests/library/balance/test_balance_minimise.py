@@ -1,6 +1,5 @@
-"""`minimise_heaviest`: exact, no empty partitions, and even partitions if there is a choice."""
+"""`minimise_heaviest`: exact, no empty partitions, even if there is a choice. Misuse: test_balance.py."""
 
-import math
 import random
 from collections.abc import Sequence
 from fractions import Fraction
@@ -83,17 +82,3 @@ def test_thousands_of_layers(decades: int) -> None:
             parts, filled = parts + 1, Fraction(0)
         filled += cost
     assert parts > 64 or max(costs) == bound
-
-
-# Costs that are refused; numbers of partitions are in test_balance.py.
-MISUSE = [
-    ([1, -2], "not negative, got -2 for layer 1"),
-    ([math.nan, 1], "not negative, got nan for layer 0"),
-    ([1, 1, math.inf], "finite and not negative, got inf for layer 2"),
-]
-
-
-@pytest.mark.parametrize("costs, message", MISUSE)
-def test_misuse(costs: list[float | Fraction], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        minimise_heaviest(costs, 1)
