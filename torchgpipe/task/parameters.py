@@ -97,7 +97,8 @@ class StandInParameters:
         self.parameters, self.ids = list(made), {*map(id, made)}
         self._stand_ins = list(made.values())
         self.needs = [p.requires_grad for _, p in self._all]
-        self._met = [*map(_noted, self.parameters)]
+        self._met: list[Any] = [*map(_noted, self.parameters)]
+        self._meets = any(met is not None for met in self._met)
         self._idle = True  # no backward has begun, or `take` has come
         self._backward = -1  # the number of the latest backward
         self._thread: int | None = None  # where it began, until it has ended
@@ -121,26 +122,25 @@ class StandInParameters:
                     if buffers.get(name) is stand_in:
                         buffers[name] = x
 
-    def show_gradients(self) -> list[tuple[Tensor | None, Tensor | None]]:
+    def show_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Let layers meet the gradients that the parameters had when this was made; return these, and the sums."""
-        aside = []
-        for stand_in, p, met in zip(self._stand_ins, self.parameters, self._met, strict=True):
-            shown, summed = met and _shown(met, p), stand_in.grad
-            if shown is not summed:
-                stand_in.grad = shown
-            aside.append((shown, summed))
-        return aside
+        sums, shown = self._grads(), self._met
+        if self._meets:
+            shown = [met and _shown(met, p) for met, p in zip(self._met, self.parameters, strict=True)]
+        self._set(sums, shown)
+        return shown, sums
 
-    def hide_gradients(self, aside: list[tuple[Tensor | None, Tensor | None]]) -> None:
+    def hide_gradients(self, shown: list[Tensor | None], sums: list[Tensor | None]) -> None:
         """Put the sums back; raise `RuntimeError` if a layer has added gradients to what it was shown."""
-        added = False
-        for stand_in, (shown, summed) in zip(self._stand_ins, aside, strict=True):
-            after = stand_in.grad
-            added = added or after is not shown or (after is not None and after._version > 0)
-            if after is not summed:
-                stand_in.grad = summed
-        if added:
+        after = self._grads()
+        self._set(after, sums)
+        if [g for g, x in zip(after, shown, strict=True) if g is not x or (g is not None and g._version)]:
             raise RuntimeError(BY_ANOTHER_WAY)
+
+    def _set(self, present: list[Tensor | None], grads: list[Tensor | None]) -> None:
+        for stand_in, before, grad in zip(self._stand_ins, present, grads, strict=True):
+            if before is not grad:
+                stand_in.grad = grad
 
     def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
         """Raise `RuntimeError` if a parameter was changed in place since the stand-ins were made.

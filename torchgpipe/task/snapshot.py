@@ -130,7 +130,7 @@ class LayerSnapshot:
     def before_first_pass(self) -> Held:
         """Return what the layers hold now, with copies of buffers. The caller holds the lock."""
         modes = [module.training for module in self.modules]
-        return Held(self._buffers_now(), modes, [*map(_hooks, self.modules)], [])
+        return Held(self._buffers_now(), modes, _all_hooks(self.modules), [])
 
     def _buffers_now(self) -> tuple[_Slot, ...]:
         held = [(m, name, x) for m in self._with_buffers() for name, x in m._buffers.items()]
@@ -165,7 +165,7 @@ class LayerSnapshot:
         """
         self.stand_ins.check_unchanged(self._index)
         same = [module.training for module in self.modules] == held.modes
-        same = same and [*map(_hooks, self.modules)] == held.hooks
+        same = same and _all_hooks(self.modules) == held.hooks
         return NOTHING if same and not (held.buffers or self._norms or self._with_buffers()) else self._put_back(held)
 
     def _with_buffers(self) -> list[nn.Module]:
@@ -214,7 +214,8 @@ class LayerSnapshot:
 
     @contextmanager
     def _first_hooks(self, before: list[list[tuple[Any, ...]]]) -> Iterator[None]:
-        changed = [(m, hooks) for m, hooks in zip(self.modules, before, strict=True) if _hooks(m) != hooks]
+        hooked = zip(self.modules, before or [_NO_HOOKS] * len(self.modules), strict=True)
+        changed = [(m, hooks) for m, hooks in hooked if _hooks(m) != hooks]
         places = [module.__dict__ for module, _ in changed]
         with ExitStack() as stack:
             for k, kind in enumerate(_HOOKS):
@@ -296,6 +297,10 @@ _HOOKS = (
 _GLOBAL = [
     vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS if "_with_" not in name and "_always_" not in name
 ]
+
+
+def _all_hooks(modules: list[nn.Module]) -> list[list[tuple[Any, ...]]]:
+    return [*map(_hooks, modules)] if [m for m in modules if _hooks(m) is not _NO_HOOKS] else []
 
 
 def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:

@@ -232,12 +232,12 @@ class TaskGraph:
     def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
         stand_ins = self.snapshot.stand_ins
         with self.snapshot.lock, stand_ins.in_place():
-            aside = stand_ins.show_gradients()
+            gradients = stand_ins.show_gradients()
             try:
                 with asks:
                     outputs, out_form = self.stage.run(inputs, form, shared)
             finally:
-                stand_ins.hide_gradients(aside)
+                stand_ins.hide_gradients(*gradients)
         for name, value in [pair for y in outputs if y is not None for pair in y.__dict__.items()]:
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(

@@ -220,14 +220,9 @@ ROWS = [
       for what, use in (("that removes itself", hooked_once), ("of gradients after forward", amid(lambda run, _:
           run[1].register_full_backward_hook(lambda layer, grads, _: tuple(2 * g for g in grads)))))),
     Row("a hook of all modules during forward", use=hooked_all,
-<<<<<<< HEAD
         refused=dict.fromkeys(("always", "except_last"), "'hooks of all modules' of .* was changed")),
-    Row("a parameter thawed in forward", made(linear, thawing, linear), balance=(1, 2),
-=======
-        refused=dict.fromkeys(("always", "except_last"), "'_global_forward_hooks' of .* was changed")),
     Row("a parameter thawed in forward",
         partial(freeze, made(linear, partial(acting, nn.Module.requires_grad_), linear), 1), balance=(1, 2),
->>>>>>> h-rows
         without={"ranks": "what takes a gradient there does not come back to the process that compares"}),
     Row("a buffer that takes a gradient", made(linear, lambda: Do(
         lambda self, x: x * self.by, by=torch.rand(WIDTH).requires_grad_()), linear), balance=(2, 1), use=steps),
