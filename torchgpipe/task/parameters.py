@@ -65,7 +65,8 @@ class StandInParameters:
         self._modules = modules = list(modules)
         kept = sharded(modules)
         for module in modules:
-            for name, x in ((name, module._buffers.get(name)) for name in module._buffers):  # not in a recomputation
+            for name in module._buffers:
+                x = module._buffers.get(name)  # not by items(), which a recomputation may refuse
                 if x is not None and x.requires_grad and not hasattr(x, _OF_A_LAYER):
                     if x not in made:
                         made[x] = _stand_in(x)

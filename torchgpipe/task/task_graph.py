@@ -232,12 +232,15 @@ class TaskGraph:
     def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
         stand_ins = self.snapshot.stand_ins
         with self.snapshot.lock, stand_ins.in_place():
-            gradients = stand_ins.show_gradients()
-            try:
-                with asks:
-                    outputs, out_form = self.stage.run(inputs, form, shared)
-            finally:
-                stand_ins.hide_gradients(*gradients)
+            if self.checkpoint and self.snapshot.claims.get(self._needs, False):  # no layer asks for gradients
+                outputs, out_form = self.stage.run(inputs, form, shared)
+            else:
+                gradients = stand_ins.show_gradients()
+                try:
+                    with asks:
+                        outputs, out_form = self.stage.run(inputs, form, shared)
+                finally:
+                    stand_ins.hide_gradients(*gradients)
         for name, value in [pair for y in outputs if y is not None for pair in y.__dict__.items()]:
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(
@@ -252,7 +255,7 @@ class _Asks(TorchFunctionMode):
     """Note whether layers ask which tensors take gradients, or for gradients: without a graph, none would."""
 
     only_watches = True
-    asked, asking = False, {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")}
+    asked, asking = False, {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "grad")}
     names = (
         "grad",
         "register_hook",
