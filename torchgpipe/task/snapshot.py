@@ -57,9 +57,6 @@ class Held(NamedTuple):
     changed: list[_Slot]
 
 
-NOTHING_HELD = Held((), [], [], [])
-
-
 class LayerSnapshot:
     """What the layers of partition `index` hold when this is made. `recomputed`: whether a task will run them twice.
 

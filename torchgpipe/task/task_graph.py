@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.task.ambient import Ambient, Modes, without_fast_attention
 from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
 from torchgpipe.task.randomness import Randomness
-from torchgpipe.task.snapshot import NOTHING_HELD, Held, LayerSnapshot
+from torchgpipe.task.snapshot import Held, LayerSnapshot
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, packs_saved_tensors, run_backward
 from torchgpipe.tensors.checkpoint import Passing
@@ -53,7 +53,7 @@ class TaskGraph:
     _kept: tuple[Flat, Form] | None = None
     _versions: list[int | None] = field(default_factory=list)
     _shown: Flat = ()  # what the first pass has computed, if a mode may have changed that
-    _held: Held = NOTHING_HELD
+    _held: Held = Held((), [], [], [])
     _edges: list[GradientEdge | None] | None = None
     _spent: bool = False
     # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
