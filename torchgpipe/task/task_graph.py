@@ -53,7 +53,7 @@ class TaskGraph:
     _kept: tuple[Flat, Form] | None = None
     _versions: list[int | None] = field(default_factory=list)
     _shown: Flat = ()  # what the first pass has computed, if a mode may have changed that
-    _held: Held = Held((), [], [], [])
+    _held: Held = field(init=False)
     _edges: list[GradientEdge | None] | None = None
     _spent: bool = False
     # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
