@@ -12,6 +12,7 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from ctypes import string_at
 from typing import Any, NamedTuple
 
 import torch
@@ -255,6 +256,8 @@ def equal(x: Tensor, y: Tensor) -> bool:
     """Return whether two buffers hold the same bits; of device `meta` they do, of unknown layouts it is not known."""
     if x.is_nested or x.layout not in _LAYOUTS:
         return False
+    if x.is_cpu and x.layout is torch.strided and x.nbytes <= 4096 and x.is_contiguous() and y.is_contiguous():
+        return string_at(x.data_ptr(), x.nbytes) == string_at(y.data_ptr(), y.nbytes)  # takes less than an operator
     parts = zip(_parts(x.detach()), _parts(y), strict=True)
     return x.is_meta or all(torch.equal(_bits(a), _bits(b)) for a, b in parts)
 
@@ -291,9 +294,7 @@ _HOOKS = (
 )
 
 
-_GLOBAL = [
-    vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS if "_with_" not in name and "_always_" not in name
-]
+_GLOBAL = [vars(nn.modules.module)[f"_global{name}"] for name in (_HOOKS[0], _HOOKS[3], *_HOOKS[5:])]
 
 
 def _all_hooks(modules: list[nn.Module]) -> list[list[tuple[Any, ...]]]:

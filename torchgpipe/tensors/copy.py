@@ -14,15 +14,15 @@ A stream that waits holds up all later work on it. So it waits for events, not f
 paths share a stream.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.tensors.microbatch import Flat, carrying
-from torchgpipe.tensors.observe import Observer, observed
+from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 Ends = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
 """The streams at both ends of a path; `None` off CUDA."""
@@ -167,14 +167,13 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-@contextmanager
-def using(*streams: torch.cuda.Stream | None) -> Iterator[None]:
-    """Make `streams` the current ones of their devices; pass over `None`."""
-    with ExitStack() as stack:
-        for stream in streams:
-            if stream is not None:
-                stack.enter_context(torch.cuda.stream(stream))
-        yield
+def using(*streams: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Make `streams` the current ones of their devices, until the context that is returned ends; pass over `None`."""
+    on = [torch.cuda.stream(stream) for stream in streams if stream is not None]
+    stack = ExitStack()
+    for each in on:
+        stack.enter_context(each)
+    return stack if on else NOTHING
 
 
 NO_FENCE = StreamFence(torch.device("cpu"))
