@@ -52,7 +52,7 @@ class StandInParameters:
 
     Attributes:
         parameters: those that have stand-ins; their `ids`.
-        needs: of all parameters, which take a gradient.
+        needs: of all parameters, which take a gradient; `meets`: whether some had a gradient when this was made.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -99,7 +99,7 @@ class StandInParameters:
         self._stand_ins = list(made.values())
         self.needs = [p.requires_grad for _, p in self._all]
         self._met: list[Any] = [*map(_noted, self.parameters)]
-        self._meets = any(met is not None for met in self._met)
+        self.meets = any(met is not None for met in self._met)
         self._idle = True  # no backward has begun, or `take` has come
         self._backward = -1  # the number of the latest backward
         self._thread: int | None = None  # where it began, until it has ended
@@ -126,7 +126,7 @@ class StandInParameters:
     def show_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Let layers meet the gradients that the parameters had when this was made; return these, and the sums."""
         sums, shown = self._grads(), self._met
-        if self._meets:
+        if self.meets:
             shown = [met and _shown(met, p) for met, p in zip(self._met, self.parameters, strict=True)]
         self._set(sums, shown)
         return shown, sums

@@ -232,7 +232,7 @@ class TaskGraph:
     def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
         stand_ins = self.snapshot.stand_ins
         with self.snapshot.lock, stand_ins.in_place():
-            if self.checkpoint and self.snapshot.claims.get(self._needs, False):  # no layer asks for gradients
+            if self.snapshot.claims.get(self._needs, False) if self.checkpoint else not stand_ins.meets:
                 outputs, out_form = self.stage.run(inputs, form, shared)
             else:
                 gradients = stand_ins.show_gradients()
