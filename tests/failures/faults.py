@@ -7,6 +7,8 @@ import resource
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -47,6 +49,28 @@ def dies() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_told_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+USES = """import os, socket, sys, time
+parent, seconds, *ports = sys.argv[1:]
+print("it runs", flush=True)
+while os.getppid() == int(parent):
+    time.sleep(0.001)
+kept = [socket.create_server(("127.0.0.1", int(port))) for port in ports]
+time.sleep(float(seconds))
+"""
+
+
+def dies_and_its_ports_are_used() -> None:
+    """Die; from then on a program that has nothing to do with this one listens on its ports."""
+    given = [os.getpid(), 3 * SILENCE, *(each.getsockname()[1] for each in _listening())]
+    other = subprocess.Popen([sys.executable, "-c", USES, *map(str, given)], stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline()
+    dies()
+
+
 def dies_before_its_child() -> None:
     """Die, but leave a fork, and a program that Python did not start."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
@@ -64,11 +88,13 @@ def hangs() -> None:
 
 def strangers_write() -> None:
     """Write what gloo does not know to each port of this process, as whoever mistakes it for another's."""
-    listening = [each for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-    assert listening
-    for each in listening:
+    for each in _listening():
         with socket.create_connection(each.getsockname()[:2]) as stranger:
             stranger.sendall(os.urandom(1000))
+
+
+def overflows() -> None:
+    """Let a gradient of this rank be infinite; all ranks have to skip the step."""
 
 
 def takes_another_pipeline() -> None:
@@ -91,7 +117,9 @@ def computes() -> None:
         sum(range(1000))
 
 
-SAY_NOTHING = (dies, dies_before_its_child, hangs, hangs_while_the_clock_is_set_back)
+SAY_NOTHING = (
+    dies, dies_before_its_child, dies_and_its_ports_are_used, is_told_to_end, hangs, hangs_while_the_clock_is_set_back
+)  # fmt: skip
 
 
 def all_stop() -> None:
@@ -138,6 +166,12 @@ def _sockets() -> Iterator[socket.socket]:
             found = socket.socket(fileno=os.dup(int(number)))
             if found.family in (socket.AF_INET, socket.AF_INET6):
                 yield found
+
+
+def _listening() -> list[socket.socket]:
+    found = [each for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+    assert found
+    return found
 
 
 def _cut(link: socket.socket) -> None:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.state.saves import Saves
 
 from ..parts import Fails
-from .faults import SILENCE, Keyboard, cut_off, cuts_links, takes_another_pipeline
+from .faults import SILENCE, Keyboard, cut_off, cuts_links, overflows, takes_another_pipeline
 from .rows import Row
 
 WORLD = 3
@@ -57,6 +58,8 @@ def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
         point = model.partition[1] if row.engine == "ranks" else model[3]
     number, here = 0, row.engine != "ranks" or rank == row.rank
     other = pipeline(row.engine) if row.does is takes_another_pipeline else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0, enabled=row.does is overflows)
 
     def happens() -> None:
         if row.engine == "ranks":
@@ -84,7 +87,14 @@ def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
         model.zero_grad()
         loss = (other if here and number == 2 else model).loss(criterion, X, X)
         if row.does is not None or not here or number != 2:
-            loss.backward()
+            scaler.scale(loss).backward()
+        if row.does is overflows:
+            if here and number == 2:
+                next(model.parameters()).grad.fill_(torch.inf)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (8.0 if number == 1 else 4.0)
         if row.place == "saving":
             saves.save(number, model, None)
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]

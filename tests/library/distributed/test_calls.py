@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as plain_checkpoint
 
@@ -72,9 +71,12 @@ def test_calls_in_any_order() -> None:
 
 
 def test_a_loss_outlives_its_pipeline() -> None:
-    loss = loss_of(small()[0])
+    model = small()[0]
+    loss, parameters = loss_of(model), [*model.parameters()]
+    del model
     gc.collect()
     loss.backward()
+    assert any(p.grad is not None for p in parameters)
 
 
 def test_a_loss_without_the_output() -> None:
@@ -157,18 +159,6 @@ def test_errors_between_calls() -> None:
         with pytest.raises((ValueError, RankFailed), match=message):
             loss_of(ours)
         setattr(ours, name, before)
-
-
-def test_all_ranks_skip_the_step_where_one_overflows() -> None:
-    model, threads = small()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), ShardedGradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of(model)).backward()
-    if dist.get_rank() == 1:
-        model.partition[0].weight.grad.fill_(torch.inf)
-    scaler.step(optimizer)
-    scaler.update()
-    before = dict(threads.named_parameters())
-    assert scaler.get_scale() == 4.0 and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_wrong_arguments() -> None:
