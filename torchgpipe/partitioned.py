@@ -26,8 +26,9 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.verify import verify_skippables
 from torchgpipe.task.ambient import Modes
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
+from torchgpipe.task.contents import equal
 from torchgpipe.task.randomness import check_apart
-from torchgpipe.task.snapshot import begins_in_place, equal
+from torchgpipe.task.snapshot import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import averages_gradients
 from torchgpipe.tensors.checkpoint import MODES, Mode
@@ -154,17 +155,16 @@ class Partitioned(nn.Module, ABC):
         several = self.chunks > 1 or len(self._stages) == 1
         copies = [x.detach().clone() for x in shared if x is not None and several]
         before = versions(shared)
-        modes = Modes()
         try:
-            result = run()
-            if versions(shared) != before or not all(map(equal, [x for x in shared if x is not None], copies)):
+            with Modes():
+                result = run()
+            if versions(shared) != before or False in map(equal, [x for x in shared if x is not None], copies):
                 raise RuntimeError(
                     "two partitions have layers that change the same buffer (such as one batch norm in both), and not "
                     "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
                 )
             commit(norms)
         except BaseException:
-            modes.set_back()
             for norm in norms:
                 norm.discard()
             raise

@@ -103,11 +103,7 @@ class _Node(torch.autograd.Function):
         remaining = iter(grads)
         output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
         keep = keeps_graph()
-        modes = Modes()
-        try:
+        with Modes():
             input_grads = batch.backward(output_grads, keep=keep)
-        except BaseException:
-            modes.set_back()
-            raise
         sums = [g for snapshot in batch.snapshots for g in snapshot.stand_ins.take(last=not keep)]
         return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)

@@ -219,11 +219,8 @@ class _TaskNode(torch.autograd.Function):
         ctx.task, ctx.tied = task, tied
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
-        let_gradients_go_forward(True)
-        try:
-            outputs, task.form = task.forward(inputs, item.form, item.shared)
-        finally:
-            let_gradients_go_forward(False)
+        let_gradients_go_forward(True)  # until this function ends
+        outputs, task.form = task.forward(inputs, item.form, item.shared)
         task.departure.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0)) if tied else outputs

@@ -166,8 +166,8 @@ def _state(value: object, depth: int = 4) -> object:
     return version, [_state(x, depth - 1) for x in held] if depth and held else id(value)
 
 
-class Modes:
-    """The modes of this thread that contexts around tasks change, to set them back after a failure.
+class Modes(AbstractContextManager[None]):
+    """A context that sets back, after a failure, the modes of this thread that contexts around tasks change.
 
     An interrupt (Ctrl-C) can come right before a context is left, and then it never is.
     """
@@ -178,8 +178,9 @@ class Modes:
         self._private = PrivateGenerator.present()
         self._stacks, self._dtype = mode_stacks(), torch.get_default_dtype()
 
-    def set_back(self) -> None:
-        """Set the modes as they were."""
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            return
         torch.set_grad_enabled(self._grad)
         self._passing.__enter__()
         PrivateGenerator.back_to(self._private)

@@ -8,23 +8,20 @@ if they have changed since the last copy. Their versions do not tell, as kernels
 quantization), `.data` and NumPy write without counting, so what they hold is compared.
 """
 
-import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from ctypes import string_at
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.task.contents import comparable, copied, equal
 from torchgpipe.task.parameters import InPlace, StandInParameters
 from torchgpipe.tensors._autograd import storage_of, within_plain_checkpoint
 from torchgpipe.tensors.checkpoint import has_asked, is_recomputing
 from torchgpipe.tensors.item import versions
-from torchgpipe.tensors.microbatch import carrying
 from torchgpipe.tensors.observe import NOTHING
 
 COMPARED = ["cpu", "meta"]
@@ -49,12 +46,15 @@ class _Slot(NamedTuple):
     shared: bool
 
 
+_Hooks = list[tuple[Any, ...]]
+
+
 class Held(NamedTuple):
     """What layers held before a first pass, and which of the buffers it has changed in a way that PyTorch counts."""
 
     buffers: tuple[_Slot, ...]
     modes: list[bool]
-    hooks: list[list[tuple[Any, ...]]]
+    hooks: list[_Hooks]
     changed: list[_Slot]
 
 
@@ -143,8 +143,8 @@ class LayerSnapshot:
             copies: dict[Any, Any] = {}
             for module, name, x in held:
                 if (storage := storages.get(id(x))) in stale:
-                    copied = _copied(None if id(x) in self.stand_ins.ids else x, times[storage] > 1, copies)
-                    self._slots[module, name] = _Slot(module, name, x, versions((x,)), copied, times[storage] > 1)
+                    copy = copied(None if id(x) in self.stand_ins.ids else x, times[storage] > 1, copies)
+                    self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, times[storage] > 1)
         return tuple([self._slots[module, name] for module, name, _ in held])
 
     def after_first_pass(self, held: Held) -> None:
@@ -176,9 +176,9 @@ class LayerSnapshot:
             return True
         if buffer is None or slot.copy is None:
             return False
-        if buffer.device.type in COMPARED:
+        if buffer.device.type in COMPARED or not comparable(buffer):
             return not equal(buffer, slot.copy)
-        if sum(x.nbytes for x in _parts(buffer)) <= SMALL:
+        if buffer.nbytes <= SMALL:
             return True
         self._unsure[module, name] = slot
         return False
@@ -211,13 +211,13 @@ class LayerSnapshot:
                     )
 
     @contextmanager
-    def _first_hooks(self, before: list[list[tuple[Any, ...]]]) -> Iterator[None]:
-        hooked = zip(self.modules, before or [_NO_HOOKS] * len(self.modules), strict=True)
-        changed = [(m, hooks) for m, hooks in hooked if _hooks(m) != hooks]
-        places = [module.__dict__ for module, _ in changed]
+    def _first_hooks(self, before: list[_Hooks]) -> Iterator[None]:
+        pairs = zip(self.modules, before or [[]] * len(self.modules), strict=True)
+        changed = [(m.__dict__, hooks or [()] * len(_HOOKS)) for m, hooks in pairs if _hooks(m) != hooks]
         with ExitStack() as stack:
             for k, kind in enumerate(_HOOKS):
-                stack.enter_context(InPlace(kind, places, [OrderedDict(hooks[k]) for _, hooks in changed]))
+                values = [OrderedDict(hooks[k]) for _, hooks in changed]
+                stack.enter_context(InPlace(kind, [place for place, _ in changed], values))
             yield
 
     def _first_buffers(self, buffers: tuple[_Slot, ...]) -> dict[nn.Module, dict[str, Tensor | None]]:
@@ -225,47 +225,9 @@ class LayerSnapshot:
         found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._with_buffers()}
         copies: dict[Any, Any] = {}
         for slot in buffers:
-            x = _copied(slot.copy, slot.shared, copies)
+            x = copied(slot.copy, slot.shared, copies)
             found.setdefault(slot.module, {})[slot.name] = slot.tensor if x is None else x
         return found | {norm: _WithoutStatistics(norm._buffers) for norm in self._norms}
-
-
-def _copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
-    """Return a copy, one for a buffer that has two places; of those that are `shared`, with memory that is, too."""
-    if buffer is not None and id(buffer) not in copies:
-        copied = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
-        copies[id(buffer)] = carrying(copied, buffer)
-    return copies.get(id(buffer))
-
-
-_LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _parts(x: Tensor) -> list[Tensor]:
-    """Return the dense tensors that hold what `x` does."""
-    if x.layout is torch.strided:
-        return [x]
-    if x.layout is torch.sparse_coo:
-        return [x._indices(), x._values()]
-    compressed = ("crow", "col") if x.layout in (torch.sparse_csr, torch.sparse_bsr) else ("ccol", "row")
-    return [*(getattr(x, f"{kind}_indices")() for kind in compressed), x.values()]
-
-
-def equal(x: Tensor, y: Tensor) -> bool:
-    """Return whether two buffers hold the same bits; of device `meta` they do, of unknown layouts it is not known."""
-    if x.is_nested or x.layout not in _LAYOUTS:
-        return False
-    if x.is_cpu and x.layout is torch.strided and x.nbytes <= 4096 and x.is_contiguous() and y.is_contiguous():
-        return string_at(x.data_ptr(), x.nbytes) == string_at(y.data_ptr(), y.nbytes)  # takes less than an operator
-    parts = zip(_parts(x.detach()), _parts(y), strict=True)
-    return x.is_meta or all(torch.equal(_bits(a), _bits(b)) for a, b in parts)
-
-
-def _bits(x: Tensor) -> Tensor:
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x  # NaN is unlike itself, and -0.0 like 0.0
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
@@ -284,32 +246,23 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 _GLOBAL = [vars(nn.modules.module)[f"_global{name}"] for name in (_HOOKS[0], _HOOKS[3], *_HOOKS[5:])]
 
 
-def _all_hooks(modules: list[nn.Module]) -> list[list[tuple[Any, ...]]]:
-    return [*map(_hooks, modules)] if [m for m in modules if _hooks(m) is not _NO_HOOKS] else []
+def _all_hooks(modules: list[nn.Module]) -> list[_Hooks]:
+    found = [*map(_hooks, modules)]
+    return found if any(found) else []
 
 
-def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:
-    """Return the items of the module's dictionaries of forward hooks, in the order of `_HOOKS`."""
+def _hooks(module: nn.Module) -> _Hooks:
+    """Return the items of the module's dictionaries of hooks, in the order of `_HOOKS`; nothing if there are none."""
     own = module.__dict__
     if not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
-        return _NO_HOOKS
+        return []
     return [tuple(own[kind].items()) for kind in _HOOKS]
-
-
-_NO_HOOKS: list[tuple[Any, ...]] = [()] * len(_HOOKS)
 
 
 def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
@@ -324,8 +277,7 @@ def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
         for name in ("forward", *more.get(type(module), ()), *getattr(type(module), "__constants__", ()))
         if name != "track_running_stats"  # a recomputation in another thread may have it exchanged
     ]
-    found.append((modules[0], "hooks of all modules", [(*each.items(),) for each in _GLOBAL] if any(_GLOBAL) else []))
-    return found
+    return [*found, (modules[0], "hooks of all modules", [(*x.items(),) for x in _GLOBAL] if any(_GLOBAL) else [])]
 
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}

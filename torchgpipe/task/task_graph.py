@@ -15,7 +15,6 @@ A first pass without a graph does not say which outputs take a gradient. So the 
 drops it. If all outputs that can take a gradient do, later tasks of that kind claim it; if not, each of them finds out.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,14 +79,9 @@ class TaskGraph:
             RuntimeError: what the layers would meet is not what they met in the first pass.
         """
         if self._kept is not None and self._edges is None:
-            with observed(self.observer, "recompute", self.i, self.stage.index):
-                modes = Modes()
-                try:
-                    # A copy, as other threads may recompute at the same time.
-                    self.ambient.context.copy().run(self._recompute, *self._kept, keep)
-                except BaseException:
-                    modes.set_back()
-                    raise
+            with observed(self.observer, "recompute", self.i, self.stage.index), Modes():
+                # A copy, as other threads may recompute at the same time.
+                self.ambient.context.copy().run(self._recompute, *self._kept, keep)
 
     def _recompute(self, inputs: Flat, form: Form, keep: bool) -> None:
         _check_not_cached()
@@ -185,7 +179,7 @@ class TaskGraph:
                 self.randomness.first(),
             ):
                 if known:
-                    outputs, out_form = self._run_without_graph(given, form, shared)
+                    outputs, out_form = self.stage.run(given, form, shared)
                 else:
                     given = self._entered(given)
                     outputs, out_form = self._build(given, form, shared, asks)
@@ -207,18 +201,6 @@ class TaskGraph:
         self._edges = None
         return leaves(outputs, self._claimed), out_form
 
-    def _run_without_graph(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
-        try:
-            return self.stage.run(inputs, form, shared)
-        except RuntimeError as error:
-            if re.search("requires?[ _]grad", str(error)) is None:
-                raise
-            raise RuntimeError(
-                f"a layer of partition {self.stage.index} asks for gradients (register_hook, autograd.grad) in the "
-                "first pass of a checkpointed task, which has no graph; let it ask for `y.requires_grad` before, or "
-                "use checkpoint='never'"
-            ) from error
-
     def _taken(self) -> list[bool]:
         """Return which outputs take a gradient, once there is a graph."""
         return [edge is not None for edge in self._edges or ()]
@@ -232,7 +214,8 @@ class TaskGraph:
     def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
         stand_ins = self.snapshot.stand_ins
         with self.snapshot.lock, stand_ins.in_place():
-            if self.snapshot.claims.get(self._needs, False) if self.checkpoint else not stand_ins.meets:
+            shows = not self.snapshot.claims.get(self._needs, False) if self.checkpoint else stand_ins.meets
+            if not shows:
                 outputs, out_form = self.stage.run(inputs, form, shared)
             else:
                 gradients = stand_ins.show_gradients()
@@ -255,18 +238,12 @@ class _Asks(TorchFunctionMode):
     """Note whether layers ask which tensors take gradients, or for gradients: without a graph, none would."""
 
     only_watches = True
-    asked, asking = False, {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "grad")}
-    names = (
-        "grad",
-        "register_hook",
-        "retain_grad",
-        "numpy",
-        "__deepcopy__",
-        "__repr__",
-    )  # no set: compilers
+    asked, properties = False, {getattr(Tensor, x).__get__ for x in ("requires_grad", "is_leaf", "grad_fn", "grad")}
+    # By name: torch.compile, which runs this, too, cannot look a function up in a set.
+    functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked |= func in self.asking or getattr(func, "__name__", "") in self.names
+        self.asked |= func in self.properties or getattr(func, "__name__", "") in self.functions
         return func(*args, **(kwargs or {}))
 
 

@@ -98,10 +98,7 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a hidden module": (True, ["not registered"]),
     "autocast": (False, ["`with AUTOCAST:`", "it sets or asks for autocast"]),
     "a buffer that is replaced": (False, REPLACES),
-    "hooks of saved tensors": (
-        False,
-        ["Do give something else than the module does: the gradient of a.weight differs"],
-    ),
+    "hooks of saved tensors": (False, ["Do give something else than the module does: the gradient of a.weight"]),
     "the default generator": (True, ["asks for a random state"]),
     "a transform": (True, ["torch.func transforms"]),
     "a size in a partial": (True, ["it passes functools.partial(<built-in method mul"]),

@@ -1,0 +1,41 @@
+"""What buffers hold: copy it, and see whether it is still the same."""
+
+import copy
+from ctypes import string_at
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.tensors.microbatch import carrying
+
+
+def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
+    """Return a copy, one for a buffer that has two places; of those that are `shared`, with memory that is, too."""
+    if buffer is not None and id(buffer) not in copies:
+        made = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
+        copies[id(buffer)] = carrying(made, buffer)
+    return copies.get(id(buffer))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def comparable(x: Tensor) -> bool:
+    """Return whether `equal` knows this kind of tensor."""
+    return x.layout is torch.strided and not x.is_nested
+
+
+def equal(x: Tensor, y: Tensor) -> bool | None:
+    """Return whether two buffers hold the same bits, `None` if that is not known; of device `meta` they do."""
+    if x.is_meta or not comparable(x):
+        return x.is_meta or None
+    if x.is_cpu and x.nbytes <= 4096 and x.is_contiguous() and y.is_contiguous():
+        return string_at(x.data_ptr(), x.nbytes) == string_at(y.data_ptr(), y.nbytes)  # takes less than an operator
+    return torch.equal(_bits(x.detach()), _bits(y))
+
+
+def _bits(x: Tensor) -> Tensor:
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x  # NaN is not equal to NaN, but -0.0 to 0.0
