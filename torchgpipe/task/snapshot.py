@@ -8,7 +8,7 @@ if they have changed since the last copy. Their versions do not tell, as kernels
 quantization), `.data` and NumPy write without counting, so what they hold is compared.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -137,14 +137,16 @@ class LayerSnapshot:
         changed = {id(x): x for m, name, x in held if self._has_changed(m, name, x)}
         if changed:
             storages = {id(x): storage_of(x) for _, _, x in held if x is not None}
-            times: Counter[int | None] = Counter(storages.values())
+            each: list[int | None] = [*storages.values()]
+            apart = len({*each}) == len(each)  # as almost always
             stale = {storages.get(key) for key in changed}
             # Copies share memory as the buffers do, so those that share it are copied together.
             copies: dict[Any, Any] = {}
             for module, name, x in held:
                 if (storage := storages.get(id(x))) in stale:
-                    copy = copied(None if id(x) in self.stand_ins.ids else x, times[storage] > 1, copies)
-                    self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, times[storage] > 1)
+                    shared = not apart and each.count(storage) > 1
+                    copy = copied(None if id(x) in self.stand_ins.ids else x, shared, copies)
+                    self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
         return tuple([self._slots[module, name] for module, name, _ in held])
 
     def after_first_pass(self, held: Held) -> None:
