@@ -86,7 +86,7 @@ NOT_FOR_RANKS = {
     "tied", "shared", "shared norm", "borrowed", "embedding, rescaled", "parameter in place", "checkpointed, reentrant",
 }  # fmt: skip
 
-FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap"}
+FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap", "own norm"}
 USE_TWICE = {
     "tied", "shared", "shared norm", "borrowed", "lstm", "embedding", "pruned", "spectral norm",
     "spectral norm, by a hook", "checkpointed, reentrant", "two forwards",
