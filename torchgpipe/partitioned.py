@@ -158,12 +158,13 @@ class Partitioned(nn.Module, ABC):
         try:
             with Modes():
                 result = run()
-            if versions(shared) != before or False in map(equal, [x for x in shared if x is not None], copies):
-                raise RuntimeError(
-                    "two partitions have layers that change the same buffer (such as one batch norm in both), and not "
-                    "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
-                )
-            commit(norms)
+                if versions(shared) != before or False in map(equal, [x for x in shared if x is not None], copies):
+                    raise RuntimeError(
+                        "two partitions have layers that change the same buffer (such as one batch norm in both), and "
+                        "not in the order in which the layers would; give each its own layer, or keep it in evaluation "
+                        "mode"
+                    )
+                commit(norms)
         except BaseException:
             for norm in norms:
                 norm.discard()
