@@ -160,9 +160,8 @@ class Partitioned(nn.Module, ABC):
                 result = run()
                 if versions(shared) != before or False in map(equal, [x for x in shared if x is not None], copies):
                     raise RuntimeError(
-                        "two partitions have layers that change the same buffer (such as one batch norm in both), and "
-                        "not in the order in which the layers would; give each its own layer, or keep it in evaluation "
-                        "mode"
+                        "two partitions have layers that change the same buffer (such as one batch norm in both), not "
+                        "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
                     )
                 commit(norms)
         except BaseException:

@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "cannot defer .*, whose train": ("batch norm, frozen",),
     "draws random numbers within torch.utils.checkpoint": ("dropout, checkpointed",),
     "Inference tensor": ("inference",),
-    "uses the gradient of its parameter": ("as its weight is",),
+    "uses the gradient of its parameter": ("as weights",),
     "the default type was": ("a type",),
 }  # fmt: skip
 

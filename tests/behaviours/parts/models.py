@@ -27,7 +27,7 @@ INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "twice": lambda x: (x, x),
 }
 
-# How a step runs forward and backward -> layers not drawn with it: PyTorch itself refuses or miscomputes them, or they
+# How a step runs forward and backward -> layers not drawn with it: PyTorch refuses, miscomputes or warns, or they
 # use an unregistered parameter, which autograd.grad(…) and backward(inputs=…) do not find behind a `_Gate` node.
 RUNS: dict[str, set[str]] = {
     "backward": set(),
@@ -41,10 +41,7 @@ RUNS: dict[str, set[str]] = {
     "two forwards": set(),
     "autograd.grad": {"checkpointed, reentrant", "borrowed"},
     "inputs": {"checkpointed, reentrant", "borrowed"},
-    # and of a weight given so, reading the gradient gives a warning
-    "functional_call": {
-        "checkpointed, reentrant", "checkpointed", "shared", "shared norm", "borrowed", "as its weight is",
-    },  # fmt: skip
+    "functional_call": {"checkpointed, reentrant", "checkpointed", "shared", "shared norm", "borrowed", "as weights"},
 }
 AFTER = ["update", "update, zero", "accumulate", "freeze", "reload"]
 
@@ -80,7 +77,7 @@ ALIASES = [
     "add in place",
 ]  # fmt: skip
 # What asks how things are, and what it may find.
-ASK = ["as things are", "as its weight is", "as things are", "and a name", "by name", "and detached", "detached"]
+ASK = ["as things are", "as weights", "as things are", "and a name", "by name", "and detached", "detached"]
 
 # Not drawn for ranks: modules shared by two partitions (refused); unregistered parameters (unknown to other ranks);
 # parameters that a forward changes (not sent to other ranks); and what works with backward() only, because `Everywhere`
